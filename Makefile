@@ -1,0 +1,46 @@
+# `make` alone prints what there is.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+help:
+	@echo "make quickstart   install, run the main job on real data, show the before/after table"
+	@echo "make test         install what tests need, run them (no network, no GPU)"
+	@echo "make check        ruff, format check, mypy; rewrites nothing"
+	@echo "make fmt          rewrite files with ruff"
+	@echo "make bench        measure speed and memory beside the peers (CPU)"
+
+$(VENV)/.examples: pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), 'Python 3.11 or newer is needed: make PYTHON=python3.11 ...'"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[examples]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.examples
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[all,dev]"
+	touch $@
+
+quickstart: $(VENV)/.examples
+	$(BIN)/python examples/quickstart.py
+
+test: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not gpu and not slow"
+
+test-long: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not gpu"
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fmt: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/run.py
+
+.PHONY: help quickstart test test-long check fmt bench
+.DEFAULT_GOAL := help

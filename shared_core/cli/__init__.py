@@ -1,0 +1,40 @@
+"""The `eff` command: one file a subcommand. Exit codes: 0 done, 1 the work failed, 2 the input was wrong."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from shared_core.cli.compat import compat
+from shared_core.cli.report import report
+from shared_core.cli.run import run
+from shared_core.cli.soup import soup
+from shared_core.errors import CheckpointError, ConfigError, EffError
+
+app = typer.Typer(
+    name="eff",
+    help="Every efficient-training technique, one flag away.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(compat)
+app.command()(report)
+app.command(
+    context_settings={
+        "ignore_unknown_options": True,
+        "allow_extra_args": True,
+        "help_option_names": ["--help"],
+    }
+)(run)
+app.command()(soup)
+
+
+def main() -> None:
+    """Run the command line; an error of ours is one line, not a traceback."""
+    try:
+        app()
+    except EffError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2 if isinstance(error, ConfigError | CheckpointError | ValueError) else 1)

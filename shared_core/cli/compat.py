@@ -1,0 +1,42 @@
+"""`eff compat`: what can be combined with what, and why not."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+
+def compat(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show which techniques combine with which, and with which surroundings; every refusal with its reason."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from shared_core.compatibility import SURROUNDINGS, matrix
+
+    rows = matrix()
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    columns = [column for column in rows[0] if column != "technique"]
+    table = Table(title="yes = allowed and tested; a number = refused, reason below", title_justify="left")
+    for heading in ("technique", *columns):
+        table.add_column(heading)
+    reasons: list[str] = []
+    for row in rows:
+        cells = [row["technique"]]
+        for column in columns:
+            answer = row[column]
+            if answer not in ("yes", "-"):
+                reason = f"{row['technique']} + {SURROUNDINGS.get(column, column)}: {answer}"
+                reasons.append(reason)
+                answer = str(len(reasons))
+            cells.append(answer)
+        table.add_row(*cells)
+    console = Console(width=max(Console().width, 160))
+    console.print(table)
+    for number, reason in enumerate(reasons, 1):
+        console.print(f"{number:>3}. {reason}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,164 @@
+"""What the configs of all techniques share: typed options with help, read from flags, YAML and Python alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
+
+from shared_core.errors import ConfigError, nearest
+from shared_core.positions import Position, parse_position
+
+
+def option(default: Any = dataclasses.MISSING, *, help: str, **extra: Any) -> Any:
+    """Return a dataclass field with help text; `extra` goes into its metadata.
+
+    ``low``/``high`` bound a number inclusively, ``above``/``below`` exclusively.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, **extra})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TechniqueConfig:
+    """Base of every ``<Technique>Config``: coerces and checks each option once, when it is made.
+
+    A subclass sets `key` (its name in a recipe and its flag prefix) and `switch` (the option whose flag switches the
+    technique on), and may check options against each other in `validate`.
+    """
+
+    key: ClassVar[str] = ""
+    switch: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        """Coerce every option to its annotation, check its bounds, then check them against each other."""
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            where = f"{self.key}.{field.name}"
+            value = coerce(getattr(self, field.name), hints[field.name], where)
+            _check_bounds(value, field.metadata, where)
+            object.__setattr__(self, field.name, value)
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise `ConfigError` where options contradict each other."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return the config with these options; unknown names are errors that name the nearest known one."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"recipe: {cls.key} must be a mapping of its options, got {values!r}")
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"recipe: {cls.key}.{name} is not an option{nearest(str(name), known)}")
+        for name, field in known.items():
+            no_default = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            if no_default and name not in values:
+                raise ConfigError(f"recipe: {cls.key}.{name} must be given; it has no default")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options as plain values that JSON and YAML can hold and `from_dict` reads."""
+        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+    def _error(self, name: str, rule: str) -> ConfigError:
+        return ConfigError(f"{self.key}: {name} {rule}, got {getattr(self, name)!r}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return f"<{type(value).__qualname__}>"
+
+
+def _check_bounds(value: Any, bounds: Mapping[str, Any], where: str) -> None:
+    if value is None or isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    # written so that a NaN fails every one of them
+    holds = {
+        "low": lambda bound: value >= bound,
+        "high": lambda bound: value <= bound,
+        "above": lambda bound: value > bound,
+        "below": lambda bound: value < bound,
+    }
+    if not all(holds[kind](bounds[kind]) for kind in holds if kind in bounds):
+        low = f"[{bounds['low']}" if "low" in bounds else f"({bounds.get('above', '-inf')}"
+        high = f"{bounds['high']}]" if "high" in bounds else f"{bounds.get('below', 'inf')})"
+        raise ConfigError(f"{where}: {where.rsplit('.', 1)[-1]} must be in {low}, {high}, got {value!r}")
+
+
+def coerce(value: Any, hint: Any, where: str) -> Any:
+    """Return `value` as the type that `hint` annotates, reading numbers and booleans from strings.
+
+    YAML gives ``1e-3`` as a string and a command line gives everything as one, so strings are read; nothing else is
+    bent: ``True`` is no number, ``0.5`` no integer, NaN and infinity no number at all.
+
+    Raises:
+        ConfigError: If `value` cannot be such a value.
+
+    Example:
+        >>> coerce("1e-3", float, "prune.sparsity")
+        0.001
+        >>> coerce("a, b", tuple[str, ...], "prune.skip")
+        ('a', 'b')
+    """
+    name = where.rsplit(".", 1)[-1]
+    if hint == Position:
+        parse_position(value, where)
+        return value
+    if hint is Any:
+        return value
+    origin = get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        inner = [arg for arg in get_args(hint) if arg is not type(None)]
+        if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
+            if len(inner) < len(get_args(hint)):
+                return None
+            raise ConfigError(f"{where}: {name} must be given, got {value!r}")
+        return coerce(value, inner[0], where)
+    if origin is Literal:
+        if value in get_args(hint) and not isinstance(value, bool):
+            return value
+        choices = [str(choice) for choice in get_args(hint)]
+        hint_text = nearest(value, choices) if isinstance(value, str) else ""
+        raise ConfigError(f"{where}: {name} must be one of {', '.join(choices)}, got {value!r}{hint_text}")
+    if origin is tuple:
+        items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+        if not isinstance(items, list | tuple):
+            raise ConfigError(f"{where}: {name} must be a list, got {value!r}")
+        return tuple(coerce(item, get_args(hint)[0], where) for item in items)
+    if hint is bool:
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        if isinstance(value, bool):
+            return value
+        raise ConfigError(f"{where}: {name} must be true or false, got {value!r}")
+    if hint is str:
+        if isinstance(value, str | Path) and str(value):
+            return str(value)
+        raise ConfigError(f"{where}: {name} must be a text, got {value!r}")
+    if hint in (int, float):
+        return _number(value, hint, where)
+    raise TypeError(f"{where}: {hint!r} is not a type that an option may have")
+
+
+def _number(value: Any, kind: type[int] | type[float], where: str) -> int | float:
+    what = "a whole number" if kind is int else "a finite number"
+    error = ConfigError(f"{where}: {where.rsplit('.', 1)[-1]} must be {what}, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise error
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        raise error from None
+    if not math.isfinite(number) or (kind is int and number != int(number)):
+        raise error
+    if kind is int:
+        return value if isinstance(value, int) else int(number)
+    return number

@@ -1,0 +1,51 @@
+"""Every error a user can meet, one class a kind, all under `EffError`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class EffError(Exception):
+    """Base of all errors raised on purpose: the message says where, what, and what to do."""
+
+
+class ConfigError(EffError, ValueError):
+    """An option has a value that breaks its rule, or does not exist."""
+
+
+class MatchError(EffError, ValueError):
+    """A technique matched no module: it would have been a silent no-op."""
+
+
+class CompatibilityError(EffError, ValueError):
+    """Two techniques, or a technique and its surroundings, cannot be combined."""
+
+
+class CheckpointError(EffError, RuntimeError):
+    """A file is missing, damaged, unsafe, or not what it was taken for."""
+
+
+class TrainingError(EffError, RuntimeError):
+    """Training reached a state that no technique can go on from."""
+
+
+class MissingExtraError(EffError, ImportError):
+    """An optional library is not installed."""
+
+    def __init__(self, where: str, library: str, extra: str) -> None:
+        super().__init__(f"{where}: needs {library}, which is not installed; pip install 'efftrain[{extra}]'")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the known name nearest to `name`, or the list of known names.
+
+    Example:
+        >>> nearest("sparsitty", ["sparsity", "begin"])
+        "; did you mean 'sparsity'?"
+        >>> nearest("zzz", ["b", "a"])
+        '; known: a, b'
+    """
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}"

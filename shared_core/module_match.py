@@ -1,0 +1,98 @@
+"""Which modules a technique touches: by type, name pattern, size and place. Matching nothing is an error."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from shared_core.errors import MatchError, nearest
+
+_PLACES = ("first", "last")
+
+
+@dataclass(frozen=True)
+class Matched:
+    """A module that a technique may touch: its dotted name, without compile and wrapper prefixes, and itself."""
+
+    name: str
+    module: nn.Module
+
+
+def plain_name(name: str) -> str:
+    """Return a module or parameter name without the parts that wrappers insert.
+
+    Example:
+        >>> plain_name("module.net._orig_mod.0.weight")
+        'net.0.weight'
+    """
+    name = name.removeprefix("module.") if name.startswith("module.") else name
+    drop = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+    return ".".join(part for part in name.split(".") if part not in drop)
+
+
+def match_modules(
+    model: nn.Module,
+    types: tuple[type[nn.Module], ...],
+    *,
+    where: str,
+    include: Iterable[str] = (),
+    skip: Iterable[str] = (),
+    min_size: int = 0,
+) -> list[Matched]:
+    """Return the modules to touch, in registration order, each once.
+
+    Args:
+        model: Searched through, itself included.
+        types: Module types that the technique can handle; subclasses count.
+        where: The technique, for errors.
+        include: Name patterns (``"encoder.*"``), type names (``"Conv2d"``), ``"first"``, ``"last"``; empty: all.
+            A pattern must match a module that the technique can handle.
+        skip: The same; wins over `include`. A pattern here must match some module of the model.
+        min_size: Smallest ``weight.numel()``.
+
+    Raises:
+        MatchError: If nothing is left, or a pattern matches nothing.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> [found.name for found in match_modules(net, (nn.Linear,), where="prune", skip=["last"])]
+        ['0']
+    """
+    names = {plain_name(name): module for name, module in model.named_modules()}
+    able = [Matched(name, module) for name, module in names.items() if isinstance(module, types)]
+    if not able:
+        kinds = ", ".join(kind.__name__ for kind in types)
+        raise MatchError(f"{where}: must match at least one module, but {type(model).__name__} has no {kinds}")
+
+    def hit(pattern: str, found: Matched) -> bool:
+        if pattern in _PLACES:
+            return found is able[_PLACES.index(pattern) * -1]
+        return fnmatch.fnmatchcase(found.name, pattern) or type(found.module).__name__ == pattern
+
+    include, skip = list(include), list(skip)
+    for pattern in include:
+        if not any(hit(pattern, found) for found in able):
+            known = [found.name for found in able]
+            raise MatchError(f"{where}: include pattern {pattern!r} matches no module{nearest(pattern, known)}")
+    everything = [Matched(name, module) for name, module in names.items()]
+    for pattern in skip:
+        if not any(hit(pattern, found) for found in able) and not any(hit(pattern, found) for found in everything):
+            raise MatchError(f"{where}: skip pattern {pattern!r} matches no module{nearest(pattern, names)}")
+
+    chosen = [
+        found
+        for found in able
+        if (not include or any(hit(pattern, found) for pattern in include))
+        and not any(hit(pattern, found) for pattern in skip)
+        and getattr(found.module, "weight", None) is not None
+        and found.module.weight.numel() >= max(min_size, 1)  # type: ignore[operator, union-attr]
+    ]
+    if not chosen:
+        raise MatchError(
+            f"{where}: must match at least one module; all {len(able)} candidates were left out by "
+            f"include={include}, skip={skip}, min_size={min_size}"
+        )
+    return chosen

@@ -1,0 +1,82 @@
+"""Positions in a training run: ``0.3`` (a fraction), ``500`` (a step), ``"2ep"`` (epochs) become optimizer steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from shared_core.errors import ConfigError
+
+Position = int | float | str
+
+
+@dataclass(frozen=True)
+class ParsedPosition:
+    """A position that has been read but not yet resolved: `value` in units of `unit`."""
+
+    value: float
+    unit: Literal["step", "fraction", "epoch"]
+
+    def resolve(self, where: str, *, total_steps: int | None, steps_per_epoch: float | None) -> int:
+        """Return the optimizer step (0 = before the first) that this position means; halves round up."""
+        if self.unit == "step":
+            return int(self.value)
+        if self.unit == "epoch":
+            if steps_per_epoch is None:
+                raise ConfigError(
+                    f"{where}: '{self.value:g}ep' must be a step number here, because the length of an epoch is "
+                    "unknown (a data loader without length); write a number of steps"
+                )
+            return math.floor(self.value * steps_per_epoch + 0.5)
+        if total_steps is None:
+            raise ConfigError(
+                f"{where}: {self.value} must be a step number here, because the number of training steps is unknown "
+                "(neither max_steps nor a finite max_epochs with a sized loader); write a number of steps"
+            )
+        return math.floor(self.value * total_steps + 0.5)
+
+
+def parse_position(value: Position, where: str = "position") -> ParsedPosition:
+    """Return `value` as a `ParsedPosition`.
+
+    An ``int`` is a step, a ``float`` a fraction of the run in [0, 1]; in a string (flags) a dot or an exponent makes
+    a fraction, digits alone a step, and the suffix ``ep`` epochs. So ``1`` is step 1 and ``1.0`` the end.
+
+    Args:
+        value: The position as the user wrote it.
+        where: What to call it in an error, for example ``"prune.begin"``.
+
+    Raises:
+        ConfigError: If it is none of these, negative, not finite, or a fraction above 1.
+
+    Example:
+        >>> parse_position("0.3")
+        ParsedPosition(value=0.3, unit='fraction')
+        >>> parse_position("2ep").resolve("prune.end", total_steps=100, steps_per_epoch=12)
+        24
+        >>> parse_position(1).unit, parse_position(1.0).unit
+        ('step', 'fraction')
+    """
+    rule = "must be a step (500), a fraction of the run in [0, 1] (0.3) or epochs ('2ep')"
+    error = ConfigError(f"{where}: {where.rsplit('.', 1)[-1]} {rule}, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise error
+    try:
+        if isinstance(value, str):
+            text = value.strip().lower()
+            if text.endswith("ep"):
+                parsed = ParsedPosition(float(text[:-2]), "epoch")
+            elif "." in text or "e" in text:
+                parsed = ParsedPosition(float(text), "fraction")
+            else:
+                parsed = ParsedPosition(int(text), "step")
+        elif isinstance(value, int):
+            parsed = ParsedPosition(value, "step")
+        else:
+            parsed = ParsedPosition(value, "fraction")
+    except ValueError:
+        raise error from None
+    if not (math.isfinite(parsed.value) and parsed.value >= 0) or (parsed.unit == "fraction" and parsed.value > 1):
+        raise error
+    return parsed

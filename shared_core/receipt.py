@@ -1,0 +1,97 @@
+"""The receipt of a run: what was asked, touched and run, what it cost. JSON for machines, a table for people."""
+
+from __future__ import annotations
+
+import io
+import json
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from shared_core.atomic import atomic_write
+
+RECEIPT_FILE = "eff_receipt.json"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def environment() -> dict[str, Any]:
+    """Return versions and device, as a receipt records them."""
+    libraries = ("efftrain", "torch", "transformers", "accelerate", "pytorch-lightning", "lightning")
+    return {
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+        "libraries": {name: found for name in libraries if (found := _version(name))},
+    }
+
+
+class Receipt:
+    """What happened in a run, as plain values under `values`.
+
+    Args:
+        values: See `Session.receipt`.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = dict(values)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values[key]
+
+    def write(self, folder: Path | str) -> Path:
+        """Write ``eff_receipt.json`` into `folder`, which is made if need be, and return its path."""
+        path = Path(folder) / RECEIPT_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as temporary:
+            temporary.write_text(json.dumps(self.values, indent=2, default=str) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def read(cls, folder: Path | str) -> Receipt:
+        """Return the receipt that `write` left in `folder`."""
+        return cls(json.loads((Path(folder) / RECEIPT_FILE).read_text(encoding="utf-8")))
+
+    def table(self) -> Table:
+        """Return one row a technique: its headline figures, and the time that its own code took."""
+        steps = self.values["steps"]
+        title = f"efftrain receipt: {steps['applied']} steps applied, {steps['skipped']} skipped"
+        table = Table(title=title, title_justify="left")
+        table.add_column("technique")
+        table.add_column("what happened")
+        table.add_column("own time (s)", justify="right")
+        for key, report in self.values["techniques"].items():
+            table.add_row(key, _headline(report), f"{self.values['seconds'].get(key, 0.0):.2f}")
+        return table
+
+    def text(self, width: int = 110) -> str:
+        """Return the table, and the notes under it, as plain text."""
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(self.table())
+        for note in self.values["notes"]:
+            console.print(f"note: {note}", markup=False, highlight=False)
+        return console.export_text().rstrip()
+
+
+def _headline(report: Mapping[str, Any]) -> str:
+    parts = []
+    for name, value in report.items():
+        if isinstance(value, bool | str) or value is None:
+            parts.append(f"{name} {value}")
+        elif isinstance(value, float):
+            parts.append(f"{name} {value:.4g}")
+        elif isinstance(value, int):
+            parts.append(f"{name} {value:,}")
+        elif isinstance(value, list | tuple | dict) and name not in ("note", "notes"):
+            parts.append(f"{name} {len(value)}")
+    return ", ".join(parts)

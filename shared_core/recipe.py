@@ -1,0 +1,147 @@
+"""The one option set of a run: which techniques, with which options; read from flags, YAML, JSON or Python."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shared_core.config import TechniqueConfig
+from shared_core.errors import ConfigError, nearest
+from shared_core.rooms import ROOMS, flags, room
+from shared_core.technique import in_order
+
+
+class Recipe(Mapping[str, TechniqueConfig]):
+    """The techniques of one run with their options, in the order in which they compose; immutable.
+
+    A key's presence switches its technique on. Make one with `from_dict`, `from_yaml`, `from_json` or `from_flags`;
+    `Recipe({})` switches nothing on.
+
+    Args:
+        configs: Recipe key → config.
+
+    Example:
+        >>> recipe = Recipe.from_dict({"prune": {"sparsity": "8e-1"}})
+        >>> recipe["prune"].sparsity
+        0.8
+        >>> Recipe.from_dict({"prune": {"sparsitty": 0.8}})
+        Traceback (most recent call last):
+        shared_core.errors.ConfigError: recipe: prune.sparsitty is not an option; did you mean 'sparsity'?
+    """
+
+    def __init__(self, configs: Mapping[str, TechniqueConfig]) -> None:
+        for key, config in configs.items():
+            if not isinstance(config, room(key).config_class):
+                raise ConfigError(f"recipe: {key} must be a {room(key).config_name}, got {config!r}")
+        self._configs = {key: configs[key] for key in in_order(configs)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
+        """Return the recipe of ``{"prune": {"sparsity": 0.8}, …}``; the value may also be a config.
+
+        Raises:
+            ConfigError: If a key, an option or a value is wrong; names the nearest known one.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"recipe: must be a mapping of techniques, got {values!r}")
+        configs = {}
+        for key, options in values.items():
+            config_class = room(key).config_class
+            if isinstance(options, config_class):
+                configs[key] = options
+                continue
+            configs[key] = config_class.from_dict({} if options is None else options)
+        return cls(configs)
+
+    @classmethod
+    def from_yaml(cls, source: str | Path) -> Recipe:
+        """Return the recipe in a YAML file, or in a YAML text (which has a colon followed by space or a line end)."""
+        return cls.from_dict(_mapping(yaml.safe_load, source, yaml.YAMLError))
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> Recipe:
+        """Return the recipe in a JSON file, or in a JSON text (which starts with a brace)."""
+        return cls.from_dict(_mapping(json.loads, source, json.JSONDecodeError))
+
+    @classmethod
+    def from_flags(cls, values: Mapping[str, Any]) -> Recipe:
+        """Return the recipe of ``{"prune_sparsity": 0.8, …}``; options that are None were not given.
+
+        Raises:
+            ConfigError: If a flag is unknown, or belongs to a technique whose switch was not given.
+        """
+        known = flags()
+        options: dict[str, dict[str, Any]] = {}
+        for flag, value in values.items():
+            if flag not in known:
+                raise ConfigError(f"flags: --{flag} is not a flag{nearest(flag, known)}")
+            if value is not None:
+                key, field = known[flag]
+                options.setdefault(key, {})[field.name] = value
+        for key, given in options.items():
+            switch = ROOMS[key].config_class.switch
+            if switch not in given:
+                other = next(iter(given))
+                raise ConfigError(
+                    f"flags: --{key}_{other} must come with --{key}_{switch}, which switches the technique on; add it"
+                )
+        return cls.from_dict(options)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Return plain values that `from_dict` reads back, every default written out."""
+        return {key: config.to_dict() for key, config in self._configs.items()}
+
+    def to_yaml(self) -> str:
+        """Return the recipe as YAML text."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    def merged(self, other: Recipe) -> Recipe:
+        """Return both recipes in one.
+
+        Raises:
+            ConfigError: If a technique is in both.
+        """
+        twice = self.keys() & other.keys()
+        if twice:
+            raise ConfigError(f"recipe: {', '.join(sorted(twice))} must be given once, got it twice; keep one of them")
+        return Recipe({**self, **other})
+
+    def __getitem__(self, key: str) -> TechniqueConfig:
+        return self._configs[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._configs)
+
+    def __len__(self) -> int:
+        return len(self._configs)
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.to_dict(), sort_keys=True))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Recipe) and self.to_dict() == other.to_dict()
+
+    def __repr__(self) -> str:
+        return f"Recipe.from_dict({self.to_dict()!r})"
+
+
+def _mapping(read: Any, source: str | Path, bad: type[Exception]) -> Mapping[str, Any]:
+    text = str(source)
+    if isinstance(source, Path) or not ("\n" in text or ": " in text or text.lstrip().startswith("{")):
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"recipe: {source} must be a readable text file, got {error}") from error
+    try:
+        values = read(text)
+    except bad as error:
+        raise ConfigError(f"recipe: must be valid text, got {str(error).splitlines()[0]}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"recipe: must be a mapping of techniques to options, got {values!r}")
+    return values

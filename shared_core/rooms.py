@@ -1,0 +1,69 @@
+"""The table of techniques: recipe key, room, config, technique. A new technique is one row here."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any, cast
+
+from shared_core.config import TechniqueConfig
+from shared_core.errors import ConfigError, nearest
+from shared_core.technique import Technique
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """Where a technique lives: `shared_core.<name>` with its config and its state class."""
+
+    key: str
+    name: str
+    config_name: str
+    technique_name: str
+
+    @property
+    def config_class(self) -> type[TechniqueConfig]:
+        """The dataclass of its options."""
+        return cast(
+            "type[TechniqueConfig]",
+            getattr(importlib.import_module(f"shared_core.{self.name}"), self.config_name),
+        )
+
+    @property
+    def technique_class(self) -> type[Technique]:
+        """The class that a session drives."""
+        return cast(
+            "type[Technique]",
+            getattr(importlib.import_module(f"shared_core.{self.name}"), self.technique_name),
+        )
+
+
+ROOMS = {
+    room.key: room
+    for room in (
+        Room("prune", "pruning", "PruneConfig", "Pruning"),
+        Room("qat", "quantization", "QatConfig", "QuantizationAwareTraining"),
+        Room("distill", "distillation", "DistillConfig", "Distillation"),
+        Room("loss_scale", "loss_scaling", "LossScaleConfig", "LossScaling"),
+        Room("soup", "soup", "SoupConfig", "ModelSoup"),
+    )
+}
+
+
+def room(key: str) -> Room:
+    """Return the room of a recipe key.
+
+    Raises:
+        ConfigError: If there is none; names the nearest.
+    """
+    if key not in ROOMS:
+        raise ConfigError(f"recipe: {key!r} is not a technique{nearest(str(key), ROOMS)}")
+    return ROOMS[key]
+
+
+def flags() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
+    """Return every flag, ``prune_sparsity`` → (``prune``, its field), in the order of the table."""
+    return {
+        f"{room.key}_{field.name}": (room.key, field)
+        for room in ROOMS.values()
+        for field in dataclasses.fields(room.config_class)
+    }

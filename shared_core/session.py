@@ -1,0 +1,370 @@
+"""One training run: drives the techniques of a recipe, counts steps, saves and restores, writes the receipt."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core import compatibility
+from shared_core.errors import CheckpointError, TrainingError
+from shared_core.plain_checkpoint import PlainKeys
+from shared_core.receipt import Receipt, environment
+from shared_core.recipe import Recipe
+from shared_core.rooms import ROOMS
+from shared_core.technique import (
+    FINISH_ORDER,
+    BareServices,
+    Context,
+    Services,
+    Technique,
+    in_order,
+    mean_over_micro_batch,
+    overrides,
+)
+
+_VERBS = ("loss", "before_optimizer_step", "after_optimizer_step", "before_eval", "after_eval")
+
+
+class Session:
+    """One run of a recipe. A front end calls its methods at the moments they name; so can a plain loop.
+
+    Args:
+        recipe: What to switch on; empty is allowed and changes nothing.
+        front_end: Who drives: ``"bare"``, ``"hf"`` or ``"lightning"``.
+        services: What only a trainer can do (evaluate, load a teacher).
+        seed: Seed of the techniques' own generator; the global generators are never seeded.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(8, 4)
+        >>> session = Session(Recipe.from_dict({"prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 1}}))
+        >>> session.attach(model)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> session.begin([optimizer], total_steps=3)
+        >>> for _ in range(3):
+        ...     session.loss(model(torch.ones(2, 8)).square().mean()).backward()
+        ...     session.before_optimizer_step()
+        ...     optimizer.step()
+        ...     session.after_optimizer_step()
+        ...     optimizer.zero_grad()
+        >>> session.finish()
+        >>> int((model.weight == 0).sum())
+        16
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        front_end: str = "bare",
+        services: Services | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.recipe = recipe
+        self._front_end = front_end
+        self._services = services or BareServices()
+        self._seed = seed
+        self._reset()
+
+    def _reset(self) -> None:
+        self.techniques: dict[str, Technique] = {
+            key: ROOMS[key].technique_class(config) for key, config in self.recipe.items()
+        }
+        self.context: Context | None = None
+        self.skipped = 0
+        self.notes: list[str] = []
+        self._seconds = dict.fromkeys(self.techniques, 0.0)
+        self._eval_depth = 0
+        self._plain: PlainKeys | None = None
+        self._begun = self._finished = False
+        self._final_reports: dict[str, Any] = {}
+        self._started = time.perf_counter()
+        self._driven = self._driven_verbs()
+
+    def _driven_verbs(self) -> dict[str, list[tuple[str, Technique]]]:
+        return {
+            verb: [(key, technique) for key, technique in self.techniques.items() if overrides(technique, verb)]
+            for verb in _VERBS
+        }
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the techniques sit on a model now."""
+        return self.context is not None and not self._finished
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run ended and the model is plain again."""
+        return self._finished
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether `begin` was called in this run."""
+        return self._begun
+
+    @property
+    def step(self) -> int:
+        """Applied optimizer steps so far."""
+        return self.context.step if self.context else 0
+
+    def join(self, recipe: Recipe) -> None:
+        """Add techniques before `attach`: callbacks given one by one share one session.
+
+        Raises:
+            ConfigError: If a technique is in both.
+        """
+        if self.context is not None:
+            raise TrainingError("session: techniques must join before training starts; pass all callbacks together")
+        self.recipe = self.recipe.merged(recipe)
+        self._reset()
+
+    def attach(self, model: nn.Module, surroundings: Iterable[str] = ()) -> None:
+        """Prepare the user's unwrapped model, before the optimizer exists. A second call on it does nothing.
+
+        Args:
+            model: The user's model.
+            surroundings: Keys of `compatibility.SURROUNDINGS` that hold in this run.
+
+        Raises:
+            CompatibilityError: If the recipe cannot be run like this.
+            MatchError: If a technique matches nothing; the model is as it was.
+        """
+        compatibility.check(self.recipe, surroundings)
+        if self._finished:
+            self._reset()
+        if self.context is not None:
+            if self.context.model is model:
+                return
+            raise TrainingError("session: must be attached to one model only; make a session for each")
+        self._plain = PlainKeys(model)
+        context = Context(model=model, front_end=self._front_end, services=self._services)
+        context.generator.manual_seed(self._seed)
+        context.weights_replaced = self._weights_replaced
+        attached: list[Technique] = []
+        try:
+            for key, technique in self.techniques.items():
+                attached.append(technique)
+                with self._timed(key):
+                    technique.attach(model, context)
+        except BaseException:
+            for technique in reversed(attached):
+                technique.detach(model)
+            raise
+        self.context = context
+
+    def begin(
+        self,
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        total_steps: int | None,
+        steps_per_epoch: float | None = None,
+        clips_gradients: bool = True,
+    ) -> None:
+        """Start or go on: the optimizer exists and `load_state_dict` was called if this is a resume.
+
+        Args:
+            optimizers: The torch optimizers, unwrapped.
+            total_steps: Optimizer steps of the whole run, None if unknown.
+            steps_per_epoch: Optimizer steps of one epoch, None if unknown.
+            clips_gradients: Whether gradients are clipped by norm.
+
+        Raises:
+            ConfigError: If a position does not fit the run.
+        """
+        context = self._attached("begin")
+        context.optimizers = tuple(optimizers)
+        context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
+        context.clips_gradients = clips_gradients
+        self._started = time.perf_counter()
+        for key, technique in self.techniques.items():
+            with self._timed(key):
+                technique.begin(context)
+        self._begun = True
+
+    def loss(self, task_loss: Tensor, normalise: Callable[[Tensor, Tensor | int], Tensor] | None = None) -> Tensor:
+        """Return the loss to train on.
+
+        Args:
+            task_loss: The user's loss of this micro-batch, as the trainer would use it.
+            normalise: ``normalise(total, count)`` averages a sum as the trainer averages the task loss; by default
+                over the micro-batch.
+        """
+        driven = self._driven["loss"]
+        if not driven or not self._begun:
+            return task_loss
+        context = self._attached("loss")
+        context.normalise = normalise or mean_over_micro_batch
+        for key, technique in driven:
+            with self._timed(key):
+                task_loss = technique.loss(task_loss, context)
+        return task_loss
+
+    def before_optimizer_step(self) -> None:
+        """Gradients are complete and unscaled, not yet clipped."""
+        self._drive("before_optimizer_step")
+
+    def after_optimizer_step(self) -> None:
+        """An optimizer step was applied."""
+        self._attached("after_optimizer_step").step += 1
+        self._drive("after_optimizer_step")
+
+    def skipped_optimizer_step(self) -> None:
+        """An optimizer step was skipped (overflow): nothing advances."""
+        self.skipped += 1
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Surround validation; re-entrant, and undone by an exception too."""
+        self.before_eval()
+        try:
+            yield
+        finally:
+            self.after_eval()
+
+    def before_eval(self) -> None:
+        """Validation starts. Only the outermost of nested calls counts, and none before `begin`."""
+        self._eval_depth += 1
+        if self._eval_depth == 1:
+            self._drive("before_eval")
+
+    def after_eval(self) -> None:
+        """Validation ended; without a matching `before_eval` nothing happens."""
+        if self._eval_depth == 0:
+            return
+        self._eval_depth -= 1
+        if self._eval_depth == 0:
+            self._drive("after_eval")
+
+    def finish(self) -> None:
+        """End the run: bake into plain weights and leave stock modules. A second call does nothing."""
+        if self._finished or self.context is None:
+            return
+        if self._begun:
+            for key in in_order(self.techniques, FINISH_ORDER):
+                with self._timed(key):
+                    self.techniques[key].finish(self.context.model, self.context)
+            self._final_reports = self._reports()
+        self.detach()
+
+    def detach(self) -> None:
+        """Leave stock modules behind without baking: the run was cut short."""
+        if self.context is None or self._finished:
+            return
+        for technique in reversed(self.techniques.values()):
+            technique.detach(self.context.model)
+        self._finished = True
+
+    def bake(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the model's state dict as the user's plain model loads it.
+
+        Raises:
+            CheckpointError: If the result is not loadable by the untouched model.
+        """
+        baked = dict(state_dict)
+        if not self.is_attached:
+            return baked
+        for technique in self.techniques.values():
+            baked = technique.bake(baked)
+        if self._plain is not None:
+            self._plain.check(baked)
+        return baked
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that an exact resume needs, beside what the trainer saves itself."""
+        context = self._attached("state_dict")
+        return {
+            "step": context.step,
+            "skipped": self.skipped,
+            "recipe": self.recipe.to_dict(),
+            "generator": context.generator.get_state(),
+            "techniques": {key: technique.state_dict() for key, technique in self.techniques.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back a saved state, after `attach` and before `begin`. A changed recipe is told, not hidden.
+
+        Raises:
+            CheckpointError: If the state is not a session's.
+        """
+        context = self._attached("load_state_dict")
+        try:
+            saved, recipe = state["techniques"], state["recipe"]
+            context.step, self.skipped = int(state["step"]), int(state["skipped"])
+            context.generator.set_state(state["generator"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"session: state must be one that a session saved, got {error!r}") from error
+        mine = self.recipe.to_dict()
+        for key in sorted({*recipe, *mine}):
+            if recipe.get(key) != mine.get(key):
+                self.note(f"resumed with another {key} than was saved: {recipe.get(key)} became {mine.get(key)}")
+        for key, technique in self.techniques.items():
+            if key in saved:
+                technique.load_state_dict(saved[key])
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of all techniques for progress bar and logger."""
+        metrics: dict[str, float] = {}
+        for technique in self.techniques.values():
+            metrics.update(technique.metrics())
+        return metrics
+
+    def note(self, text: str) -> None:
+        """Tell the user one line now, and keep it for the receipt; the same line only once."""
+        if text not in self.notes:
+            self.notes.append(text)
+            self._services.say(f"efftrain: {text}")
+
+    def receipt(self) -> Receipt:
+        """Return what was asked, touched and run so far, and what it cost."""
+        return Receipt(
+            {
+                "recipe": self.recipe.to_dict(),
+                "front_end": self._front_end,
+                "finished": self._finished,
+                "environment": environment(),
+                "steps": {
+                    "applied": self.step,
+                    "skipped": self.skipped,
+                    "planned": self.context.total_steps if self.context else None,
+                },
+                "wall_seconds": round(time.perf_counter() - self._started, 3),
+                "seconds": {key: round(spent, 4) for key, spent in self._seconds.items()},
+                "techniques": self._final_reports or self._reports(),
+                "notes": list(self.notes),
+            }
+        )
+
+    def _reports(self) -> dict[str, Any]:
+        return {key: technique.report() for key, technique in self.techniques.items()}
+
+    def _weights_replaced(self) -> None:
+        context = self._attached("weights_replaced")
+        for technique in self.techniques.values():
+            technique.weights_replaced(context)
+
+    def _attached(self, verb: str) -> Context:
+        if self.context is None:
+            raise TrainingError(f"session: attach must come before {verb}; call session.attach(model) first")
+        return self.context
+
+    def _drive(self, verb: str) -> None:
+        driven = self._driven[verb]
+        if not driven or not self._begun or self._finished:
+            return
+        context = self._attached(verb)
+        for key, technique in driven:
+            with self._timed(key):
+                getattr(technique, verb)(context)
+
+    @contextlib.contextmanager
+    def _timed(self, key: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[key] += time.perf_counter() - start

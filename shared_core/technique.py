@@ -1,0 +1,229 @@
+"""The verbs of a technique, what it is told when they are called, and the order in which techniques compose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.config import TechniqueConfig
+from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.positions import Position, parse_position
+
+# Attach: a factorised layer can be pruned, a pruned one quantised; what is left is cast and then checkpointed.
+# Loss: the task's, then distillation. After the step: masks, then averages, which must see masked weights.
+ORDER = (
+    "low_rank", "lora", "prune", "qat", "fp8", "checkpointing", "distill", "loss_scale", "dp", "average", "soup",
+)  # fmt: skip
+
+# Finish: the soup evaluates through live masks and quantisers, so it comes before quantisation bakes itself in;
+# pruning comes first because a schedule cut short takes its last update then.
+FINISH_ORDER = ("distill", "loss_scale", "dp", "average", "prune", "soup", "checkpointing", "fp8", "qat", "lora",
+                "low_rank")  # fmt: skip
+
+
+def in_order(keys: Iterable[str], order: tuple[str, ...] = ORDER) -> list[str]:
+    """Return recipe keys in the order of composition, whatever order they were given in.
+
+    Example:
+        >>> in_order(["soup", "qat", "prune"])
+        ['prune', 'qat', 'soup']
+    """
+    return sorted(keys, key=order.index)
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint of this run as an ingredient: where it lies, its step, its validation metric if logged."""
+
+    path: Path
+    step: int
+    metric: float | None = None
+
+
+class Services(Protocol):
+    """What only a front end can do for a technique; `BareServices` is the answer of a loop without a trainer."""
+
+    def load_teacher(self, name: str, student: nn.Module) -> nn.Module:
+        """Return the teacher saved under a path or Hub name, on CPU or the student's device."""
+        ...
+
+    def checkpoints(self) -> list[SavedCheckpoint]:
+        """Return the checkpoints that this run saved, oldest first."""
+        ...
+
+    def load_weights(self, path: Path) -> Mapping[str, Tensor]:
+        """Return a checkpoint's weights under the names of ``context.model.state_dict()``."""
+        ...
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the trainer's own validation metrics for the weights that the model has now."""
+        ...
+
+    def calibrate(self, num_batches: int) -> None:
+        """Run the model in train mode, without gradients, on that many training batches."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Show one line to the user, on the main process, where the trainer shows its own."""
+        ...
+
+
+class BareServices:
+    """Services of a plain training loop: whatever needs a trainer says so."""
+
+    def _needs_trainer(self, what: str) -> CompatibilityError:
+        return CompatibilityError(
+            f"bare loop: {what} needs a trainer; use hf_eff or lightning_eff, or pass Session(services=...)"
+        )
+
+    def load_teacher(self, name: str, student: nn.Module) -> nn.Module:
+        """Refuse: give the teacher as a module."""
+        raise CompatibilityError(
+            f"bare loop: distill.teacher must be a module here, got {name!r}; load it and pass the object"
+        )
+
+    def checkpoints(self) -> list[SavedCheckpoint]:
+        """Refuse."""
+        raise self._needs_trainer("soup of the run's checkpoints")
+
+    def load_weights(self, path: Path) -> Mapping[str, Tensor]:
+        """Refuse."""
+        raise self._needs_trainer("reading a checkpoint")
+
+    def evaluate(self) -> dict[str, float]:
+        """Refuse."""
+        raise self._needs_trainer("evaluation")
+
+    def calibrate(self, num_batches: int) -> None:
+        """Refuse."""
+        raise self._needs_trainer("calibration")
+
+    def say(self, text: str) -> None:
+        """Print the line."""
+        print(text, flush=True)  # noqa: T201
+
+
+def mean_over_micro_batch(total: Tensor, count: Tensor | int) -> Tensor:
+    """Return ``total / count``, 0 where nothing counts: the normaliser of a trainer that averages micro-batches."""
+    return total / max(int(count), 1)
+
+
+@dataclass
+class Context:
+    """What a technique is told with every verb. One object lives as long as the session; verbs read it."""
+
+    model: nn.Module
+    """The user's model without wrappers (DDP, compile)."""
+    front_end: str = "bare"
+    services: Services = field(default_factory=BareServices)
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    step: int = 0
+    """Applied optimizer steps so far; micro-batches and skipped steps do not count."""
+    total_steps: int | None = None
+    steps_per_epoch: float | None = None
+    clips_gradients: bool = True
+    """Whether the trainer clips by norm: then gradients of dead weights must be zeroed first."""
+    normalise: Callable[[Tensor, Tensor | int], Tensor] = mean_over_micro_batch
+    """``normalise(total, count)``: a sum over counted positions, averaged as this trainer averages the task loss."""
+    weights_replaced: Callable[[], None] = lambda: None
+    """Tells every technique that the weights came from elsewhere: masks are re-applied, ranges re-estimated."""
+    first_usable_step: int = 0
+    """Checkpoints from before this step are no ingredients of a soup: their weights were not yet pruned or quantised.
+    Techniques raise it in `begin` with ``max``."""
+    generator: torch.Generator = field(default_factory=torch.Generator)
+    """For techniques that draw: seeded from the run's seed, the same on every rank, part of the saved state."""
+
+    def resolve(self, position: Position, where: str) -> int:
+        """Return the optimizer step that a position means in this run."""
+        parsed = parse_position(position, where)
+        return parsed.resolve(where, total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch)
+
+    def resolve_range(self, begin: Position, end: Position, where: str) -> tuple[int, int]:
+        """Return ``(begin, end)`` as optimizer steps.
+
+        Raises:
+            ConfigError: If the range is empty, or ends after training does.
+        """
+        first, last = self.resolve(begin, f"{where}.begin"), self.resolve(end, f"{where}.end")
+        if last < first:
+            raise ConfigError(
+                f"{where}: end must not lie before begin, got begin {begin!r} = step {first}, end {end!r} = step {last}"
+            )
+        if self.total_steps is not None and last > self.total_steps:
+            raise ConfigError(
+                f"{where}: end must lie within the {self.total_steps} steps of this run, got {end!r} = step {last}"
+            )
+        return first, last
+
+
+class Technique:
+    """The only state of a technique: a subclass overrides the verbs it needs; the rest do nothing.
+
+    Args:
+        config: The options of this technique, already checked.
+    """
+
+    key: ClassVar[str] = ""
+
+    def __init__(self, config: TechniqueConfig) -> None:
+        self.config = config
+
+    def attach(self, model: nn.Module, context: Context) -> None:
+        """Prepare the model: before the optimizer exists and before any wrapping. Matching nothing is an error."""
+
+    def detach(self, model: nn.Module) -> None:
+        """Give the model back its stock classes without touching a weight. Safe to call twice."""
+
+    def begin(self, context: Context) -> None:
+        """Resolve positions and make the first masks: the optimizer exists, saved state has been loaded."""
+
+    def loss(self, task_loss: Tensor, context: Context) -> Tensor:
+        """Return the loss to train on, after the student's forward."""
+        return task_loss
+
+    def before_optimizer_step(self, context: Context) -> None:
+        """Gradients are complete and unscaled, not yet clipped."""
+
+    def after_optimizer_step(self, context: Context) -> None:
+        """The step was applied; ``context.step`` already counts it."""
+
+    def before_eval(self, context: Context) -> None:
+        """Validation starts."""
+
+    def after_eval(self, context: Context) -> None:
+        """Validation ended, also by an exception."""
+
+    def weights_replaced(self, context: Context) -> None:
+        """Weights came from elsewhere (a soup's candidate): restore what must hold of them."""
+
+    def finish(self, model: nn.Module, context: Context) -> None:
+        """End of training: bake into plain weights in place and leave stock modules behind."""
+
+    def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the model's state dict as the user's plain model should load it; the input stays as it is."""
+        return state_dict
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything an exact resume needs: tensors, numbers, strings, lists and dicts of them."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned. Called after `attach`, before `begin`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return figures for progress bar and logger, named ``<technique>/<figure>``."""
+        return {}
+
+    def report(self) -> dict[str, Any]:
+        """Return what was touched, what ran and what it cost, for the receipt. Counts are recounted, not remembered."""
+        return {}
+
+
+def overrides(technique: Technique, verb: str) -> bool:
+    """Return whether a technique has its own version of a verb, so that a session can leave out the others."""
+    return getattr(type(technique), verb) is not getattr(Technique, verb)

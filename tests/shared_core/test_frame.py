@@ -1,0 +1,371 @@
+"""Recipe, positions, module matching, state file, atomic files, compatibility, receipt: the frame without a trainer."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from shared_core import Recipe, Session, compatibility
+from shared_core.atomic import atomic_folder, atomic_write, clean_strays
+from shared_core.cli.run import recipe_of, take_flags
+from shared_core.errors import (
+    CheckpointError,
+    CompatibilityError,
+    ConfigError,
+    EffError,
+    MatchError,
+    TrainingError,
+)
+from shared_core.module_match import match_modules
+from shared_core.plain_checkpoint import PlainKeys
+from shared_core.positions import parse_position
+from shared_core.rooms import ROOMS, flags
+from shared_core.state_file import STATE_FILE, load_state, rng_state, save_state, set_rng_state
+from shared_core.technique import FINISH_ORDER, ORDER
+
+
+def resolve(value, total=100, epoch=10):
+    return parse_position(value).resolve("prune.begin", total_steps=total, steps_per_epoch=epoch)
+
+
+@pytest.mark.parametrize(
+    ("value", "step"),
+    [
+        (0, 0),
+        (1, 1),
+        (1.0, 100),
+        ("1", 1),
+        ("1.0", 100),
+        ("0.3", 30),
+        (0.305, 31),
+        ("2ep", 20),
+        ("0.25ep", 3),
+        ("1e-1", 10),
+    ],
+)
+def test_positions(value, step):
+    assert resolve(value) == step
+
+
+@pytest.mark.parametrize(
+    "value", [-1, 1.5, "1.5", "abc", "ep", None, True, float("nan"), "nan", float("inf"), "-2ep", [1]]
+)
+def test_bad_positions_are_refused(value):
+    with pytest.raises(ConfigError, match=r"prune\.begin: begin must be a step"):
+        parse_position(value, "prune.begin")
+
+
+def test_positions_need_a_known_length():
+    with pytest.raises(ConfigError, match="number of training steps is unknown"):
+        resolve(0.5, total=None)
+    with pytest.raises(ConfigError, match="length of an epoch is unknown"):
+        resolve("2ep", epoch=None)
+    assert resolve(7, total=None, epoch=None) == 7
+
+
+def test_recipes_are_equal_from_dict_yaml_json_and_flags(tmp_path):
+    by_dict = Recipe.from_dict({"prune": {"sparsity": 0.001, "skip": ["last"]}})
+    (tmp_path / "recipe.yaml").write_text("prune: {sparsity: 1e-3, skip: [last]}\n")
+    assert Recipe.from_yaml(tmp_path / "recipe.yaml") == by_dict
+    assert Recipe.from_yaml("prune: {sparsity: 1e-3, skip: last}") == by_dict
+    assert Recipe.from_json(json.dumps(by_dict.to_dict())) == by_dict
+    assert Recipe.from_flags({"prune_sparsity": "1e-3", "prune_skip": "last", "qat_scheme": None}) == by_dict
+    assert Recipe.from_yaml(by_dict.to_yaml()) == by_dict
+    assert eval(repr(by_dict)) == by_dict
+    assert hash(by_dict) == hash(Recipe.from_dict(by_dict.to_dict()))
+    assert Recipe.from_yaml("{}") == Recipe({})
+
+
+def test_recipe_order_is_the_order_of_composition():
+    given = {"soup": {"kind": "uniform"}, "qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5}}
+    assert list(Recipe.from_dict(given)) == ["prune", "qat", "soup"]
+    assert set(ORDER) == set(FINISH_ORDER)
+    assert set(ROOMS) <= set(ORDER)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ({"prun": {}}, r"'prun' is not a technique; did you mean 'prune'\?"),
+        ({"prune": {"sparsitty": 0.5}}, r"prune\.sparsitty is not an option; did you mean 'sparsity'\?"),
+        ({"prune": {}}, r"prune\.sparsity must be given"),
+        ({"prune": None}, r"prune\.sparsity must be given"),
+        ({"prune": 0.8}, "prune must be a mapping"),
+        ({"prune": {"sparsity": "lots"}}, r"sparsity must be a finite number, got 'lots'"),
+        ({"prune": {"sparsity": float("nan")}}, "sparsity must be a finite number"),
+        ({"prune": {"sparsity": 1.0}}, "sparsity must"),
+        ({"prune": {"sparsity": True}}, "sparsity must be a finite number"),
+        ({"prune": {"sparsity": 0.5, "every": 2.5}}, "every must be a whole number"),
+        (
+            {"prune": {"sparsity": 0.5, "schedule": "cubik"}},
+            r"schedule must be one of .*; did you mean 'cubic'",
+        ),
+        ({"prune": {"sparsity": 0.5, "skip": 3}}, "skip must be a list"),
+        ({"distill": {"teacher": ""}}, "teacher must"),
+        ([], "must be a mapping"),
+        ({"loss_scale": {"kind": "dynamic", "growth_factor": 0.5}}, "growth_factor must"),
+    ],
+)
+def test_bad_recipes_are_refused_by_name(recipe, message):
+    with pytest.raises(ConfigError, match=message):
+        Recipe.from_dict(recipe)
+
+
+def test_flags_without_their_switch_are_refused():
+    with pytest.raises(ConfigError, match=r"--prune_begin must come with --prune_sparsity"):
+        Recipe.from_flags({"prune_begin": "0.1"})
+    with pytest.raises(ConfigError, match="did you mean 'prune_sparsity'"):
+        Recipe.from_flags({"prune_sparsty": 0.5})
+
+
+def test_a_technique_given_twice_is_refused():
+    one = Recipe.from_dict({"prune": {"sparsity": 0.5}})
+    with pytest.raises(ConfigError, match="prune must be given once"):
+        one.merged(one)
+
+
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.lists(st.integers(), max_size=2)
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from([*ROOMS, "prun", ""]),
+        st.dictionaries(st.sampled_from([name.split("_", 1)[1] for name in flags()] + ["zzz"]), scalars, max_size=4)
+        | scalars,
+        max_size=3,
+    )
+)
+def test_fuzzed_recipes_are_read_or_refused_with_our_error(values):
+    try:
+        recipe = Recipe.from_dict(values)
+    except EffError as error:
+        told = "must" in str(error) or "is not" in str(error)
+        assert told, error  # noqa: PT017 - either outcome is right; this one has to be told well
+    else:
+        assert Recipe.from_dict(recipe.to_dict()) == recipe
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 8), nn.Conv1d(1, 1, 3), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, ["0", "2", "4"]),
+        ({"skip": ["first"]}, ["2", "4"]),
+        ({"skip": ["last"]}, ["0", "2"]),
+        ({"include": ["2"]}, ["2"]),
+        ({"include": ["[02]"], "skip": ["first"]}, ["2"]),
+        ({"include": ["Linear"], "min_size": 20}, ["0", "2"]),
+        ({"skip": ["LayerNorm"]}, ["0", "2", "4"]),
+    ],
+)
+def test_module_match(options, names):
+    assert [found.name for found in match_modules(net(), (nn.Linear,), where="prune", **options)] == names
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"include": ["encoder.*"]}, "include pattern 'encoder.*' matches no module"),
+        ({"skip": ["9"]}, "skip pattern '9' matches no module"),
+        ({"min_size": 1000}, "all 3 candidates were left out"),
+        ({"include": ["0"], "skip": ["0"]}, "all 3 candidates were left out"),
+    ],
+)
+def test_matching_nothing_is_an_error(options, message):
+    with pytest.raises(MatchError, match=message.replace("*", r"\*")):
+        match_modules(net(), (nn.Linear,), where="prune", **options)
+    with pytest.raises(MatchError, match="has no Bilinear"):
+        match_modules(net(), (nn.Bilinear,), where="prune")
+
+
+def test_compiled_modules_keep_their_names():
+    compiled = nn.Sequential(torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager"))
+    assert [found.name for found in match_modules(compiled, (nn.Linear,), where="prune", include=["0.0"])] == ["0.0"]
+
+
+def test_state_file_round_trip_and_damage(tmp_path):
+    shared = torch.arange(3.0)
+    state = {
+        "a": shared,
+        "b": [shared, {"c": torch.tensor(True)}],
+        "d": 1e-3,
+        "e": None,
+        "f": "x",
+        "empty": torch.ones(0),
+    }
+    save_state(tmp_path, state)
+    loaded = load_state(tmp_path)
+    assert torch.equal(loaded["b"][0], shared)
+    assert (loaded["d"], loaded["e"], loaded["f"], bool(loaded["b"][1]["c"])) == (1e-3, None, "x", True)
+    assert [path.name for path in tmp_path.iterdir()] == [STATE_FILE]
+    whole = (tmp_path / STATE_FILE).read_bytes()
+    for length in (0, 4, len(whole) // 2, len(whole) - 1):
+        (tmp_path / STATE_FILE).write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="must be a whole state file"):
+            load_state(tmp_path)
+    (tmp_path / STATE_FILE).unlink()
+    with pytest.raises(CheckpointError, match="must exist"):
+        load_state(tmp_path)
+    with pytest.raises(TypeError, match="cannot be saved"):
+        save_state(tmp_path, {"x": object()})
+
+
+def test_a_pickle_in_place_of_the_state_file_runs_no_code(tmp_path):
+    class Gadget:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "ran"),))
+
+    torch.save({"x": Gadget()}, tmp_path / STATE_FILE)
+    with pytest.raises(CheckpointError, match="must be a whole state file"):
+        load_state(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_every_random_generator_is_restored():
+    state = rng_state()
+    drawn = torch.rand(2), random.random(), np.random.rand()
+    torch.rand(7), random.random(), np.random.rand(3)
+    set_rng_state(state)
+    again = torch.rand(2), random.random(), np.random.rand()
+    assert torch.equal(drawn[0], again[0])
+    assert drawn[1:] == again[1:]
+
+
+def test_atomic_write_keeps_the_old_file_when_the_writer_fails(tmp_path):
+    target = tmp_path / "file"
+    target.write_text("old")
+    with pytest.raises(RuntimeError, match="midway"), atomic_write(target) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError("midway")
+    assert target.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_atomic_folder_refuses_a_full_folder_and_leaves_nothing_on_failure(tmp_path):
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "out") as folder:
+        (folder / "a").write_text("half")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    with atomic_folder(tmp_path / "out") as folder:
+        (folder / "a").write_text("whole")
+    assert (tmp_path / "out" / "a").read_text() == "whole"
+    with (
+        pytest.raises(CheckpointError, match="must not exist or be an empty folder"),
+        atomic_folder(tmp_path / "out"),
+    ):
+        pass
+
+
+def test_a_killed_writer_leaves_the_old_file_and_its_litter_is_cleaned(tmp_path):
+    target = tmp_path / "file"
+    target.write_text("old")
+    code = textwrap.dedent(f"""
+        import os, signal
+        from shared_core.atomic import atomic_write
+        with atomic_write({str(target)!r}) as temporary:
+            temporary.write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == -9
+    assert target.read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 2
+    assert clean_strays(tmp_path) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_plain_keys_name_what_differs():
+    plain = PlainKeys(nn.Linear(2, 2))
+    plain.check(nn.Linear(2, 2).state_dict())
+    with pytest.raises(CheckpointError, match=r"missing \['weight'\], unexpected \['weight_orig'\]"):
+        plain.check({"weight_orig": torch.ones(2, 2), "bias": torch.ones(2)})
+    with pytest.raises(CheckpointError, match=r"other shapes \{'bias'"):
+        plain.check({"weight": torch.ones(2, 2), "bias": torch.ones(3)})
+
+
+def test_every_refusal_has_a_known_name_and_a_reason():
+    for first, second in compatibility.REFUSED:
+        assert first in ROOMS
+        assert second in ROOMS or second in compatibility.SURROUNDINGS
+        with pytest.raises(CompatibilityError, match=r"cannot be combined with .*: \w+"):
+            compatibility.check([first], [second]) if second not in ROOMS else compatibility.check([first, second])
+    compatibility.check(ROOMS)
+    assert len(compatibility.matrix()) == len(ROOMS)
+
+
+def test_flags_are_taken_out_of_a_command_line():
+    ours, rest = take_flags(
+        ["--lr", "1", "--prune-sparsity", "0.5", "--x", "--soup_strict", "pos", "--", "--prune_sparsity=1"]
+    )
+    assert ours == {"prune_sparsity": "0.5", "soup_strict": "true"}
+    assert rest == ["--lr", "1", "--x", "pos", "--prune_sparsity=1"]
+    for wrong, message in [
+        (["--prune_sparsty", "0.5"], "did you mean 'prune_sparsity'"),
+        (["--prune_sparsity"], "must have a value"),
+        (["--prune_sparsity=1", "--prune_sparsity=1"], "given once"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            take_flags(wrong)
+
+
+def test_flags_and_a_recipe_file_make_one_recipe(tmp_path):
+    (tmp_path / "r.yaml").write_text("prune: {sparsity: 0.5}")
+    assert list(recipe_of({"eff_recipe": str(tmp_path / "r.yaml"), "qat_scheme": "int8"})) == ["prune", "qat"]
+    with pytest.raises(ConfigError, match="must be a readable text file"):
+        recipe_of({"eff_recipe": str(tmp_path / "none.yaml")})
+
+
+def test_a_session_with_nothing_on_changes_nothing():
+    model = net()
+    before = {name: type(module) for name, module in model.named_modules()}
+    session = Session(Recipe({}))
+    session.attach(model)
+    session.begin([], total_steps=3)
+    loss = torch.tensor(1.0)
+    assert session.loss(loss) is loss
+    session.before_optimizer_step()
+    session.after_optimizer_step()
+    with session.evaluating(), session.evaluating():
+        pass
+    session.finish()
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    assert session.receipt()["steps"]["applied"] == 1
+    assert "1 steps applied" in session.receipt().text()
+
+
+def test_a_session_refuses_wrong_order_and_a_second_model():
+    session = Session(Recipe({}))
+    with pytest.raises(TrainingError, match="attach must come before begin"):
+        session.begin([], total_steps=1)
+    model = net()
+    session.attach(model)
+    session.attach(model)
+    with pytest.raises(TrainingError, match="attached to one model only"):
+        session.attach(net())
+    with pytest.raises(TrainingError, match="must join before training starts"):
+        session.join(Recipe({}))
+    with pytest.raises(CheckpointError, match="must be one that a session saved"):
+        session.load_state_dict({"step": 1})
+
+
+def test_a_failed_attach_leaves_the_model_as_it_was():
+    model = nn.Sequential(nn.Linear(4, 4))
+    session = Session(Recipe.from_dict({"qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5, "include": ["nothing"]}}))
+    with pytest.raises(MatchError, match="include pattern 'nothing'"):
+        session.attach(model)
+    assert type(model[0]) is nn.Linear
+    assert not session.is_attached

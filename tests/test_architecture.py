@@ -1,0 +1,105 @@
+"""The house rules that code can check: who imports whom, what files are called, where the root may not be."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FLOORS = {
+    "eff_kernels": ROOT / "kernels" / "eff_kernels",
+    "shared_core": ROOT / "shared_core",
+    "hf_eff": ROOT / "hf_eff",
+    "lightning_eff": ROOT / "lightning_eff",
+}
+MAY_IMPORT = {
+    "eff_kernels": {"eff_kernels"},
+    "shared_core": {"eff_kernels", "shared_core"},
+    "hf_eff": {"eff_kernels", "shared_core", "hf_eff"},
+    "lightning_eff": {"eff_kernels", "shared_core", "lightning_eff"},
+}
+ONLY_ON = {
+    "triton": {"eff_kernels"},
+    "transformers": {"hf_eff"},
+    "accelerate": {"hf_eff"},
+    "lightning": {"lightning_eff"},
+    "pytorch_lightning": {"lightning_eff"},
+}
+SOURCES = [(floor, path) for floor, folder in FLOORS.items() for path in sorted(folder.rglob("*.py"))]
+
+
+def imported_names(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports must be absolute"
+            yield (node.module or "").split(".")[0]
+
+
+@pytest.mark.parametrize(("floor", "path"), SOURCES, ids=lambda value: value.name if isinstance(value, Path) else value)
+def test_no_import_points_upwards_or_sideways(floor, path):
+    for name in imported_names(path):
+        assert name not in FLOORS or name in MAY_IMPORT[floor], f"{path} imports {name}"
+        assert floor in ONLY_ON.get(name, {floor}), f"{path} imports {name}, which belongs to {ONLY_ON.get(name)}"
+
+
+def test_the_checker_sees_a_wrong_import(tmp_path):
+    bad = tmp_path / "bad.py"
+    bad.write_text("def f():\n    import transformers\n")
+    assert "transformers" in set(imported_names(bad))
+
+
+def test_kernels_is_a_folder_and_the_root_is_not_importable():
+    # A package named `kernels` hides the Hugging Face package that transformers and bitsandbytes import.
+    assert not (ROOT / "kernels" / "__init__.py").exists(), "kernels/__init__.py must not exist; run `make test`"
+    roots = [entry for entry in sys.path if entry and Path(entry).resolve() == ROOT]
+    assert not roots, "the repository root must stay off sys.path; run `make test`, not `python -m pytest`"
+
+
+def test_installed_packages_do_not_show_a_kernels_module():
+    code = (
+        "import importlib.util as u, eff_kernels; spec = u.find_spec('kernels'); print(spec.origin if spec else None)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert not found.startswith(str(ROOT)), found
+
+
+def test_file_names_say_what_is_inside_and_files_are_small():
+    for _, path in SOURCES:
+        assert path.stem not in {"utils", "helpers", "common", "misc"}, path
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, f"{path}: more than 400 lines"
+
+
+def test_init_files_only_re_export():
+    for _, path in SOURCES:
+        if path.name != "__init__.py" or path.parent.name == "cli":
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            allowed = (ast.Import, ast.ImportFrom, ast.Expr, ast.Assign, ast.If, ast.FunctionDef)
+            assert isinstance(node, allowed), f"{path}:{node.lineno}"
+            assert not isinstance(node, ast.FunctionDef) or node.name == "__getattr__", f"{path}:{node.lineno}"
+
+
+def test_every_package_is_listed_for_the_wheel():
+    listed = set(re.findall(r'^  "([\w.]+)",$', (ROOT / "pyproject.toml").read_text(), flags=re.M))
+    for floor, folder in FLOORS.items():
+        for init in folder.rglob("__init__.py"):
+            package = ".".join([floor, *init.parent.relative_to(folder).parts])
+            assert package in listed, f"{package} is missing from [tool.setuptools] packages"
+
+
+def test_a_technique_has_the_same_name_on_every_floor():
+    from shared_core.rooms import ROOMS
+
+    for room in ROOMS.values():
+        assert (FLOORS["shared_core"] / room.name).is_dir() or (FLOORS["shared_core"] / f"{room.name}.py").is_file()
+        assert (FLOORS["hf_eff"] / f"{room.name}.py").is_file(), f"hf_eff/{room.name}.py"
+        assert (ROOT / "docs" / "techniques" / f"{room.name}.md").is_file(), f"docs/techniques/{room.name}.md"
+        lightning = {path.stem for path in FLOORS["lightning_eff"].glob("*.py")}
+        assert room.name in lightning or (room.name == "loss_scaling" and "precision" in lightning), room.name
