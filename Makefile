@@ -9,6 +9,7 @@ help:
 	@echo "make check        ruff, format check, mypy; rewrites nothing"
 	@echo "make fmt          rewrite files with ruff"
 	@echo "make bench        measure speed and memory beside the peers (CPU)"
+	@echo "make docs         rewrite the generated table in docs/flags.md"
 
 $(VENV)/.examples: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), 'Python 3.11 or newer is needed: make PYTHON=python3.11 ...'"
@@ -42,5 +43,9 @@ fmt: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/run.py
 
-.PHONY: help quickstart test test-long check fmt bench
+docs: $(VENV)/.dev
+	sed -i '/^| flag/,$$d' docs/flags.md
+	$(BIN)/eff flags --markdown >> docs/flags.md
+
+.PHONY: help quickstart test test-long check fmt bench docs
 .DEFAULT_GOAL := help

@@ -7,6 +7,7 @@ import sys
 import typer
 
 from shared_core.cli.compat import compat
+from shared_core.cli.flags import flags
 from shared_core.cli.report import report
 from shared_core.cli.run import run
 from shared_core.cli.soup import soup
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(compat)
+app.command()(flags)
 app.command()(report)
 app.command(
     context_settings={

@@ -36,7 +36,7 @@ def compat(
                 answer = str(len(reasons))
             cells.append(answer)
         table.add_row(*cells)
-    console = Console(width=max(Console().width, 160))
+    console = Console(width=max(Console().width, 190))
     console.print(table)
     for number, reason in enumerate(reasons, 1):
         console.print(f"{number:>3}. {reason}", markup=False, highlight=False, soft_wrap=True)

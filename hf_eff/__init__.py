@@ -1,0 +1,43 @@
+"""Efficient-training techniques in the Hugging Face Trainer. Names load on first use: `eff run` must stay cheap."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_eff._attach import attach as attach
+    from hf_eff._technique_callback import EffCallback as EffCallback
+    from hf_eff.distillation import Distillation as Distillation
+    from hf_eff.loss_scaling import LossScaling as LossScaling
+    from hf_eff.pruning import Pruning as Pruning
+    from hf_eff.quantization import QuantizationAwareTraining as QuantizationAwareTraining
+    from hf_eff.soup import ModelSoup as ModelSoup
+    from hf_eff.trainer import EffTrainer as EffTrainer
+    from hf_eff.trainer import EffTrainerMixin as EffTrainerMixin
+    from hf_eff.training_args import EffFlags as EffFlags
+    from hf_eff.training_args import EffTrainingArguments as EffTrainingArguments
+    from hf_eff.training_args import with_eff as with_eff
+
+_HOMES = {
+    "Distillation": "distillation",
+    "EffCallback": "_technique_callback",
+    "EffFlags": "training_args",
+    "EffTrainer": "trainer",
+    "EffTrainerMixin": "trainer",
+    "EffTrainingArguments": "training_args",
+    "LossScaling": "loss_scaling",
+    "ModelSoup": "soup",
+    "Pruning": "pruning",
+    "QuantizationAwareTraining": "quantization",
+    "attach": "_attach",
+    "with_eff": "training_args",
+}
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hf_eff' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"hf_eff.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,71 @@
+"""`attach`: techniques for any constructed Trainer, without a subclass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_eff._session_callback import SessionCallback
+from hf_eff.training_args import EffFlags
+from shared_core.errors import ConfigError
+from shared_core.recipe import Recipe
+from shared_core.session import Session
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | None = None) -> Session:
+    """Return the session that will run `recipe` when ``trainer.train()`` is called.
+
+    Call it after the trainer is constructed and before it trains. Techniques that are attached already stay; what the
+    trainer's `EffTrainingArguments` switch on joins them. An empty recipe touches nothing.
+
+    Args:
+        trainer: A ``Trainer`` or any subclass of it.
+        recipe: A recipe, a dict of one, or a path to a YAML or JSON file of one.
+
+    Raises:
+        ConfigError: If an option is wrong or a technique is given twice.
+        CompatibilityError: If the techniques cannot run in this trainer.
+        MatchError: If a technique matches no module.
+
+    Example:
+        ``attach(trainer, {"prune": {"sparsity": 0.8}}); trainer.train()``
+    """
+    session_callback = session_callback_of(trainer)
+    wanted = as_recipe(recipe)
+    args: Any = trainer.args
+    if isinstance(args, EffFlags) and not (session_callback and session_callback.took_args_recipe):
+        # `attach(trainer, args.recipe)` means the same techniques, not the same ones twice
+        wanted = wanted if wanted == args.recipe else wanted.merged(args.recipe)
+        args.mark_taken()
+    if session_callback is None:
+        if not wanted:
+            return Session(wanted, front_end="hf")
+        session_callback = SessionCallback(trainer, wanted)
+    elif wanted:
+        session_callback.join(wanted)
+    session_callback.took_args_recipe = True
+    return session_callback.session
+
+
+def session_callback_of(trainer: Trainer) -> SessionCallback | None:
+    """Return what drives a session through this trainer, None if nothing is attached."""
+    callbacks = trainer.callback_handler.callbacks
+    return next((callback for callback in callbacks if isinstance(callback, SessionCallback)), None)
+
+
+def as_recipe(recipe: Recipe | Mapping[str, Any] | str | Path | None) -> Recipe:
+    """Return a recipe from any of the forms that `attach` takes."""
+    if recipe is None:
+        return Recipe({})
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, Mapping):
+        return Recipe.from_dict(recipe)
+    if isinstance(recipe, str | Path):
+        path = Path(recipe)
+        return Recipe.from_json(path) if path.suffix == ".json" else Recipe.from_yaml(path)
+    raise ConfigError(f"recipe: must be a recipe, a mapping or a path, got {recipe!r}")

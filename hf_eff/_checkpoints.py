@@ -1,0 +1,144 @@
+"""The trainer's checkpoint folders: which there are, which are whole, and their weights under the model's names."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from shared_core.errors import CheckpointError
+from shared_core.soup.sources import open_ingredient, read_json, storage_key
+from shared_core.state_file import STATE_FILE, load_state
+
+_STATE = "trainer_state.json"
+_ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def step_of(folder: Path | str) -> int | None:
+    """Return the step in a checkpoint folder's name, None for any other folder.
+
+    Example:
+        >>> step_of("run/checkpoint-20"), step_of("run")
+        (20, None)
+    """
+    prefix, _, step = Path(folder).name.rpartition("-")
+    return int(step) if prefix == PREFIX_CHECKPOINT_DIR and step.isdigit() else None
+
+
+def checkpoint_folder(run: Path | str, step: int) -> Path:
+    """Return the folder that the trainer saves step `step` of a run into."""
+    return Path(run) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+
+def damage(folder: Path) -> str | None:
+    """Return why a run with techniques cannot go on from this checkpoint, None if it can.
+
+    Weights are checked by their headers, files of ``torch.save`` by their zip directory, which a truncated one lacks.
+    """
+    if not folder.is_dir():
+        return "is no folder"
+    try:
+        if not any((folder / name).exists() for name in _ADAPTER_FILES):
+            open_ingredient(folder).close()
+        for adapter in filter(Path.exists, (folder / name for name in _ADAPTER_FILES)):
+            open_ingredient(adapter).close()
+        if "global_step" not in read_json(folder / _STATE):
+            return f"{_STATE} holds no global_step"
+        if not (folder / STATE_FILE).is_file():
+            return f"it has no {STATE_FILE}, so it was saved without these techniques, or not completely"
+        load_state(folder)
+    except CheckpointError as error:
+        return str(error)
+    for file in sorted(folder.glob("*.pt*")):
+        if file.suffix in (".pt", ".pth") and not zipfile.is_zipfile(file):
+            return f"{file.name} is truncated or not a checkpoint"
+    return None
+
+
+def newest_whole(run: Path | str) -> tuple[Path | None, dict[Path, str]]:
+    """Return a run's newest checkpoint that is whole, and the newer ones that are not, each with the reason.
+
+    Raises:
+        CheckpointError: If there are checkpoints but none is whole.
+    """
+    folders = [folder for folder in Path(run).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(folder) is not None]
+    damaged: dict[Path, str] = {}
+    for folder in sorted(folders, key=lambda folder: step_of(folder) or 0, reverse=True):
+        reason = damage(folder)
+        if reason is None:
+            return folder, damaged
+        damaged[folder] = reason
+    if damaged:
+        lines = "; ".join(f"{folder.name}: {reason}" for folder, reason in damaged.items())
+        raise CheckpointError(f"resume: {run} must hold a whole checkpoint, got {lines}")
+    return None, {}
+
+
+class ModelWeights(Mapping[str, Tensor]):
+    """A checkpoint's tensors under the names of a model's state dict, read when asked for.
+
+    Files leave out all but one name of a tied tensor; the others are found through the model's own ties. A model whose
+    class saves under older names than it uses (transformers 5 does for ViT) is read as a whole through that class.
+
+    Args:
+        folder: The checkpoint.
+        model: Whose names to use.
+
+    Raises:
+        CheckpointError: If the file cannot be read or lacks a tensor of the model.
+    """
+
+    def __init__(self, folder: Path, model: nn.Module) -> None:
+        ingredient = open_ingredient(folder)
+        self._read: Callable[[str], Tensor] = ingredient.tensor
+        state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+        saved_under = {storage_key(value): name for name, value in state.items() if ingredient.has(name)}
+        self._names = {
+            name: name if ingredient.has(name) else saved_under.get(storage_key(value), "")
+            for name, value in state.items()
+        }
+        lacking = [name for name, source in self._names.items() if not source]
+        self.renamed = bool(lacking)
+        """Whether the names in the file are not the model's."""
+        if lacking:
+            self._read = _through_class(folder, model, lacking[0]).__getitem__
+            self._names = {name: name for name in state}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read(self._names[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _through_class(folder: Path, model: nn.Module, lacking: str) -> dict[str, Tensor]:
+    error = CheckpointError(f"{folder}: weights must hold {lacking} of this model, got none; check the path")
+    if not isinstance(model, PreTrainedModel):
+        raise error
+    with torch.random.fork_rng(devices=[]):
+        stock: Any = type(model)
+        loaded, info = stock.from_pretrained(folder, config=model.config, output_loading_info=True)
+    if info["missing_keys"] or info["mismatched_keys"]:
+        raise error
+    return dict(loaded.state_dict())
+
+
+def load_renamed_(model: nn.Module, folder: Path) -> None:
+    """Load a checkpoint whose names are not the model's; where they are, the trainer has loaded it already.
+
+    The trainer's own loading compares names as they stand in the file and only warns of what it did not find.
+    """
+    if any((folder / name).exists() for name in _ADAPTER_FILES):
+        return
+    weights = ModelWeights(folder, model)
+    if weights.renamed:
+        model.load_state_dict(dict(weights))

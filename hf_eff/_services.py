@@ -1,0 +1,98 @@
+"""What only the Hugging Face Trainer can do for a technique: evaluate, list checkpoints, load a teacher."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from hf_eff._checkpoints import ModelWeights, checkpoint_folder
+from hf_eff._teacher import load_teacher
+from shared_core.errors import TrainingError
+from shared_core.state_file import rng_state, set_rng_state
+from shared_core.technique import SavedCheckpoint
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+class TrainerServices:
+    """The services of one trainer.
+
+    Args:
+        trainer: The trainer.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.saved_steps: list[int] = []
+        """Steps at which this run saved; resumed runs go on with the list of the run that they resume."""
+        self.metric: str | None = None
+        """The validation metric that `checkpoints` reports."""
+
+    def load_teacher(self, name: str, student: nn.Module) -> nn.Module:
+        """Return the teacher in a folder or on the Hub."""
+        return load_teacher(name, student)
+
+    def checkpoints(self) -> list[SavedCheckpoint]:
+        """Return the checkpoints of this run that still exist, oldest first; older runs' in the folder are left out."""
+        run = self._trainer._get_output_dir(getattr(self._trainer, "_trial", None))
+        history = self._trainer.state.log_history
+        found = []
+        for step in self.saved_steps:
+            folder = checkpoint_folder(run, step)
+            logged = [entry[self.metric] for entry in history if entry.get("step") == step and self.metric in entry]
+            if folder.is_dir():
+                found.append(SavedCheckpoint(folder, step, float(logged[-1]) if logged else None))
+        return found
+
+    def load_weights(self, path: Path) -> Mapping[str, Tensor]:
+        """Return a checkpoint's weights under the model's names."""
+        return ModelWeights(path, self._model())
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the trainer's metrics on its eval_dataset; neither log nor callbacks hear of it."""
+        trainer = self._trainer
+        callbacks, history = trainer.callback_handler.callbacks, list(trainer.state.log_history)
+        trainer.callback_handler.callbacks = []
+        try:
+            return dict(trainer.evaluate())
+        finally:
+            trainer.callback_handler.callbacks = callbacks
+            trainer.state.log_history = history
+
+    def calibrate(self, num_batches: int) -> None:
+        """Run training batches without gradients; random numbers and the order of training data stay as they were."""
+        trainer, model = self._trainer, self._model()
+        accelerator, was_training = trainer.accelerator, model.training
+        loaders = list(accelerator._dataloaders)
+        references = list(accelerator.gradient_state.dataloader_references)
+        random = rng_state()
+        model.train()
+        try:
+            with torch.no_grad():
+                for batch in itertools.islice(trainer.get_train_dataloader(), num_batches):
+                    model(**trainer._prepare_inputs(batch))
+        finally:
+            set_rng_state(random)
+            model.train(was_training)
+            # a loader left before its end stays registered, and accelerate would take it for the training one
+            accelerator._dataloaders[:] = loaders
+            accelerator.gradient_state.dataloader_references = references
+
+    def say(self, text: str) -> None:
+        """Show a line above the progress bar, on the main process."""
+        if self._trainer.is_world_process_zero():
+            tqdm.write(text)
+
+    def _model(self) -> nn.Module:
+        model = self._trainer.model
+        if model is None:
+            raise TrainingError("hf: trainer must have a model")
+        unwrapped: nn.Module = self._trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
+        return unwrapped

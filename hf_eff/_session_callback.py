@@ -1,0 +1,368 @@
+"""The Trainer's events as a session's verbs. No other file knows a hook's name or wraps a method of the trainer."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_eff._checkpoints import damage, load_renamed_, newest_whole, step_of
+from hf_eff._services import TrainerServices
+from hf_eff._surroundings import check_outputs, inner_optimizer, is_peft, surroundings
+from hf_eff._window import Window
+from shared_core import compatibility
+from shared_core.distillation import Distillation
+from shared_core.errors import CheckpointError, TrainingError
+from shared_core.loss_scaling import LossScaler, LossScaling
+from shared_core.recipe import Recipe
+from shared_core.session import Session
+from shared_core.state_file import load_state, save_state
+from shared_core.technique import overrides
+
+
+class Wrapped:
+    """A bound method of the trainer with something around it; an instance, so that it can be pickled.
+
+    Args:
+        method: The trainer's own method, a subclass's included.
+        around: Called as ``around(method, *args, **kwargs)``.
+    """
+
+    def __init__(self, method: Callable[..., Any], around: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, method)
+        self._method, self._around = method, around
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what is around the method."""
+        return self._around(self._method, *args, **kwargs)
+
+
+class SessionCallback(TrainerCallback):
+    """Drives one session through one trainer: the first of its callbacks, and wrappers on the instance's methods.
+
+    Args:
+        trainer: A constructed trainer, or one at the end of its construction.
+        recipe: What to switch on.
+    """
+
+    def __init__(self, trainer: Trainer, recipe: Recipe) -> None:
+        self._trainer = trainer
+        self.took_args_recipe = False
+        self._services = TrainerServices(trainer)
+        self._window = Window(trainer)
+        self._own_scaler: tuple[Any, bool] | None = None
+        self._training = self._baking = self._complete = self._unscaled = False
+        self._scale_before: float | None = None
+        self._resumed_from: Path | None = None
+        self._new_session(recipe)
+        self._wire()
+
+    def _new_session(self, recipe: Recipe) -> None:
+        self.session = Session(recipe, front_end="hf", services=self._services, seed=self._trainer.args.seed)
+        self._services.metric = recipe["soup"].to_dict()["metric"] if "soup" in recipe else None
+        self._adds_loss = any(overrides(technique, "loss") for technique in self.session.techniques.values())
+        self._attach()
+
+    def join(self, recipe: Recipe) -> None:
+        """Add techniques before training.
+
+        Raises:
+            ConfigError: If a technique is there already.
+            TrainingError: If training has begun.
+        """
+        if self._training:
+            raise TrainingError("hf: techniques must join before training starts; pass all callbacks together")
+        merged = self.session.recipe.merged(recipe)
+        self.session.detach()
+        self._new_session(merged)
+
+    def _attach(self) -> None:
+        trainer = self._trainer
+        check_outputs(trainer, self.session.recipe)
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        if self.session.context is not None and self.session.context.model is not model:
+            self.session.detach()  # `model_init` made a new model
+        self.session.attach(model, surroundings(trainer))
+
+    def _wire(self) -> None:
+        trainer = self._trainer
+        around: dict[str, Callable[..., Any]] = {
+            "train": self.train,
+            "_inner_training_loop": self._inner_training_loop,
+            "call_model_init": self._call_model_init,
+            "get_batch_samples": self._get_batch_samples,
+            "compute_loss": self._compute_loss,
+            "_clip_grad_norm": self._before_norm,
+            "_get_grad_norm": self._before_norm,
+            "evaluate": self._evaluate,
+            "predict": self._evaluate,
+            "save_model": self._save_model,
+            "_save": self._save,
+            "_load_from_checkpoint": self._load_from_checkpoint,
+            "_load_best_model": self._load_best_model,
+        }
+        for name, outer in around.items():
+            setattr(trainer, name, Wrapped(getattr(trainer, name), outer))
+        accelerator: Any = trainer.accelerator
+        accelerator.unscale_gradients = Wrapped(accelerator.unscale_gradients, self._unscale_gradients)
+        # Rebound, not changed: this may run while the handler goes through its list. First, so that loggers see our
+        # figures and other callbacks' last events see the finished model.
+        trainer.callback_handler.callbacks = [self, *trainer.callback_handler.callbacks]
+
+    # --- the whole of training
+
+    def train(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._training:
+            return method(*args, **kwargs)
+        self._training = True
+        try:
+            self._attach()
+            resume = args[0] if args else kwargs.pop("resume_from_checkpoint", None)
+            path = self._resolve(resume, args[1] if len(args) > 1 else kwargs.get("trial"))
+            if args:
+                output = method(path, *args[1:], **kwargs)
+            else:
+                output = method(**kwargs, **({} if path is None else {"resume_from_checkpoint": path}))
+        except BaseException:
+            self.session.detach()
+            raise
+        finally:
+            self._training = self._complete = self._unscaled = False
+            self._give_back_scaler()
+        self._write_receipt()
+        return output
+
+    def _resolve(self, resume: Any, trial: Any) -> str | None:
+        if resume is None or resume is False:
+            return None
+        if resume is True:
+            run = self._trainer._get_output_dir(trial)
+            newest, damaged = newest_whole(run)
+            for folder, reason in damaged.items():
+                self.session.note(f"not resumed from {folder}, because {reason}; resumed from {newest} instead")
+            if newest is None:
+                raise CheckpointError(f"resume: {run} must hold a checkpoint to resume from, got none")
+            return str(newest)
+        broken = damage(Path(resume))
+        if broken is not None:
+            raise CheckpointError(
+                f"resume: {resume} must be a whole checkpoint of a run with these techniques, but {broken}"
+            )
+        return str(resume)
+
+    def _inner_training_loop(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # also a new attempt of `auto_find_batch_size`; the scaler must be there before accelerate's `prepare`
+        if self.session.has_begun:
+            self.session.detach()
+        self._attach()
+        self._put_scaler()
+        resumed = kwargs.get("resume_from_checkpoint")
+        self._resumed_from = Path(resumed) if resumed else None
+        return method(*args, **kwargs)
+
+    def _call_model_init(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        model = method(*args, **kwargs)
+        self.session.detach()
+        self.session.attach(model, surroundings(self._trainer))
+        return model
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Restore the state of a resumed run and begin."""
+        session = self.session
+        compatibility.check(session.recipe, surroundings(self._trainer))
+        self._services.saved_steps = []
+        if self._resumed_from is not None:
+            saved = load_state(self._resumed_from)
+            session.load_state_dict(saved)
+            self._services.saved_steps = [int(step) for step in saved["saved_steps"]]
+        loader = kwargs.get("train_dataloader")
+        try:
+            steps_per_epoch = max(math.ceil(len(cast(Any, loader)) / args.gradient_accumulation_steps), 1)
+        except TypeError:  # a data set without length
+            steps_per_epoch = None
+        session.begin(
+            [inner_optimizer(self._trainer.optimizer)],
+            total_steps=state.max_steps,
+            steps_per_epoch=steps_per_epoch,
+            clips_gradients=args.max_grad_norm > 0,
+        )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Bake, on every process; the best model has been loaded."""
+        self.session.finish()
+
+    def _load_from_checkpoint(self, method: Callable[..., Any], folder: Any, *args: Any, **kwargs: Any) -> None:
+        method(folder, *args, **kwargs)
+        if self.session.context is not None:
+            load_renamed_(self.session.context.model, Path(folder))
+
+    def _load_best_model(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        method(*args, **kwargs)
+        best = Path(str(self._trainer.state.best_model_checkpoint))
+        session = self.session
+        if session.context is not None:
+            load_renamed_(session.context.model, best)
+        session.note(f"the model is the best one, {best.name}, not that of the last step")
+        session.load_state_dict(load_state(best))
+        for technique in session.techniques.values():
+            if session.context is not None:
+                technique.begin(session.context)
+
+    def _write_receipt(self) -> None:
+        trainer = self._trainer
+        if trainer.args.should_save:
+            receipt = self.session.receipt()
+            receipt.write(trainer._get_output_dir(getattr(trainer, "_trial", None)))
+            self._services.say(receipt.text())
+
+    # --- loss
+
+    def _get_batch_samples(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        batches, num_items = method(*args, **kwargs)
+        if self._adds_loss:
+            self._window.open(batches, num_items)
+        return batches, num_items
+
+    def _compute_loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        session = self.session
+        if not (model.training and session.is_attached and session.has_begun and self._adds_loss):
+            return method(model, inputs, *args, **kwargs)
+        distillation = session.techniques.get("distill")
+        if isinstance(distillation, Distillation):
+            distillation.labels = inputs.get("labels")  # label smoothing and compute_loss_func take them out
+        result = method(model, inputs, *args, **kwargs)
+        # accelerate puts the student's forward alone under autocast; the teacher's belongs there too
+        with self._trainer.accelerator.autocast():
+            if isinstance(result, tuple):
+                return (session.loss(result[0], self._window.normalise), *result[1:])
+            return session.loss(result, self._window.normalise)
+
+    # --- optimizer step
+
+    def _before_norm(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._complete and self.session.is_attached and self.session.has_begun:
+            self._complete = True
+            scaler = self._trainer.accelerator.scaler
+            if scaler is not None and not self._unscaled:
+                scaler.unscale_(inner_optimizer(self._trainer.optimizer))
+                self._unscaled = True
+            self.session.before_optimizer_step()
+        return method(*args, **kwargs)
+
+    def _unscale_gradients(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        accelerator = self._trainer.accelerator
+        if self._unscaled:
+            return  # accelerate would do it again when it clips
+        method(*args, **kwargs)
+        self._unscaled = accelerator.native_amp and accelerator.mixed_precision == "fp16"
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Remember the scale where a skipped step would be hidden: torch's scaler leaves it to a fused optimizer."""
+        scaler = self._trainer.accelerator.scaler
+        hidden = hasattr(inner_optimizer(self._trainer.optimizer), "_step_supports_amp_scaling")
+        watch = scaler is not None and hidden and not isinstance(scaler, LossScaler)
+        self._scale_before = scaler.get_scale() if watch else None
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Tell the session whether the step was applied."""
+        self._complete = self._unscaled = False
+        accelerator = self._trainer.accelerator
+        skipped = accelerator.optimizer_step_was_skipped
+        if self._scale_before is not None and accelerator.scaler.get_scale() < self._scale_before:
+            skipped = True
+            self.session.note(
+                "a fused optimizer hides skipped steps from the trainer, whose learning rate schedule moves on; "
+                "switch loss_scale on (kind: dynamic) to hold it too"
+            )
+        if skipped:
+            self.session.skipped_optimizer_step()
+        else:
+            self.session.after_optimizer_step()
+
+    def _put_scaler(self) -> None:
+        technique = self.session.techniques.get("loss_scale")
+        if not isinstance(technique, LossScaling):
+            return
+        trainer, accelerator = self._trainer, cast(Any, self._trainer.accelerator)
+        if self._own_scaler is None:
+            self._own_scaler = (accelerator.scaler, accelerator.native_amp)
+        accelerator.scaler = technique.make_scaler(accelerator.device.type)
+        if trainer.optimizer is not None:
+            # an optimizer from an earlier `train` holds that run's scaler
+            trainer.optimizer = inner_optimizer(trainer.optimizer)
+        if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
+            accelerator.native_amp = True
+            self.session.note(
+                f"fp16 on {accelerator.device.type} runs under autocast because loss_scale is on; by itself the "
+                "trainer would train in fp32 here"
+            )
+
+    def _give_back_scaler(self) -> None:
+        if self._own_scaler is not None:
+            accelerator: Any = self._trainer.accelerator
+            accelerator.scaler, accelerator.native_amp = self._own_scaler
+            self._own_scaler = None
+
+    # --- evaluation, saving, logging
+
+    def _evaluate(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.session.evaluating():
+            return method(*args, **kwargs)
+
+    def _save_model(
+        self, method: Callable[..., Any], output_dir: str | None = None, _internal_call: bool = False
+    ) -> None:
+        # The trainer's own checkpoints keep the latent weights that training goes on from; what a user saves is baked.
+        self._baking = not _internal_call and self.session.is_attached and not is_peft(self._trainer.model)
+        try:
+            method(output_dir, _internal_call)
+        finally:
+            self._baking = False
+        step = step_of(output_dir) if output_dir and _internal_call else None
+        if step is not None and self.session.is_attached and self.session.has_begun:
+            self._save_state(Path(str(output_dir)), step)
+
+    def _save(
+        self,
+        method: Callable[..., Any],
+        output_dir: str | None = None,
+        state_dict: dict[str, Tensor] | None = None,
+    ) -> None:
+        if self._baking and self._trainer.args.should_save and self.session.context is not None:
+            state_dict = self.session.bake(state_dict or self.session.context.model.state_dict())
+        method(output_dir, state_dict=state_dict)
+
+    def _save_state(self, folder: Path, step: int) -> None:
+        # Right after the weights and before the trainer's own state, so that a checkpoint that looks complete is.
+        saved = self._services.saved_steps
+        self._services.saved_steps = [*(earlier for earlier in saved if earlier < step), step]
+        if self._trainer.args.should_save:
+            save_state(folder, {**self.session.state_dict(), "saved_steps": self._services.saved_steps})
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the techniques' figures to what the trainer logs while training."""
+        if logs is None or "loss" not in logs or not (self.session.is_attached and self.session.has_begun):
+            return
+        figures = {name: float(value) for name, value in self.session.metrics().items()}
+        logs.update(figures)
+        state.log_history[-1].update(figures)  # the trainer put a copy there before this event

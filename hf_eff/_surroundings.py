@@ -1,0 +1,101 @@
+"""What must be known of a trainer before anything is attached: its precision, its processes, its output folder."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from transformers.trainer_utils import SaveStrategy
+from transformers.utils.import_utils import is_peft_available, is_torch_xla_available
+
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from shared_core.recipe import Recipe
+
+
+def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the torch optimizer inside accelerate's wrappers."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return cast(torch.optim.Optimizer, optimizer)
+
+
+def is_peft(model: Any) -> bool:
+    """Return whether this is a model with adapters, whose checkpoints hold only these."""
+    if not is_peft_available():
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
+def surroundings(trainer: Trainer) -> set[str]:
+    """Return the keys of `shared_core.compatibility.SURROUNDINGS` that hold for this trainer."""
+    args, accelerator = trainer.args, trainer.accelerator
+    optimizer_class = (trainer.optimizer_cls_and_kwargs or (None,))[0]
+    if trainer.optimizer is not None:
+        optimizer_class = type(inner_optimizer(trainer.optimizer))
+    holds = {
+        "bf16": accelerator.mixed_precision == "bf16",
+        "deepspeed": trainer.is_deepspeed_enabled,
+        "data_parallel": args.n_gpu > 1,
+        "unequal_ranks": args.world_size > 1 and not args.average_tokens_across_devices,
+        "lbfgs": isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.LBFGS),
+        "tpu": is_torch_xla_available(),
+    }
+    if trainer.is_fsdp_enabled:
+        version = getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1)
+        holds["fsdp2" if version == 2 else "fsdp1"] = True
+    return {key for key, value in holds.items() if value}
+
+
+def check_outputs(trainer: Trainer, recipe: Recipe) -> None:
+    """Refuse at start what would fail at the end.
+
+    Raises:
+        CheckpointError: If the output folder cannot be written.
+        ConfigError: If a soup would find no checkpoint or no evaluation.
+    """
+    args = trainer.args
+    if args.should_save:
+        try:
+            os.makedirs(str(args.output_dir), exist_ok=True)
+            with tempfile.TemporaryFile(dir=args.output_dir):
+                pass
+        except OSError as error:
+            raise CheckpointError(
+                f"hf: output_dir must be a writable folder, got {args.output_dir!r}: {error}"
+            ) from error
+    if "distill" in recipe and _hides_logits(trainer):
+        raise CompatibilityError(
+            "distill: trainer must compute logits, but TRL's SFTTrainer fuses its loss into the head and returns none; "
+            "give its arguments a label_smoothing_factor (1e-9 will do), for which it computes them"
+        )
+    if "soup" not in recipe:
+        return
+    if args.save_strategy == SaveStrategy.NO:
+        raise ConfigError(
+            "soup: save_strategy must save checkpoints while training, got 'no'; set save_strategy to steps or epoch"
+        )
+    if is_peft(trainer.model):
+        raise CompatibilityError(
+            "soup: model must be saved whole, got a PEFT model, whose checkpoints hold A and B apart, and averaging "
+            "these is not averaging BA; merge the adapters first"
+        )
+    if recipe["soup"].to_dict()["kind"] == "greedy" and trainer.eval_dataset is None:
+        raise ConfigError("soup: eval_dataset must be given for a greedy soup, got None; pass one to the trainer")
+
+
+def _hides_logits(trainer: Trainer) -> bool:
+    # TRL replaces the forward of the model's instance by one that takes `fused_lm_head`
+    model: Any = trainer.model.get_base_model() if is_peft(trainer.model) else trainer.model  # type: ignore[operator, union-attr]
+    forward = getattr(model.forward, "__func__", model.forward)
+    code = getattr(forward, "__code__", None)
+    is_fused = code is not None and "fused_lm_head" in code.co_varnames
+    return is_fused and trainer.label_smoother is None and trainer.compute_loss_func is None

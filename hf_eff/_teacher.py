@@ -1,0 +1,75 @@
+"""A teacher from a folder or the Hub: the class its config names, every weight found in its files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig
+
+from shared_core.errors import CheckpointError
+
+
+def load_teacher(name: str, student: nn.Module) -> nn.Module:
+    """Return the model saved under `name`, on the student's device; random numbers are left as they were.
+
+    Args:
+        name: A folder that a trainer or ``save_pretrained`` wrote, or a name on the Hub.
+        student: Gives the device, and the class where the config names none.
+
+    Raises:
+        CheckpointError: If it cannot be found or read, or its files lack a weight.
+    """
+    _check_path(name)
+    device = next((parameter.device for parameter in student.parameters()), torch.device("cpu"))
+    devices = [device.index or 0] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            config = AutoConfig.from_pretrained(name)
+            teacher, loading = _class_of(config, student, name).from_pretrained(
+                name, config=config, output_loading_info=True
+            )
+        except CheckpointError:
+            raise
+        except Exception as error:  # transformers, safetensors and the Hub client each raise their own
+            first_line = (str(error).splitlines() or [type(error).__name__])[0]
+            raise CheckpointError(
+                f"distill: teacher must be a readable model folder or Hub name, got {name!r}: {first_line[:300]}"
+            ) from error
+    lacking = [*loading["missing_keys"], *(key[0] for key in loading["mismatched_keys"])]
+    if lacking:
+        raise CheckpointError(
+            f"distill: teacher's files must hold every weight, got {name!r} without {sorted(lacking)[0]} "
+            f"({len(lacking)} in all); it would teach from random weights"
+        )
+    return teacher.to(device)  # type: ignore[no-any-return]
+
+
+def _check_path(name: str) -> None:
+    path = Path(name).expanduser()
+    looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or os.sep == "\\" in name
+    if path.exists():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(
+                f"distill: teacher must be a folder with config.json, got {name!r} without; give the folder that "
+                "save_model or save_pretrained wrote"
+            )
+    elif looks_like_path:
+        raise CheckpointError(f"distill: teacher must be an existing folder or a Hub name, got {name!r}")
+
+
+def _class_of(config: Any, student: nn.Module, name: str) -> Any:
+    known = [getattr(transformers, found, None) for found in config.architectures or ()]
+    if known and known[0] is not None:
+        return known[0]
+    # a model class of the user's own is not an attribute of transformers
+    if type(student).__name__ in (config.architectures or [type(student).__name__]):
+        return type(student)
+    raise CheckpointError(
+        f"distill: teacher's config must name a class of transformers, got {config.architectures!r} in {name!r}; "
+        "load it yourself and pass the object"
+    )

@@ -1,0 +1,105 @@
+"""What `eff run` needs of this front end; imports transformers only when the script has done so."""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from shared_core.recipe import Recipe
+
+_MODULE = "transformers.trainer"
+
+
+class HuggingFace:
+    """Puts a recipe into every Trainer that a script trains with."""
+
+    name = "hf"
+    library = "transformers"
+
+    def __init__(self) -> None:
+        self._recipe = Recipe({})
+        self._used = False
+
+    def install(self, recipe: Recipe) -> None:
+        """Make every ``Trainer.train`` attach the recipe first, a subclass's too; once per trainer."""
+        self._recipe, self._used = recipe, False
+        if _MODULE in sys.modules:
+            self.patch(sys.modules[_MODULE])
+        elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _AfterImport(self.patch))
+
+    def used(self) -> bool:
+        """Return whether a trainer took the recipe."""
+        return self._used
+
+    def load_teacher(self, name: str, student: nn.Module) -> nn.Module:
+        """Return the transformers model in a folder or on the Hub, for the other front end too."""
+        from hf_eff._teacher import load_teacher
+
+        return load_teacher(name, student)
+
+    def patch(self, module: ModuleType) -> None:
+        """Replace ``Trainer.train`` in the module that defines it."""
+        stock = module.Trainer.train
+        if hasattr(stock, "eff_stock"):
+            return
+
+        @functools.wraps(stock)
+        def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.train(stock, trainer, *args, **kwargs)
+
+        train.eff_stock = stock  # type: ignore[attr-defined]
+        module.Trainer.train = train  # type: ignore[attr-defined]
+
+    def train(self, stock: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train with the recipe attached."""
+        from hf_eff._attach import attach, session_callback_of
+
+        if self._recipe and not getattr(trainer, "_eff_installed", False):
+            trainer._eff_installed = True
+            attach(trainer, self._recipe)
+            self._used = True
+        driver = session_callback_of(trainer)
+        method = functools.partial(stock, trainer)
+        return method(*args, **kwargs) if driver is None else driver.train(method, *args, **kwargs)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function with a module when somebody has imported it."""
+
+    def __init__(self, then: Callable[[ModuleType], None]) -> None:
+        self._then = then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the module's own spec with a loader that reports; leave every other module alone."""
+        if fullname != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Reporting(spec.loader, self._then)
+        return spec
+
+
+class _Reporting(importlib.abc.Loader):
+    def __init__(self, loader: importlib.abc.Loader, then: Callable[[ModuleType], None]) -> None:
+        self._loader, self._then = loader, then
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._then(module)
+
+
+FRONT_END = HuggingFace()

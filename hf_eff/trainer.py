@@ -1,0 +1,63 @@
+"""Trainers that read their techniques from the arguments, and a mixin that makes one of any Trainer subclass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from hf_eff._attach import attach
+from hf_eff._technique_callback import EffCallback
+from shared_core.recipe import Recipe
+from shared_core.session import Session
+
+
+class EffTrainerMixin:
+    """Puts techniques into the trainer class that follows it among the bases.
+
+    Args:
+        args: Those of the trainer, in its order.
+        recipe: What to switch on, beside what `EffTrainingArguments` and callbacks switch on.
+        kwargs: Those of the trainer.
+
+    Example:
+        ``class MyTrainer(EffTrainerMixin, Seq2SeqTrainer): ...``
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse bases in an order in which the mixin would never be called.
+
+        Raises:
+            TypeError: If a Trainer comes first.
+        """
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(EffTrainerMixin):
+            raise TypeError(
+                f"hf: EffTrainerMixin must come before the trainer class in the bases of {cls.__name__}; write "
+                f"class {cls.__name__}(EffTrainerMixin, ...)"
+            )
+
+    def __init__(
+        self, *args: Any, recipe: Recipe | Mapping[str, Any] | str | Path | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.session: Session = attach(self._as_trainer(), recipe)
+        """The session that drives the techniques."""
+
+    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        """Add a callback; one of ours attaches at once."""
+        super().add_callback(callback)  # type: ignore[misc]
+        if isinstance(callback, EffCallback):
+            callback.join(self._as_trainer())
+            if callback.session is not None:
+                self.session = callback.session
+
+    def _as_trainer(self) -> Any:
+        return self
+
+
+class EffTrainer(EffTrainerMixin, Trainer):
+    """The stock Trainer with the techniques of its `EffTrainingArguments`, of `recipe` and of its callbacks."""

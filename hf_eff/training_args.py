@@ -1,0 +1,179 @@
+"""Flags for Hugging Face scripts, generated from the options of every technique."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal, cast, get_args, get_origin
+
+from transformers import TrainingArguments
+
+from shared_core.config import TechniqueConfig
+from shared_core.errors import ConfigError
+from shared_core.positions import Position
+from shared_core.recipe import Recipe
+from shared_core.rooms import ROOMS, flags
+
+RECIPE_FLAG = "eff_recipe"
+
+
+class _GroupName:
+    """The name of the flags' own group in ``--help``, for the dataclass that holds nothing else."""
+
+    def __get__(self, instance: object, owner: type) -> str:
+        if owner is EffFlags:
+            return "efficient training"
+        # a subclass would put all flags of TrainingArguments into this group as well
+        raise AttributeError("_argument_group_name")
+
+
+def flag_type(hint: Any, metadata: typing.Mapping[str, Any]) -> Any:
+    """Return an option's type as `HfArgumentParser` can read it; None always means "not given".
+
+    Example:
+        >>> flag_type(tuple[str, ...], {})
+        list[str] | None
+    """
+    if hint == Position or hint is Any:
+        return metadata.get("flag_type", str) | None
+    origin = get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return flag_type(next(arg for arg in get_args(hint) if arg is not type(None)), metadata)
+    if origin is tuple:
+        return list[get_args(hint)[0]] | None  # type: ignore[misc]
+    if origin is Literal:
+        return typing.Optional[hint]  # noqa: UP045
+    return hint | None
+
+
+def _fields() -> list[tuple[str, Any, Any]]:
+    fields: list[tuple[str, Any, Any]] = []
+    for flag, (key, option) in flags().items():
+        config_class: type[TechniqueConfig] = ROOMS[key].config_class
+        hint = typing.get_type_hints(config_class)[option.name]
+        text = str(option.metadata["help"])
+        if option.name == config_class.switch:
+            text += f" Switches {key} on."
+        elif option.default not in (dataclasses.MISSING, None, ()):
+            text += f" Default: {option.default}."
+        # argparse formats help with %; the last part prints nothing, and keeps "(default: None)" away
+        metadata = {"help": text.replace("%", "%%") + "%(default).0s"}
+        fields.append((flag, flag_type(hint, option.metadata), dataclasses.field(default=None, metadata=metadata)))
+    help_text = "A YAML or JSON file of a recipe, beside or instead of the single flags."
+    fields.append((RECIPE_FLAG, str | None, dataclasses.field(default=None, metadata={"help": help_text})))
+    return fields
+
+
+class EffFlags:
+    """The flags alone, with a help group of their own: ``HfArgumentParser((TrainingArguments, EffFlags))``.
+
+    A dataclass whose fields are made from the options of every technique; None always means "not given".
+
+    Raises:
+        ConfigError: If a flag breaks its rule; names the option, the rule and the value.
+
+    Example:
+        >>> EffFlags(prune_sparsity="8e-1").recipe["prune"].sparsity
+        0.8
+    """
+
+    _argument_group_name = _GroupName()
+
+    def __init__(self, **flags: Any) -> None: ...  # replaced by the dataclass's
+
+    def __post_init__(self) -> None:
+        """Check every flag, and write the values back as what they mean: YAML gives ``1e-3`` as a text."""
+        from_flags = self._flags_recipe()
+        from_flags.merged(self._file_recipe())
+        for key, config in from_flags.items():
+            for name, value in config.to_dict().items():
+                if getattr(self, f"{key}_{name}") is not None:
+                    setattr(self, f"{key}_{name}", value)
+        inherited = getattr(super(), "__post_init__", None)
+        if inherited is not None:
+            inherited()
+
+    @property
+    def recipe(self) -> Recipe:
+        """What the flags and the recipe file switch on."""
+        return self._flags_recipe().merged(self._file_recipe())
+
+    def _flags_recipe(self) -> Recipe:
+        return Recipe.from_flags({flag: getattr(self, flag) for flag in flags()})
+
+    def _file_recipe(self) -> Recipe:
+        file = getattr(self, RECIPE_FLAG)
+        if file is None:
+            return Recipe({})
+        return Recipe.from_json(Path(file)) if str(file).endswith(".json") else Recipe.from_yaml(Path(file))
+
+    def mark_taken(self) -> None:
+        """Note that a trainer runs these techniques."""
+        self.__dict__["_eff_taken"] = True
+
+    def get_warmup_steps(self, num_training_steps: int) -> Any:
+        """Return the trainer's own answer; refuse a trainer that would train without the techniques.
+
+        The trainer asks for this when it makes its scheduler, before the first step.
+
+        Raises:
+            ConfigError: If the flags switch techniques on and nothing took them.
+        """
+        if self.recipe and not self.__dict__.get("_eff_taken"):
+            raise ConfigError(
+                f"hf: {', '.join(self.recipe)} must be taken by the trainer, but a stock one got these arguments; use "
+                "EffTrainer, or call hf_eff.attach(trainer) before trainer.train()"
+            )
+        return super().get_warmup_steps(num_training_steps)  # type: ignore[misc]
+
+
+EffFlags.__annotations__ = {}
+for _name, _hint, _field in _fields():
+    EffFlags.__annotations__[_name] = _hint
+    setattr(EffFlags, _name, _field)
+dataclasses.dataclass(repr=False, eq=False)(EffFlags)
+
+
+def _blank(arguments_class: type) -> Any:
+    return object.__new__(with_eff(arguments_class))
+
+
+@functools.cache
+def with_eff(arguments_class: type) -> type:
+    """Return `arguments_class` with a flag for every option of every technique.
+
+    Args:
+        arguments_class: ``Seq2SeqTrainingArguments``, TRL's ``SFTConfig``, or any subclass of ``TrainingArguments``.
+
+    Raises:
+        ConfigError: If one of its fields has the name of a flag.
+
+    Example:
+        ``EffSFTConfig = with_eff(SFTConfig)``
+    """
+    if issubclass(arguments_class, EffFlags):
+        return arguments_class
+    taken = {field.name for field in dataclasses.fields(cast(Any, arguments_class))} & {*flags(), RECIPE_FLAG}
+    if taken:
+        raise ConfigError(f"hf: {arguments_class.__name__} must not have fields of flags' names, got {sorted(taken)}")
+    name = f"Eff{arguments_class.__name__}"
+    namespace = {
+        "__doc__": f"{arguments_class.__name__} with the flags of every technique; `recipe` is what they switch on.",
+        "__module__": __name__,
+        # made again from the class it extends, so that it can be unpickled where nobody made it yet
+        "__reduce__": lambda self: (_blank, (arguments_class,), self.__dict__),
+    }
+    made = types.new_class(name, (EffFlags, arguments_class), exec_body=lambda body: body.update(namespace))
+    return dataclasses.dataclass(repr=False)(made)
+
+
+if typing.TYPE_CHECKING:
+
+    class EffTrainingArguments(EffFlags, TrainingArguments):  # noqa: D101
+        ...
+
+else:
+    EffTrainingArguments = with_eff(TrainingArguments)

@@ -1,0 +1,156 @@
+"""The hot operations of pruning: zeroing what is pruned after every step, and finding a threshold exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# torch widens a bool operand into a temporary of the other's type; in pieces of 2 MiB that stays in cache
+_APPLY_PIECE = 1 << 19
+_HISTOGRAM_PIECE = 1 << 18
+_DIGIT = 16
+
+
+@torch.no_grad()
+def apply_mask_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
+    """Set every element whose mask is False to exactly +0.0, in place, and leave every other bit as it is.
+
+    The bit pattern is multiplied by 0 or 1 as an integer: unlike a floating-point product this turns NaN,
+    infinity and negative numbers into +0.0 too, and it is several times faster on CPU than ``masked_fill_``
+    or ``where``.
+
+    Args:
+        tensors: Floating point, any shape and device; parameters too. A stride of 0 is not allowed.
+        masks: bool, True = keep, each broadcastable to its tensor and on its device.
+
+    Raises:
+        ValueError: If the two lists differ in length.
+
+    Example:
+        >>> weight = torch.tensor([1.5, -2.0, float("nan")])
+        >>> apply_mask_([weight], [torch.tensor([True, False, False])])
+        >>> weight
+        tensor([1.5000, 0.0000, 0.0000])
+    """
+    for tensor, mask in zip(tensors, masks, strict=True):
+        for bits, kept in _pieces(tensor.detach().view(_BITS[tensor.element_size()]), mask):
+            bits.mul_(kept)
+
+
+def rank_below_(scores: Tensor, mask: Tensor) -> Tensor:
+    """Set every score whose mask is False to -inf, in place, and return the scores.
+
+    Args:
+        scores: float32 or float64, any shape.
+        mask: bool of the same shape, True = leave.
+
+    Example:
+        >>> rank_below_(torch.tensor([1.0, 0.0]), torch.tensor([True, False]))
+        tensor([1., -inf])
+    """
+    apply_mask_([scores], [mask])
+    # -1 shifted past the mantissa is sign and exponent all ones: -inf, three times as fast as by masked_fill_
+    kind = _BITS[scores.element_size()]
+    exponent = 1 << round(-math.log2(torch.finfo(scores.dtype).eps))
+    for bits, kept in _pieces(scores.view(kind), mask):
+        bits.add_(kept.to(kind).sub_(1), alpha=exponent)
+    return scores
+
+
+def _pieces(bits: Tensor, mask: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    if bits.is_cpu and bits.shape == mask.shape and bits.is_contiguous() and mask.is_contiguous():
+        return zip(torch.split(bits.view(-1), _APPLY_PIECE), torch.split(mask.view(-1), _APPLY_PIECE), strict=True)
+    return [(bits, mask)]
+
+
+def kth_smallest(
+    scores: Sequence[Tensor],
+    k: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    leave_out: Sequence[int] | None = None,
+) -> float:
+    """Return the k-th smallest (1-based) of all scores together, exactly and without sorting.
+
+    A histogram of the order-preserving bit patterns, 16 bits a pass: a few MB of memory whatever the number of scores,
+    and the same time whatever their distribution (numpy's ``partition`` is faster on some processors and distributions
+    and ten times slower on others).
+
+    Args:
+        scores: Tensors without NaN. Read by index, possibly several times, so they may be computed on access.
+        k: From 1 to the number of scores that take part.
+        dtype: float32, or float64 if any of the tensors is: scores are compared in it.
+        leave_out: Per tensor the flat index of one score that does not take part, or -1.
+
+    Raises:
+        ValueError: If `k` is out of range.
+
+    Example:
+        >>> kth_smallest([torch.tensor([4.0, 1.0]), torch.tensor([[3.0], [2.0]])], 3)
+        3.0
+    """
+    leave_out = [-1] * len(scores) if leave_out is None else leave_out
+    kind = _BITS[dtype.itemsize]
+    width = 8 * dtype.itemsize
+    largest = torch.iinfo(kind).max
+    rank, prefix = k, 0
+    for shift in range(width - _DIGIT, -1, -_DIGIT):
+        counts = np.zeros(1 << _DIGIT, dtype=np.int64)
+        # the top digit carries the sign: shifted up so that digits count from 0
+        offset = 1 << (_DIGIT - 1) if shift == width - _DIGIT else 0
+
+        low, high = (math.nan, math.nan) if offset else _bounds(prefix, shift + _DIGIT, dtype)
+
+        def histogram(
+            values: Tensor,
+            shift: int = shift,
+            offset: int = offset,
+            prefix: int = prefix,
+            low: float = low,
+            high: float = high,
+        ) -> Tensor:
+            if not offset and values.is_cpu and values.dtype == dtype:
+                # few share the digits found so far; numpy picks them out several times faster than torch
+                array = values.numpy()
+                values = torch.from_numpy(array[(array >= low) & (array <= high)])
+            bits = (values.to(dtype) + 0.0).view(kind)  # + 0.0: -0.0 equals +0.0
+            key = bits ^ ((bits >> (width - 1)) & largest)  # as integers in the order of the floats
+            if not offset:
+                key = key[(key >> (shift + _DIGIT)) == prefix]
+            digits = (key >> shift) + offset if offset else (key >> shift) & ((1 << _DIGIT) - 1)
+            return torch.bincount(digits, minlength=1 << _DIGIT)
+
+        for i, index in enumerate(leave_out):
+            flat = scores[i].detach().reshape(-1)
+            piece = flat
+            for piece in torch.split(flat, _HISTOGRAM_PIECE):
+                counts += histogram(piece).cpu().numpy()
+            if index >= 0:
+                counts -= histogram(flat[index : index + 1]).cpu().numpy()
+            del flat, piece  # before the next scores are computed: never two tensors' scores at a time
+        cumulative = counts.cumsum()
+        if not 1 <= rank <= cumulative[-1]:
+            raise ValueError(f"kth_smallest: k must be in [1, {cumulative[-1]}], got {k}")
+        digit = int(np.searchsorted(cumulative, rank))
+        rank -= int(cumulative[digit] - counts[digit])
+        prefix = digit - offset if offset else (prefix << _DIGIT) | digit
+    return _from_key(prefix, dtype)
+
+
+def _from_key(key: int, dtype: torch.dtype) -> float:
+    """Return the number whose bits, as an integer in the order of the floats, are `key`."""
+    kind = _BITS[dtype.itemsize]
+    bits = torch.tensor(key, dtype=kind)
+    return float((bits ^ ((bits >> (8 * dtype.itemsize - 1)) & torch.iinfo(kind).max)).view(dtype))
+
+
+def _bounds(prefix: int, shift: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Return between which numbers all keys lie that start with `prefix`, `shift` bits before their end."""
+    low, high = _from_key(prefix << shift, dtype), _from_key((prefix << shift) | ((1 << shift) - 1), dtype)
+    # beyond the infinities lie only NaN
+    return -math.inf if math.isnan(low) else low, math.inf if math.isnan(high) else high

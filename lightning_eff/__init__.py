@@ -1,0 +1,34 @@
+"""Efficient training in PyTorch Lightning: a callback per technique, one for a whole recipe, a precision plugin."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_eff._session_callback import EffCallback as EffCallback
+    from lightning_eff.distillation import Distillation as Distillation
+    from lightning_eff.loss_scaling import LossScalingPrecision as LossScalingPrecision
+    from lightning_eff.pruning import Pruning as Pruning
+    from lightning_eff.quantization import QuantizationAwareTraining as QuantizationAwareTraining
+    from lightning_eff.soup import ModelSoup as ModelSoup
+
+_HOME = {
+    "Distillation": "distillation",
+    "EffCallback": "_session_callback",
+    "LossScalingPrecision": "loss_scaling",
+    "ModelSoup": "soup",
+    "Pruning": "pruning",
+    "QuantizationAwareTraining": "quantization",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    # Every Trainer of the environment loads an entry point of this package, and must not pay for what it does not use.
+    import importlib
+
+    if name not in _HOME:
+        raise AttributeError(f"module 'lightning_eff' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"lightning_eff.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

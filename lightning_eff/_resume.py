@@ -1,0 +1,167 @@
+"""Exact resume: what Lightning does not put back by itself, so that a resumed run equals one that was never stopped.
+
+Lightning restores weights, optimizers, schedulers and its progress. It does not restore random generators, it starts
+a plain data loader over at batch 0 in the middle of an epoch, and it drops gradients accumulated so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_eff._wrapped import Wrapped
+from shared_core.ranks import rank, world_size
+from shared_core.state_file import rng_state, set_rng_state
+
+
+class ExactResume:
+    """Records at every epoch where its data order came from, and replays it after a restart.
+
+    The data order of an epoch is drawn at two moments: when the loader's iterator is made (seeds of workers, and the
+    shuffle where workers prefetch), and at the first fetch (the shuffle without workers). Both are recorded.
+
+    Args:
+        trainer: A Lightning Trainer that is about to fit.
+        note: Tells the user one line.
+    """
+
+    def __init__(self, trainer: Any, note: Callable[[str], None]) -> None:
+        self._trainer, self._note = trainer, note
+        self._saved: Mapping[str, Any] | None = None
+        self._iter_rng: dict[str, Any] = rng_state()
+        self._fetch_rng: dict[str, Any] | None = None
+        self._at_next_fetch: Mapping[str, Any] | None = None
+        self._first_epoch, self._capture_fetch, self._iterate_anew = True, False, False
+        loop = trainer.fit_loop.epoch_loop
+        self._wrapped = [
+            Wrapped(loop, "on_run_start", self._on_epoch_start),
+            Wrapped(loop, "_on_before_fetch", self._on_fetch),
+        ]
+
+    def stop(self) -> None:
+        """Give the Trainer's loop its own methods back."""
+        for wrapped in self._wrapped:
+            wrapped.undo()
+
+    def mark_fit_start(self) -> None:
+        """Record the generators before Lightning makes the first iterator."""
+        self._iter_rng = rng_state()
+
+    def state_dict(self, session: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the generators of every process, and in the middle of an accumulation window what only it has seen.
+
+        That is its gradients, and its session's state (ranges observed on its own micro-batches); Lightning writes the
+        main process's state alone.
+        """
+        gradients = None
+        if self._is_inside_window():
+            named = self._trainer.lightning_module.named_parameters()
+            gradients = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+        mine: dict[str, Any] = {
+            "rng": rng_state(),
+            "iter_rng": self._iter_rng,
+            "fetch_rng": self._fetch_rng,
+            "gradients": gradients,
+        }
+        if world_size() == 1:
+            return {"ranks": [mine]}
+        if gradients is not None:
+            mine["session"] = session
+        everyone: list[Any] = [None] * world_size()
+        dist.all_gather_object(everyone, mine)
+        return {"ranks": everyone}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Keep a saved state until training reaches its place; return this process's session, if saved."""
+        if state is None:
+            return None
+        if len(state["ranks"]) != world_size():
+            self._note(
+                f"saved by {len(state['ranks'])} processes and resumed by {world_size()}: "
+                "random numbers and data order are not restored"
+            )
+            return None
+        self._saved = state["ranks"][rank()]
+        return self._saved.get("session")
+
+    def use_up(self) -> None:
+        """Restore the generators of a saved run that had nothing left to train."""
+        if self._saved is not None:
+            set_rng_state(self._saved["rng"])
+            self._saved = None
+
+    def _is_inside_window(self) -> bool:
+        loop = self._trainer.fit_loop
+        return bool(loop.epoch_loop.batch_progress.current.ready and loop._should_accumulate())
+
+    def _on_epoch_start(self, original: Callable[[Any], None], fetcher: Any) -> None:
+        """Around the moment in which the epoch loop makes its iterator."""
+        saved, self._saved = self._saved, None
+        loop, loader = self._trainer.fit_loop.epoch_loop, fetcher.combined_loader
+        consumed = loop.batch_progress.current.ready
+        only_closes = consumed > 0 and loop._num_ready_batches_reached()
+        if saved is not None and consumed and not only_closes:
+            self._first_epoch = False
+            original(fetcher)
+            self._go_on_within_epoch(fetcher, saved, consumed)
+            return
+        if saved is not None:
+            self._iterate_anew = True
+            set_rng_state(saved["rng"])
+            if any(_is_stateful(part) for part in loader.flattened):
+                self._note(
+                    "the data loader saves its own state, and that of an epoch's end makes Lightning skip an epoch; "
+                    "resume from a checkpoint inside an epoch, or from a loader without state"
+                )
+        now, before = rng_state(), loader._iterator
+        original(fetcher)
+        if only_closes:
+            # Lightning finishes the epoch that the checkpoint closed; the next call is the one that fetches.
+            return
+        if self._iterate_anew and loader._iterator is before and not any(_is_stateful(p) for p in loader.flattened):
+            # Made by Lightning before the generators were restored.
+            set_rng_state(now)
+            iter(fetcher)
+        if self._iterate_anew or not self._first_epoch:
+            self._iter_rng = now
+        self._first_epoch = self._iterate_anew = False
+        self._fetch_rng, self._capture_fetch = None, fetcher.length is not None
+
+    def _go_on_within_epoch(self, fetcher: Any, saved: Mapping[str, Any], consumed: int) -> None:
+        self._iter_rng, self._fetch_rng = saved["iter_rng"], saved["fetch_rng"]
+        if not any(_is_stateful(part) for part in fetcher.combined_loader.flattened):
+            set_rng_state(saved["iter_rng"])
+            iter(fetcher)
+            if saved["fetch_rng"] is not None:
+                set_rng_state(saved["fetch_rng"])
+            if hasattr(fetcher, "iterator_wrapper"):
+                self._note("training_step fetches its own batches: the epoch starts over at its first batch")
+            else:
+                for _ in range(consumed):
+                    next(fetcher)
+        self._at_next_fetch = saved
+
+    def _on_fetch(self, original: Callable[[], None]) -> None:
+        """Before a batch is fetched: the last moment before random numbers are drawn again."""
+        original()
+        if self._at_next_fetch is not None:
+            saved, self._at_next_fetch = self._at_next_fetch, None
+            set_rng_state(saved["rng"])
+            self._put_gradients(saved["gradients"])
+        if self._capture_fetch:
+            self._capture_fetch = False
+            self._fetch_rng = rng_state()
+
+    def _put_gradients(self, gradients: Mapping[str, torch.Tensor] | None) -> None:
+        if not gradients or not self._is_inside_window():
+            return
+        for name, parameter in self._trainer.lightning_module.named_parameters():
+            if name in gradients:
+                parameter.grad = gradients[name].to(parameter.device, copy=True)
+
+
+def _is_stateful(loader: Any) -> bool:
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))

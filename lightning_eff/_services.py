@@ -1,0 +1,184 @@
+"""What only a Lightning Trainer can do for a technique."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import CheckpointError, CompatibilityError, MissingExtraError
+from shared_core.ranks import is_main
+from shared_core.state_file import rng_state, set_rng_state
+from shared_core.technique import SavedCheckpoint
+
+RUN_KEY, RAW_KEY = "eff_run", "eff_raw_state_dict"
+
+
+class LightningServices:
+    """Evaluates, calibrates, and reads checkpoints through the Trainer of a running ``fit``.
+
+    Args:
+        trainer: The Trainer.
+        run: Identifies this run in its checkpoints, across resumes.
+        metric: Validation metric to report for checkpoints, if any.
+    """
+
+    def __init__(self, trainer: Any, run: str, metric: str | None = None) -> None:
+        self._trainer, self.run, self._metric = trainer, run, metric
+
+    def load_teacher(self, name: str, student: nn.Module) -> nn.Module:
+        """Return the teacher in a ``.ckpt`` of this LightningModule, or under a Transformers folder or Hub name."""
+        random = rng_state()
+        try:
+            # Building a model draws its initial weights, and the run must not depend on how the teacher came.
+            if name.endswith(".ckpt"):
+                return self._teacher_from_checkpoint(Path(name), student)
+            return _hub_teacher(name, student)
+        finally:
+            set_rng_state(random)
+
+    def _teacher_from_checkpoint(self, path: Path, student: nn.Module) -> nn.Module:
+        model = self._trainer.lightning_module
+        student_name = next(name for name, module in model.named_modules() if module is student)
+        if not path.is_file():
+            raise CheckpointError(f"distill: teacher must be an existing file, got {path}")
+        try:
+            teacher = type(model).load_from_checkpoint(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise CheckpointError(
+                f"distill: teacher {path} must be a checkpoint of {type(model).__name__} whose class can be built from "
+                f"saved hyperparameters (save_hyperparameters), got {type(error).__name__}: {error}; "
+                "or build the teacher yourself and pass the module"
+            ) from error
+        return _as_module(teacher.get_submodule(student_name))
+
+    def checkpoints(self) -> list[SavedCheckpoint]:
+        """Return the files that this run's ModelCheckpoint callbacks saved and kept, oldest first."""
+        callbacks = self._trainer.checkpoint_callbacks
+        if not callbacks:
+            raise CompatibilityError(
+                "soup: Trainer must save checkpoints, got none; add ModelCheckpoint(save_top_k=-1, monitor=...)"
+            )
+        paths: set[Path] = set()
+        for callback in callbacks if is_main() else ():
+            paths |= {Path(path) for path in getattr(callback, "best_k_models", {})}
+            folder = Path(getattr(callback, "dirpath", None) or "/nowhere")
+            paths |= set(folder.glob("*.ckpt"))
+        found = [saved for path in sorted(paths) if (saved := self._saved_by_this_run(path)) is not None]
+        # The main process deletes what ModelCheckpoint does not keep: the others must not look before it has.
+        return list(self._trainer.strategy.broadcast(sorted(found, key=lambda saved: saved.step)))
+
+    def _saved_by_this_run(self, path: Path) -> SavedCheckpoint | None:
+        if not path.is_file():
+            return None
+        told = _read(path).get(RUN_KEY)
+        if not isinstance(told, dict) or told.get("id") != self.run:
+            return None
+        return SavedCheckpoint(path, int(told["step"]), told["metrics"].get(self._metric))
+
+    def load_weights(self, path: Path) -> Mapping[str, Tensor]:
+        """Return the weights as they were trained, before anything was baked into them."""
+        checkpoint = _read(path)
+        return {**checkpoint["state_dict"], **checkpoint.get(RAW_KEY, {})}
+
+    def check_validation(self) -> None:
+        """Refuse a Trainer that cannot evaluate: a soup would learn of it only after training."""
+        if not self._trainer.enable_validation:
+            raise CompatibilityError(
+                "soup: Trainer must have a validation loop, got none; define validation_step and pass "
+                "val_dataloaders, with limit_val_batches above 0"
+            )
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of the validation loop, run without other callbacks, loggers or random numbers used up."""
+        trainer = self._trainer
+        self.check_validation()
+        stage, random = trainer.state.stage, rng_state()
+        # Early stopping, checkpointing and logging must not take a candidate for the model in training.
+        callbacks, loggers = trainer.callbacks, trainer.loggers
+        trainer.callbacks, trainer.loggers = [], []
+        trainer.validating = True
+        try:
+            trainer.fit_loop.epoch_loop.val_loop.run()
+            return {name: float(value) for name, value in trainer.callback_metrics.items()}
+        finally:
+            trainer.state.stage = stage
+            trainer.callbacks, trainer.loggers = callbacks, loggers
+            set_rng_state(random)
+
+    def calibrate(self, num_batches: int) -> None:
+        """Run ``training_step`` on the first training batches, in train mode without gradients or logging."""
+        trainer, model = self._trainer, self._trainer.lightning_module
+        if not model.automatic_optimization:
+            raise CompatibilityError(
+                "calibration: training_step must not step the optimizer, but does with manual optimisation"
+            )
+        loader = trainer.fit_loop._combined_loader
+        # A second iterator, so that one in use stays where it is.
+        fresh = type(loader)(loader.iterables, loader._mode)
+        training, random = model.training, rng_state()
+        step = type(model).training_step.__get__(model)
+        takes_index = len(inspect.signature(step).parameters) > 1
+        try:
+            model.train()
+            with _no_logging(model), torch.no_grad():
+                for _, (batch, index, _loader) in zip(range(num_batches), fresh, strict=False):
+                    batch = trainer.precision_plugin.convert_input(batch)
+                    batch = model._on_before_batch_transfer(batch, dataloader_idx=0)
+                    batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+                    with trainer.precision_plugin.train_step_context():
+                        step(batch, index) if takes_index else step(batch)
+        finally:
+            model.train(training)
+            set_rng_state(random)
+
+    def say(self, text: str) -> None:
+        """Print one line on the main process."""
+        if is_main():
+            print(text, flush=True)  # noqa: T201
+
+
+@contextlib.contextmanager
+def _no_logging(model: Any) -> Iterator[None]:
+    names = ("log", "log_dict")
+    before = {name: vars(model)[name] for name in names if name in vars(model)}
+    for name in names:
+        setattr(model, name, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(model, name)
+        vars(model).update(before)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+    except Exception as error:
+        raise CheckpointError(
+            f"checkpoint: {path} must be a whole file of tensors and plain values, got {type(error).__name__}: {error}"
+        ) from error
+
+
+def _as_module(model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(f"distill: teacher must be a module, got {type(model).__name__}")
+    return model
+
+
+def _hub_teacher(name: str, student: nn.Module) -> nn.Module:
+    for entry in entry_points(group="efftrain.front_ends", name="hf"):
+        try:
+            load = getattr(entry.load(), "load_teacher", None)
+        except ImportError as error:
+            raise MissingExtraError(f"distill: teacher {name!r}", "transformers", "hf") from error
+        if load is not None:
+            return _as_module(load(name, student))
+    raise CheckpointError(f"distill: teacher must be a .ckpt or a Transformers model here, got {name!r}")

@@ -1,0 +1,374 @@
+"""Lightning's hooks translated into the verbs of a session; nothing else here knows when Lightning calls what."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_eff import _surroundings
+from lightning_eff._namespaces import Callback, namespace_of
+from lightning_eff._resume import ExactResume
+from lightning_eff._services import RAW_KEY, RUN_KEY, LightningServices
+from lightning_eff._wrapped import Wrapped
+from lightning_eff.loss_scaling import precision_class
+from shared_core.compatibility import check
+from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.receipt import Receipt
+from shared_core.recipe import Recipe
+from shared_core.session import Session
+
+_STATE_KEY, _RESUME_KEY = "eff_state", "eff_resume"
+_SHORT = 20
+
+
+class EffCallback(Callback):
+    """Switches on every technique of a recipe, in one run that resumes exactly and saves plain checkpoints.
+
+    Several callbacks of this package in one Trainer, whatever their order, act as one with their recipes joined. With
+    an empty recipe nothing at all is done.
+
+    Args:
+        recipe: The recipe, a mapping like ``{"prune": {"sparsity": 0.8}}``, or the path of a YAML file with one.
+
+    Raises:
+        ConfigError: If the recipe is wrong.
+
+    Example:
+        >>> EffCallback({"prune": {"sparsity": 0.8}}).recipe["prune"].sparsity
+        0.8
+    """
+
+    num_started: ClassVar[int] = 0
+    """How many runs with a recipe were started in this process."""
+
+    def __init__(self, recipe: dict[str, Any] | str | Recipe) -> None:
+        super().__init__()
+        self.recipe = _read(recipe)
+        self.session: Session | None = None
+        """The run that this callback drives; None before `fit`, and in all but the first callback of a Trainer."""
+        self._trainer: Any = None
+        self._run_id = ""
+        self._wrapped: list[Wrapped] = []
+        self._hooks: list[Any] = []
+        self._resume: ExactResume | None = None
+        self._saved: Mapping[str, Any] | None = None
+        self._final: Mapping[str, Any] | None = None
+        self._stock_precision: Any = None
+        self._applied = False
+        self._validated_at = -1
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """What was asked, touched and run so far; None before `fit`."""
+        return self.session.receipt() if self.session else None
+
+    # -- attach: before the optimizer exists and before any wrapping
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Prepare a `fit`; evaluation alone needs nothing."""
+        if stage != "fit":
+            return
+        self._undo()
+        mine = _callbacks(trainer)
+        before, self.session = self.session, None
+        if mine[0] is not self:
+            return
+        recipe = self._joined(trainer, mine)
+        if not recipe:
+            return
+        self._trainer = trainer
+        self._saved = None
+        trains_on = before is not None and before.is_finished and trainer.global_step > 0
+        self._run_id = self._run_id if trains_on else trainer.strategy.broadcast(uuid.uuid4().hex)
+        services = LightningServices(trainer, self._run_id, getattr(recipe.get("soup"), "metric", None))
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        self.session = Session(recipe, front_end="lightning", services=services, seed=seed)
+        if before is not None and trains_on:
+            # The same Trainer trains on: what was pruned stays pruned.
+            self._saved = self._final
+        EffCallback.num_started += 1
+        self._resume = ExactResume(trainer, self.session.note)
+        self._use_scaling_precision(trainer)
+        check(recipe, _surroundings.surroundings(trainer, pl_module))
+        around = (
+            ("configure_model", self._configure_model),
+            ("on_save_checkpoint", self._save_weights),
+            ("on_load_checkpoint", self._load_weights),
+        )
+        self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
+        step = Wrapped(pl_module, "training_step", self._training_step, keep_signature=True)
+        self._wrapped.append(step)
+
+    def _joined(self, trainer: Any, callbacks: list[EffCallback]) -> Recipe:
+        recipe = Recipe({})
+        for callback in callbacks:
+            recipe = recipe.merged(callback.recipe)
+        plugin = trainer.precision_plugin
+        if not _scales_loss(plugin):
+            return recipe
+        if recipe.get("loss_scale", plugin.config) != plugin.config:
+            raise ConfigError(
+                "recipe: loss_scale must be given once, got it in a callback and in LossScalingPrecision; keep one"
+            )
+        return Recipe({**recipe, "loss_scale": plugin.config})
+
+    def _use_scaling_precision(self, trainer: Any) -> None:
+        config = self._session.recipe.get("loss_scale")
+        plugin = trainer.precision_plugin
+        if config is None or _scales_loss(plugin) or str(plugin.precision).startswith("bf16"):
+            return
+        if type(plugin).__name__ not in ("Precision", "MixedPrecision"):
+            raise CompatibilityError(
+                f"loss_scale: precision plugin must be Lightning's 32-true or 16-mixed, got {type(plugin).__name__}; "
+                "pass plugins=LossScalingPrecision(...) instead of precision="
+            )
+        made = precision_class(namespace_of(trainer))(precision=plugin.precision, **config.to_dict())
+        trainer.strategy.precision_plugin, self._stock_precision = made, plugin
+
+    def _configure_model(self, original: Callable[[], None]) -> None:
+        # Layers that the user makes only now are wanted too; wrappers (DDP) come later.
+        original()
+        module = self._trainer.lightning_module
+        self._session.attach(module, _surroundings.surroundings(self._trainer, module))
+
+    @classmethod
+    def join_late(cls, trainer: Any, pl_module: Any) -> None:
+        """Make the plugin's Trainer count steps if it has no callback of ours: the model was set up without one."""
+        if trainer.state.fn != "fit" or _callbacks(trainer):
+            return
+        callback = cls({})
+        trainer.callbacks.insert(0, callback)
+        callback.setup(trainer, pl_module, "fit")
+        callback._session.attach(pl_module, _surroundings.surroundings(trainer, pl_module))
+        loaded = trainer._checkpoint_connector._loaded_checkpoint
+        if loaded:
+            callback.on_load_checkpoint(trainer, pl_module, loaded)
+
+    @property
+    def _session(self) -> Session:
+        if self.session is None:
+            raise RuntimeError("EffCallback: setup must run before training; add it to Trainer(callbacks=...)")
+        return self.session
+
+    # -- begin: the optimizer exists, saved state is back
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse what cannot work with these optimizers; give the plugin its scaler before its state is restored."""
+        if self.session is None:
+            return
+        check(self.session.recipe, _surroundings.surroundings(trainer, pl_module))
+        soup: Any = self.session.recipe.get("soup")
+        if soup is not None and soup.kind == "greedy":
+            self._services.check_validation()
+        scaling: Any = self.session.techniques.get("loss_scale")
+        if scaling is not None:
+            trainer.precision_plugin.scaler = scaling.make_scaler(trainer.strategy.root_device.type)
+        if self._resume is not None:
+            self._resume.mark_fit_start()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin the session; sharded strategies have restored callbacks only now."""
+        if self.session is None:
+            return
+        self._begin(trainer, pl_module)
+        for optimizer in trainer.optimizers:
+            self._hooks.append(optimizer.register_step_post_hook(self._stepped))
+        # Only now: before, Lightning would take it for the user's own and check schedulers less strictly.
+        self._wrapped.append(Wrapped(pl_module, "lr_scheduler_step", self._lr_scheduler_step))
+
+    def _begin(self, trainer: Any, pl_module: Any) -> None:
+        session = self._session
+        if self._saved is not None:
+            session.load_state_dict(self._saved)
+        session.begin(
+            trainer.optimizers,
+            total_steps=_surroundings.total_steps(trainer, pl_module),
+            steps_per_epoch=_surroundings.steps_per_epoch(trainer, pl_module),
+            clips_gradients=_surroundings.clips_by_norm(trainer, pl_module),
+        )
+
+    # -- one step
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Nothing was applied in this batch so far."""
+        self._applied = False
+
+    def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        if isinstance(output, Tensor):
+            return self._session.loss(output)
+        if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+            return {**output, "loss": self._session.loss(output["loss"])}
+        return output
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Gradients are unscaled, not yet clipped."""
+        if self.session is not None:
+            self.session.before_optimizer_step()
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._applied = True
+        self._session.after_optimizer_step()
+
+    def _lr_scheduler_step(self, original: Callable[..., None], scheduler: Any, metric: Any = None) -> None:
+        by_step = any(
+            config.scheduler is scheduler and config.interval == "step" for config in self._trainer.lr_scheduler_configs
+        )
+        # Lightning would move the learning rate on steps that the scaler skipped.
+        if self._applied or not by_step or not self._trainer.lightning_module.automatic_optimization:
+            original(scheduler, metric)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Count a skipped step; log figures when the Trainer logs."""
+        session = self.session
+        if session is None:
+            return
+        window_ended = not trainer.fit_loop._should_accumulate()
+        if pl_module.automatic_optimization and window_ended and not self._applied:
+            session.skipped_optimizer_step()
+        if trainer.log_every_n_steps and window_ended and trainer.global_step % trainer.log_every_n_steps == 0:
+            for name, value in session.metrics().items():
+                pl_module.log(name, value, prog_bar=len(name) <= _SHORT, on_step=True, on_epoch=False)
+
+    # -- evaluation
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Validation starts, or the sanity check, which comes before `begin` and changes nothing."""
+        if self.session is not None:
+            self._validated_at = -1 if trainer.sanity_checking else self.session.step
+            self.session.before_eval()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Validation ended; checkpoint callbacks save after this."""
+        if self.session is not None:
+            self.session.after_eval()
+
+    # -- checkpoints
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add what an exact resume needs; files with weights alone do without."""
+        if self.session is None or self._resume is None or self.session.context is None:
+            return
+        ended = self.session.is_finished and self._final is not None
+        checkpoint[_STATE_KEY] = self._final if ended else self.session.state_dict()
+        checkpoint[_RESUME_KEY] = self._resume.state_dict(checkpoint[_STATE_KEY])
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Keep the saved state until training starts."""
+        if self.session is None or self._resume is None:
+            return
+        self._saved = self._resume.load_state_dict(checkpoint.get(_RESUME_KEY)) or checkpoint.get(_STATE_KEY)
+        self._run_id = checkpoint.get(RUN_KEY, {}).get("id", self._run_id)
+        self._services.run = self._run_id
+        if self._saved is None:
+            self.session.note("the checkpoint was saved without these techniques: they start at step 0")
+
+    @property
+    def _services(self) -> Any:
+        return self._session._services
+
+    def _save_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
+        session, weights = self._session, checkpoint.get("state_dict")
+        metrics = self._trainer.callback_metrics if self._validated_at == session.step else {}
+        checkpoint[RUN_KEY] = {
+            "id": self._run_id,
+            "step": session.step,
+            "metrics": {name: float(value) for name, value in metrics.items()},
+        }
+        if weights and session.is_attached:
+            # Before the user's own hook, which may leave keys out.
+            baked = session.bake(weights)
+            raw = {name: value for name, value in weights.items() if not _same(value, baked[name])}
+            checkpoint["state_dict"] = type(weights)(baked)
+            if raw:
+                checkpoint[RAW_KEY] = raw
+        original(checkpoint)
+
+    def _load_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
+        original(checkpoint)
+        if "state_dict" in checkpoint:
+            checkpoint["state_dict"].update(checkpoint.get(RAW_KEY, {}))
+
+    # -- the end
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Bake the model in place on every process and write the receipt."""
+        session = self.session
+        if session is None or self._resume is None:
+            return
+        self._resume.use_up()
+        session.finish()
+        # Kept apart: a later test with a checkpoint writes that one's state into the precision plugin.
+        self._final = session.state_dict()
+        receipt = session.receipt()
+        folder = trainer.log_dir or trainer.default_root_dir  # every process must ask
+        if trainer.is_global_zero:
+            if not trainer.fast_dev_run:
+                receipt.write(Path(folder))
+            self._services.say(receipt.text())
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave a plain model behind, whatever was interrupted."""
+        if self.session is not None:
+            self.session.after_eval()
+            self.session.detach()
+        self._undo()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Give module and Trainer their own methods back."""
+        if stage != "fit" or self.session is None or self._resume is None:
+            return
+        if self.session.is_attached and self._saved is not None and not self.session.has_begun:
+            # Resumed at its very end: latent weights were loaded, and no training came that would have baked them.
+            self._begin(trainer, pl_module)
+            baked = self.session.bake(pl_module.state_dict())
+            self.session.detach()
+            pl_module.load_state_dict(baked)
+            self._resume.use_up()
+        self.session.detach()
+        self._undo()
+
+    def _undo(self) -> None:
+        for wrapped in reversed(self._wrapped):
+            wrapped.undo()
+        for hook in self._hooks:
+            hook.remove()
+        if self._resume is not None:
+            self._resume.stop()
+        if self._stock_precision is not None:
+            self._trainer.strategy.precision_plugin, self._stock_precision = self._stock_precision, None
+        self._wrapped, self._hooks = [], []
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Processes are spawned before `fit` begins, and the Trainer of an earlier one must not travel along.
+        return {**self.__dict__, "session": None, "_trainer": None, "_resume": None, "_wrapped": [], "_hooks": []}
+
+
+def _read(recipe: Mapping[str, Any] | str | Path) -> Recipe:
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str | Path):
+        return Recipe.from_yaml(recipe)
+    return Recipe.from_dict(recipe)
+
+
+def _callbacks(trainer: Any) -> list[EffCallback]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, EffCallback)]
+
+
+def _scales_loss(plugin: Any) -> bool:
+    return type(plugin).__qualname__ == "LossScalingPrecision" or any(
+        kind.__qualname__ == "LossScalingPrecision" for kind in type(plugin).__mro__
+    )
+
+
+def _same(value: Any, baked: Any) -> bool:
+    if value is baked:
+        return True
+    return isinstance(value, Tensor) and isinstance(baked, Tensor) and torch.equal(value, baked)

@@ -1,0 +1,74 @@
+"""What holds in this run of a Lightning Trainer: facts that decide a refusal, and the length of the run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+_STRATEGIES = {
+    "DeepSpeedStrategy": "deepspeed",
+    "FSDPStrategy": "fsdp1",
+    "ModelParallelStrategy": "fsdp2",
+    "XLAStrategy": "tpu",
+    "SingleDeviceXLAStrategy": "tpu",
+    "XLAFSDPStrategy": "tpu",
+}
+
+
+def surroundings(trainer: Any, model: Any) -> set[str]:
+    """Return the keys of `shared_core.compatibility.SURROUNDINGS` that hold; optimizers count once they exist."""
+    kinds = {kind.__name__ for kind in type(trainer.strategy).__mro__}
+    found = {key for name, key in _STRATEGIES.items() if name in kinds}
+    if str(trainer.precision_plugin.precision).startswith("bf16"):
+        found.add("bf16")
+    if not model.automatic_optimization:
+        found.add("manual_optimization")
+    optimizers = trainer.optimizers
+    if len(optimizers) > 1:
+        found.add("several_optimizers")
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        found.add("lbfgs")
+    return found
+
+
+def total_steps(trainer: Any, model: Any) -> int | None:
+    """Return how many optimizer steps the run has, None if that is unknown.
+
+    With manual optimisation every optimizer is taken to step once a batch, unless ``max_steps`` tells the number.
+    """
+    try:
+        steps = float(trainer.estimated_stepping_batches)
+    except Exception as error:
+        # Lightning refuses the estimate for accumulation that changes between epochs.
+        if type(error).__name__ != "MisconfigurationException":
+            raise
+        return trainer.max_steps if trainer.max_steps > 0 else None
+    if not math.isfinite(steps):
+        return None
+    if not model.automatic_optimization and trainer.max_steps < 0:
+        steps *= max(len(trainer.optimizers), 1)
+    return int(steps)
+
+
+def steps_per_epoch(trainer: Any, model: Any) -> float | None:
+    """Return how many optimizer steps an epoch has, None if that is unknown."""
+    batches = float(trainer.num_training_batches)
+    if not math.isfinite(batches):
+        return None
+    if not model.automatic_optimization:
+        return batches * max(len(trainer.optimizers), 1)
+    return float(math.ceil(batches / trainer.accumulate_grad_batches))
+
+
+def clips_by_norm(trainer: Any, model: Any) -> bool:
+    """Return whether gradients may be clipped by norm: certain not to be only if Lightning would do it and does not."""
+    own = type(model).configure_gradient_clipping is not _stock(model).configure_gradient_clipping
+    if own or not model.automatic_optimization:
+        return True
+    return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+
+
+def _stock(model: Any) -> Any:
+    return next(kind for kind in type(model).__mro__ if kind.__name__ == "LightningModule")

@@ -1,0 +1,56 @@
+"""Gives a technique's callback the options of its config as typed keyword arguments, for editors and LightningCLI."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from shared_core.config import TechniqueConfig
+from shared_core.rooms import room
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def _parameters(
+    config: type[TechniqueConfig], defaults: dict[str, Any]
+) -> typing.Iterator[tuple[inspect.Parameter, str]]:
+    hints = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
+        default = defaults.get(field.name, field.default)
+        parameter = inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if default is dataclasses.MISSING else default,
+            annotation=field.metadata.get("flag_type", hints[field.name]),
+        )
+        yield parameter, field.metadata["help"]
+
+
+def typed_options(key: str, **defaults: Any) -> Callable[[_Class], _Class]:
+    """Return a class decorator: ``__init__(self, ..., **options)`` gets the options of a technique as its signature.
+
+    jsonargparse reads types and choices from the signature and help from the docstring's ``Args``.
+
+    Args:
+        key: The technique's recipe key.
+        **defaults: Defaults that differ from the config's.
+    """
+
+    def decorate(cls: _Class) -> _Class:
+        init: Any = cls.__dict__["__init__"]
+        own = inspect.signature(init, eval_str=True)
+        kept = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        options = list(_parameters(room(key).config_class, defaults))
+        parameters = [*kept, *(parameter for parameter, _ in options)]
+        init.__signature__ = inspect.Signature(parameters)
+        init.__annotations__ = {p.name: p.annotation for p in parameters if p.name != "self"}
+        doc = inspect.cleandoc(cls.__doc__ or "")
+        head = doc if "\nArgs:" in doc else f"{doc}\n\nArgs:"
+        lines = [f"    {parameter.name}: {text}" for parameter, text in options]
+        cls.__doc__ = "\n".join([head, *lines, ""])
+        return cls
+
+    return decorate

@@ -1,0 +1,27 @@
+"""What Lightning asks every installed package for: callbacks of ours, but only while ``EFF_RECIPE`` names a recipe."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+VARIABLE = "EFF_RECIPE"
+
+
+def for_pytorch_lightning() -> list[Any]:
+    """Return the callbacks that every Trainer is given: none, or one with the recipe in the file ``EFF_RECIPE``.
+
+    Raises:
+        ConfigError: If the file is unreadable or its recipe wrong.
+    """
+    source = os.environ.get(VARIABLE)
+    if not source:
+        # Runs in every Trainer of the environment, so nothing is imported before it is needed.
+        return []
+    from lightning_eff._session_callback import EffCallback
+    from shared_core.recipe import Recipe
+
+    return [EffCallback(Recipe.from_yaml(source))]
+
+
+for_lightning = for_pytorch_lightning

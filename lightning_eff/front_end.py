@@ -1,0 +1,45 @@
+"""What `eff run` and teacher loading need of this package; imports no Lightning by itself."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_eff.auto_callback import VARIABLE
+
+if TYPE_CHECKING:
+    from shared_core.recipe import Recipe
+
+
+class LightningFrontEnd:
+    """Puts a recipe into every Lightning Trainer that a script builds, through the callbacks entry point."""
+
+    name = "lightning"
+    library = "pytorch_lightning"
+
+    def install(self, recipe: Recipe) -> None:
+        """Write the recipe to a file and name it in the environment, which child processes inherit."""
+        folder = Path(tempfile.mkdtemp(prefix="eff_recipe_"))
+        atexit.register(_remove, folder, os.getpid())
+        path = folder / "recipe.yaml"
+        path.write_text(recipe.to_yaml(), encoding="utf-8")
+        os.environ[VARIABLE] = str(path)
+
+    def used(self) -> bool:
+        """Return whether training with techniques of a recipe was started in this process."""
+        module = sys.modules.get("lightning_eff._session_callback")
+        return module is not None and module.EffCallback.num_started > 0
+
+
+def _remove(folder: Path, owner: int) -> None:
+    # A forked child exits too, and must not take the file from its siblings.
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+FRONT_END = LightningFrontEnd()

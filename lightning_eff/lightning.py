@@ -1,0 +1,11 @@
+"""Everything for Trainers imported from ``lightning.pytorch``."""
+
+from lightning_eff import Distillation as Distillation
+from lightning_eff import EffCallback as EffCallback
+from lightning_eff import ModelSoup as ModelSoup
+from lightning_eff import Pruning as Pruning
+from lightning_eff import QuantizationAwareTraining as QuantizationAwareTraining
+from lightning_eff._namespaces import LIGHTNING
+from lightning_eff.loss_scaling import precision_class
+
+LossScalingPrecision = precision_class(LIGHTNING)

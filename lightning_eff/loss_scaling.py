@@ -1,0 +1,102 @@
+"""The precision plugin of loss scaling: Lightning's mixed precision with a scaler that skips in the open."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from lightning_eff._namespaces import PYTORCH_LIGHTNING, installed, plugins
+from lightning_eff._typed_options import typed_options
+from shared_core.errors import ConfigError
+from shared_core.loss_scaling import LossScaleConfig, LossScaler
+
+_PUBLIC_MODULE = {PYTORCH_LIGHTNING: "lightning_eff.pytorch"}
+
+
+@functools.cache
+def precision_class(namespace: str) -> Any:
+    """Return `LossScalingPrecision` for Trainers imported from this namespace.
+
+    Args:
+        namespace: ``"pytorch_lightning"`` or ``"lightning.pytorch"``.
+    """
+    base: Any = plugins(namespace).MixedPrecision
+
+    @typed_options("loss_scale", kind="dynamic")
+    class LossScalingPrecision(base):
+        """Scales the loss so that small gradients survive fp16, and skips steps that overflow.
+
+        Pass it as ``Trainer(plugins=LossScalingPrecision())``, without ``precision=``. It really runs fp16 on a CPU
+        too, where ``precision="16-mixed"`` silently becomes bf16. Skipped steps move no schedule and no learning rate.
+
+        Args:
+            precision: 16-mixed runs forward under fp16 autocast; 32-true scales the loss of an fp32 model.
+            device: Device type of autocast; by default that of the Trainer.
+        """
+
+        def __init__(
+            self,
+            precision: Literal["16-mixed", "32-true"] = "16-mixed",
+            device: str | None = None,
+            **options: Any,
+        ) -> None:
+            if precision not in ("16-mixed", "32-true"):
+                raise ConfigError(
+                    f"loss_scale: precision must be one of 16-mixed, 32-true, got {precision!r}; bf16 needs no scaling"
+                )
+            self.config = LossScaleConfig.from_dict({"kind": "dynamic", **options})
+            super().__init__("16-mixed", device or "cpu", scaler=LossScaler(**self.config.to_dict()))
+            self.precision = precision
+            self._device_given = device
+
+        def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
+            """Take the Trainer's device, and let a session count the steps if no callback of ours does."""
+            module = model if hasattr(model, "automatic_optimization") else model.module
+            if self._device_given is None:
+                self.device = module.trainer.strategy.root_device.type
+            from lightning_eff._session_callback import EffCallback
+
+            EffCallback.join_late(module.trainer, module)
+            return super().connect(model, optimizers, lr_schedulers)
+
+        @contextlib.contextmanager
+        def forward_context(self) -> Iterator[None]:
+            """Enable fp16 autocast, unless the model runs in fp32."""
+            with self.autocast_context_manager() if self.precision == "16-mixed" else contextlib.nullcontext():
+                yield
+
+        def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+            """Run the closure, unscale, clip, and step unless gradients overflowed; fused optimizers too."""
+            result = closure()
+            no_loss = result is None and model.automatic_optimization
+            if not no_loss:
+                self.scaler.unscale_(optimizer)
+            self._after_closure(model, optimizer)
+            if no_loss:
+                return result
+            output = self.scaler.step(optimizer, **kwargs)
+            self.scaler.update()
+            return output
+
+        def clip_gradients(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            """Clip unscaled gradients; Lightning's refusal of fused optimizers does not apply."""
+            super(base, self).clip_gradients(optimizer, *args, **kwargs)
+
+    # The class name is the key of the scaler's state in checkpoints, and both names are what pickle looks up.
+    LossScalingPrecision.__qualname__ = "LossScalingPrecision"
+    LossScalingPrecision.__module__ = _PUBLIC_MODULE.get(namespace, "lightning_eff.lightning")
+    return LossScalingPrecision
+
+
+if TYPE_CHECKING:
+    LossScalingPrecision: Any = None
+
+
+def __getattr__(name: str) -> Any:
+    if name != "LossScalingPrecision":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return precision_class(installed()[0])

@@ -1,0 +1,192 @@
+"""What distillation reads off one forward of the student: inputs, logits, and which positions count."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shared_core.errors import ConfigError, TrainingError
+
+IGNORED = -100
+"""Label of a position that does not count: ``ignore_index`` of torch's cross-entropy."""
+
+# A teacher that saw the labels would compute a loss nobody wants, or reject the trainers' own arguments.
+_FOR_THE_LOSS = ("labels", "num_items_in_batch")
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward of the student."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+class ForwardHook:
+    """Forward hook that keeps the latest training forward; a copied or pickled one is empty and off."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.latest: Forward | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Keep a forward that trains; one inside a backward is activation checkpointing's recomputation."""
+        recomputed = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        if self.active and module.training and torch.is_grad_enabled() and not recomputed:
+            self.latest = Forward(args, kwargs, output)
+
+    def take(self) -> Forward | None:
+        """Return the latest forward and forget it."""
+        latest, self.latest = self.latest, None
+        return latest
+
+    def __getstate__(self) -> dict[str, Any]:
+        # graph tensors cannot be copied, and the copy's owner (an average, a saved model) does not distil
+        return {"active": False, "latest": None}
+
+
+def named_inputs(student: nn.Module, forward: Forward) -> dict[str, Any]:
+    """Return inputs by name: keywords, positional ones as the signature names them, keys of a dict batch."""
+    try:
+        bound = inspect.signature(student.forward).bind_partial(*forward.args, **forward.kwargs).arguments
+    except (TypeError, ValueError):
+        bound = {}
+    named = {**bound, **forward.kwargs}
+    for value in forward.args:
+        if isinstance(value, Mapping):
+            named = {**value, **named}
+    return named
+
+
+def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any:
+    """Return the teacher's output for the student's inputs, without labels and without gradients."""
+    teacher.eval()
+    device = next((parameter.device for parameter in teacher.parameters()), None)
+    names = _positional_names(student)
+    args = tuple(
+        None if name in _FOR_THE_LOSS else _on(_without_labels(value), device)
+        for name, value in zip([*names, *[""] * len(forward.args)], forward.args, strict=False)
+    )
+    accepted = _keywords(teacher)
+    kwargs = {
+        name: _on(value, device)
+        for name, value in forward.kwargs.items()
+        if name not in _FOR_THE_LOSS and (accepted is None or name in accepted)
+    }
+    with torch.no_grad():
+        return teacher(*args, **kwargs)
+
+
+def find_logits(output: Any, name: str, whose: str) -> Tensor:
+    """Return the logits in a forward's output: the tensor itself, under `name`, or a tuple's first matrix."""
+    found: Any = None
+    if isinstance(output, Tensor):
+        found = output
+    elif isinstance(output, Mapping):
+        found = output.get(name)
+    elif hasattr(output, name):
+        found = getattr(output, name)
+    elif isinstance(output, tuple | list):
+        # a model given labels puts its scalar loss first
+        found = next((item for item in output if isinstance(item, Tensor) and item.ndim >= 2), None)
+    if not isinstance(found, Tensor):
+        keys = f" with {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
+        raise TrainingError(
+            f"distill: the {whose}'s output must hold logits under {name!r}, "
+            f"got {type(output).__name__}{keys}; "
+            "set distill.logits, and switch off fused losses that do not return logits"
+        )
+    return found
+
+
+def is_causal(student: nn.Module) -> bool:
+    """Return whether a model's class says that position i predicts token i + 1 (Transformers' naming)."""
+    config = getattr(student, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return False
+    names = [kind.__name__ for kind in type(student).__mro__]
+    if any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names):
+        return True
+    return getattr(config, "is_decoder", False) is True
+
+
+def check_classes(student: Tensor, teacher: Tensor) -> None:
+    """Raise `ConfigError` unless both logits have the same classes (two at least) and positions."""
+    if student.ndim < 2 or student.shape[-1] == 1:
+        raise ConfigError(
+            "distill: the student must be a classifier or language model with logits (..., classes), "
+            f"got logits of shape {tuple(student.shape)}; regression is not supported"
+        )
+    if student.shape[-1] != teacher.shape[-1]:
+        raise ConfigError(
+            f"distill: teacher must have the student's {student.shape[-1]} classes, got {teacher.shape[-1]}; "
+            "both must share labels or vocabulary"
+        )
+    if student.shape != teacher.shape:
+        raise ConfigError(
+            f"distill: teacher must return logits of the student's shape {tuple(student.shape)}, "
+            f"got {tuple(teacher.shape)}"
+        )
+
+
+def counted_positions(logits: Tensor, labels: Any, attention_mask: Any, *, causal: bool) -> Tensor | None:
+    """Return which rows of the logits count, True = it does; None for all of them.
+
+    A row counts if its label is not -100. In a causal LM the logits at i answer for label i + 1, so the last
+    position never counts. Without labels, the attention mask tells padding.
+
+    Raises:
+        ConfigError: If the labels are not class indices, one for each row of the logits.
+    """
+    shape = tuple(logits.shape[:-1])
+    if labels is not None:
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or tuple(labels.shape) != shape:
+            is_tensor = isinstance(labels, Tensor)
+            got = f"{labels.dtype} {tuple(labels.shape)}" if is_tensor else type(labels).__name__
+            raise ConfigError(
+                f"distill: labels must be class indices of shape {shape}, one for each row of the logits "
+                f"{tuple(logits.shape)}, got {got}; regression and multi-label targets are not supported"
+            )
+        counts = (labels != IGNORED).to(logits.device)
+    elif logits.ndim == 3 and isinstance(attention_mask, Tensor) and tuple(attention_mask.shape) == shape:
+        counts = (attention_mask != 0).to(logits.device)
+    elif causal and logits.ndim == 3:
+        counts = torch.ones(shape, dtype=torch.bool, device=logits.device)
+    else:
+        return None
+    return F.pad(counts[:, 1:], (0, 1), value=False) if causal and logits.ndim == 3 else counts
+
+
+def _positional_names(module: nn.Module) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]
+
+
+def _keywords(module: nn.Module) -> set[str] | None:
+    """Return the keywords that forward takes, None for any."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {parameter.name for parameter in parameters}
+
+
+def _without_labels(value: Any) -> Any:
+    if isinstance(value, Mapping) and any(name in value for name in _FOR_THE_LOSS):
+        return {name: item for name, item in value.items() if name not in _FOR_THE_LOSS}
+    return value
+
+
+def _on(value: Any, device: torch.device | None) -> Any:
+    if device is not None and isinstance(value, Tensor):
+        return value.to(device)
+    if device is not None and type(value) is dict:
+        return {name: _on(item, device) for name, item in value.items()}
+    return value

@@ -1,0 +1,6 @@
+"""Loss scaling: fp16 gradients kept in range, overflowing steps skipped openly, a scale that never dies."""
+
+from shared_core.loss_scaling.config import LossScaleConfig as LossScaleConfig
+from shared_core.loss_scaling.scaler import LossScaleError as LossScaleError
+from shared_core.loss_scaling.scaler import LossScaler as LossScaler
+from shared_core.loss_scaling.technique import LossScaling as LossScaling

@@ -1,0 +1,287 @@
+"""`LossScaler`: torch's GradScaler with a floor, visible skips and one verdict on all ranks."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+# Private to torch: only so can a subclass see the stage of a step. Pinned by test_loss_scaling_torch.py.
+from torch.amp.grad_scaler import GradScaler, OptState, _refresh_per_optimizer_state
+
+from shared_core.errors import CheckpointError, ConfigError, TrainingError
+from shared_core.loss_scaling.config import MIN_SCALE, LossScaleConfig
+from shared_core.ranks import all_reduce_, world_size
+
+
+class LossScaleError(TrainingError):
+    """Gradients overflowed in so many steps in a row that scaling down no longer helps."""
+
+
+def _unscales_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the step unscales in its own kernel, in fp32: only then may parameters be fp16."""
+    # kernels that want the whole scaler as an argument would skip inside; they take unscaled gradients too
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and (
+        "grad_scaler" not in inspect.signature(optimizer.step).parameters
+    )
+
+
+class LossScaler(GradScaler):
+    """Multiplies the loss by ``S``, divides gradients by it, and skips steps whose gradients hold Inf or NaN.
+
+    Wherever a ``torch.amp.GradScaler`` goes this one goes too: same methods, same state dict, and the same
+    scales and weights as long as torch's scale stays at or above `min_scale`. It differs where torch's errs:
+
+    - the scale never falls below `min_scale` (torch's reaches 0, and the next finite step writes NaN);
+    - after `max_skips` skipped steps of an optimizer in a row, `update` raises `LossScaleError`;
+    - an overflow is a step that is not called, also for fused optimizers (torch calls those and lets the
+      kernel skip, so that trainers count the step and move the learning rate);
+    - all processes take or skip a step together, also when only one of them saw the overflow.
+
+    ``step`` reads one value pair from the device; nothing else waits for it.
+
+    Args:
+        device: Device type of the losses, ``"cpu"``, ``"cuda"``, ...
+        kind: ``"dynamic"``, or ``"static"`` for a scale that never changes.
+        init_scale: Scale of the first step, at least `min_scale`.
+        growth_factor: Multiplies the scale after `growth_interval` steps without overflow, > 1.
+        backoff_factor: Multiplies the scale after an overflow, in (0, 1).
+        growth_interval: Steps without overflow before the scale grows, >= 1.
+        min_scale: Floor of the scale, > 0.
+        max_skips: Skipped steps in a row that end training, >= 1.
+        enabled: False makes every method pass its input on.
+
+    Raises:
+        ConfigError: If an argument breaks its rule.
+
+    Source: Micikevicius et al., 2018, arXiv:1710.03740, section 3.2.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(()))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> scaler = LossScaler(init_scale=1024.0)
+        >>> scaler.scale(weight * float("inf")).backward()
+        >>> scaler.step(optimizer); scaler.update()
+        >>> weight.item(), scaler.get_scale(), scaler.was_skipped(optimizer)
+        (1.0, 512.0, True)
+    """
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        *,
+        kind: Literal["dynamic", "static"] = "dynamic",
+        init_scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        min_scale: float = MIN_SCALE,
+        max_skips: int = 50,
+        enabled: bool = True,
+    ) -> None:
+        checked = LossScaleConfig(
+            kind=kind,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            min_scale=min_scale,
+            max_skips=max_skips,
+        )
+        super().__init__(
+            device,
+            init_scale=checked.init_scale,
+            growth_factor=checked.growth_factor,
+            backoff_factor=checked.backoff_factor,
+            growth_interval=checked.growth_interval,
+            enabled=enabled,
+        )
+        self._kind = checked.kind
+        self._min_scale = checked.min_scale
+        self._max_skips = checked.max_skips
+        self.num_steps = 0
+        """Calls of `step`, the skipped ones included."""
+        self.skipped_steps = 0
+        """Calls of `step` that were skipped."""
+        self.last_step_skipped = False
+        """Whether the latest call of `step` was skipped, whichever optimizer it was for."""
+        self.scale_range: tuple[float, float] | None = None
+        """Lowest and highest scale that a step was taken or skipped at; None before the first."""
+        self._in_a_row: dict[int, int] = {}
+        self._restored_in_a_row: list[int] = []
+
+    def was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether the latest `step` of this optimizer was skipped; False before its first."""
+        return self._in_a_row.get(id(optimizer), 0) > 0
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Return what ``optimizer.step(*args, **kwargs)`` returns, or None without calling it on overflow.
+
+        Gradients are unscaled first unless `unscale_` was called. Several processes must all call it.
+
+        Raises:
+            RuntimeError: If it was called twice for this optimizer since `update`, or with a closure.
+        """
+        if not self._enabled:
+            return cast("float | None", optimizer.step(*args, **kwargs))
+        # torch lets a positional closure through, which would put scaled gradients back after the unscaling;
+        # accelerate passes a positional None
+        if "closure" in kwargs or any(argument is not None for argument in args[:1]):
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        scale, _ = self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        unscales_itself = state["stage"] is OptState.READY and _unscales_itself(optimizer)
+        if unscales_itself:
+            self._check_inf_per_device(optimizer)
+        elif state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        if not state["found_inf_per_device"]:
+            raise AssertionError("No inf checks were recorded for this optimizer.")
+        (found_inf,) = state["found_inf_per_device"].values()
+        overflowed = self._record(optimizer, *torch.stack((found_inf, scale)).tolist())
+        state["stage"] = OptState.STEPPED
+        if overflowed:
+            return None
+        if not unscales_itself:
+            return cast("float | None", optimizer.step(*args, **kwargs))
+        amp: Any = optimizer
+        amp.grad_scale, amp.found_inf = scale * getattr(optimizer, "grad_scale", 1), found_inf
+        try:
+            return cast("float | None", optimizer.step(*args, **kwargs))
+        finally:
+            del amp.grad_scale, amp.found_inf
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Move the scale, down to `min_scale` at most, and open the next iteration.
+
+        Args:
+            new_scale: Set the scale to this instead: finite, at least `min_scale`.
+
+        Raises:
+            ConfigError: If `new_scale` breaks its rule.
+            LossScaleError: If an optimizer has now skipped `max_skips` steps in a row.
+            AssertionError: If no gradients were checked since the last call.
+        """
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("update")
+        if new_scale is not None:
+            if not isinstance(new_scale, Tensor):
+                new_scale = float(new_scale)
+            if not self._min_scale <= float(new_scale) <= torch.finfo(torch.float32).max:
+                raise ConfigError(
+                    f"loss_scale: new_scale must be finite and at least min_scale, {self._min_scale}, got {new_scale}"
+                )
+            super().update(new_scale)
+        elif self._kind == "dynamic":
+            super().update()
+            scale.clamp_(min=self._min_scale)
+        else:
+            if not any(state["found_inf_per_device"] for state in self._per_optimizer_states.values()):
+                raise AssertionError("No inf checks were recorded prior to update.")
+            self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        worst = max(self._in_a_row.values(), default=0)
+        if worst >= self._max_skips:
+            raise LossScaleError(
+                f"loss_scale: gradients must be finite at least once in {self._max_skips} steps (max_skips), "
+                f"got Inf or NaN in {worst} steps in a row, the scale now {scale.item():g}; no scale helps: "
+                "look for NaN in inputs or weights, lower the learning rate, or train in bf16"
+            )
+
+    def _record(self, optimizer: torch.optim.Optimizer, found_inf: float, scale: float) -> bool:
+        """Count a step at this scale and return whether it must be skipped."""
+        overflowed = found_inf != 0
+        if id(optimizer) not in self._in_a_row:
+            self._in_a_row[id(optimizer)] = self._restored_in_a_row.pop(0) if self._restored_in_a_row else 0
+        self._in_a_row[id(optimizer)] = self._in_a_row[id(optimizer)] + 1 if overflowed else 0
+        self.num_steps += 1
+        self.skipped_steps += overflowed
+        self.last_step_skipped = overflowed
+        low, high = self.scale_range or (scale, scale)
+        self.scale_range = min(low, scale), max(high, scale)
+        return overflowed
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Return one flag on the scale's device: one host read for all devices, one verdict for all ranks.
+
+        Written anew for speed: torch 2.13 reads ``param.grad`` up to six times for every parameter.
+        """
+        grouped: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for param in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            grad = param.grad
+            if grad is None:
+                continue
+            dtype = grad.dtype
+            if dtype is torch.float16 and not allow_fp16:
+                raise ValueError("Attempting to unscale FP16 gradients.")
+            if grad.is_sparse:
+                if dtype is torch.float16:
+                    # scaled fp16 values of one index can overflow when they are added up: check the sums
+                    grad = param.grad = grad.coalesce()
+                grad = grad._values()
+            grouped.setdefault((grad.device, dtype), []).append(grad)
+        home = inv_scale.device
+        flags = {device: found_inf.to(device, copy=True) for device, _ in grouped}
+        with torch.no_grad():
+            for (device, _), grads in grouped.items():
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, flags[device], inv_scale.to(device))
+        found = flags.pop(home, found_inf)
+        for flag in flags.values():
+            found = found + flag.to(home, non_blocking=True)
+        if world_size() > 1:
+            # An Inf that one rank alone sees after DDP's reduction would let the weights drift apart.
+            all_reduce_(found, "max")
+        return {home: found} if grouped else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's entries, which GradScaler loads too, and the counters; empty if not enabled."""
+        state = super().state_dict()
+        if state:
+            state["num_steps"] = self.num_steps
+            state["skipped_steps"] = self.skipped_steps
+            state["skips_in_a_row"] = [*self._in_a_row.values(), *self._restored_in_a_row]
+            state["scale_range"] = list(self.scale_range or ())
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back a state of this class or of ``torch.amp.GradScaler``; a scale below the floor is lifted.
+
+        Raises:
+            CheckpointError: If the saved scale is not a finite number.
+            RuntimeError: If the state is empty: it was saved by a scaler that was not enabled.
+        """
+        if not self._enabled:
+            return
+        state = dict(state_dict)
+        if state:
+            if not 0 <= state["scale"] <= torch.finfo(torch.float32).max:
+                raise CheckpointError(
+                    f"loss_scale: the saved scale must be a finite number, got {state['scale']}; this "
+                    "run had diverged, go back to an earlier checkpoint"
+                )
+            state["scale"] = max(state["scale"], self._min_scale)
+        super().load_state_dict(state)
+        self.num_steps = state.get("num_steps", 0)
+        self.skipped_steps = state.get("skipped_steps", 0)
+        self._in_a_row = {}
+        self._restored_in_a_row = list(state.get("skips_in_a_row", ()))
+        low_high = state.get("scale_range") or None
+        self.scale_range = (low_high[0], low_high[1]) if low_high else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        # ids of optimizers mean nothing elsewhere
+        state["_in_a_row"], state["_restored_in_a_row"] = (
+            {},
+            [*self._in_a_row.values(), *self._restored_in_a_row],
+        )
+        return state

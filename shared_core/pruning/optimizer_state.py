@@ -1,0 +1,40 @@
+"""What an optimizer remembers of a weight is forgotten when the weight is pruned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from eff_kernels.pruning import apply_mask_
+from torch import Tensor
+
+
+@torch.no_grad()
+def clear_moments_(
+    optimizers: Iterable[torch.optim.Optimizer], weights: Mapping[str, Tensor], masks: Mapping[str, Tensor]
+) -> None:
+    """Zero, in place, what the optimizers' states hold for pruned weights.
+
+    That is every floating-point state tensor whose last dimensions are the weight's (moments, momentum,
+    their maxima), and bitsandbytes' 8-bit codes, where zero is the position of 0.0 in the code book
+    ``qmap<i>`` beside ``state<i>`` (127 in the signed one, 0 in the unsigned) and the scale of a block need
+    not change.
+
+    Args:
+        optimizers: Their ``state`` is looked up by parameter.
+        weights: Parameters by name.
+        masks: bool by the same names, True = keep.
+    """
+    for optimizer in optimizers:
+        for name, weight in weights.items():
+            if weight not in optimizer.state:
+                continue
+            state, mask = optimizer.state[weight], masks[name]
+            for key, value in state.items():
+                if type(value) is not Tensor or value.shape[-weight.ndim :] != weight.shape:
+                    continue
+                if value.is_floating_point():
+                    apply_mask_([value], [mask.to(value.device)])
+                elif value.dtype == torch.uint8 and key.replace("state", "qmap") in state:
+                    zero = int(state[key.replace("state", "qmap")].abs().argmin())
+                    value.masked_fill_(~mask.to(value.device), zero)

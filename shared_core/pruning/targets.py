@@ -1,0 +1,108 @@
+"""Which weights are pruned, and why the others are not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from shared_core.errors import MatchError
+from shared_core.module_match import match_modules, plain_name
+from shared_core.pruning.config import PruneConfig
+
+_TYPES: tuple[type[nn.Module], ...] = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+
+
+def prunable_types(model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """Return the module types whose ``weight`` can be pruned: linear and convolutional layers.
+
+    transformers' ``Conv1D`` (GPT-2's linear layer) is found by its name, so that transformers need not be
+    imported.
+    """
+    conv1d = {
+        base
+        for module in model.modules()
+        for base in type(module).__mro__
+        if base.__name__ == "Conv1D" and base.__module__ == "transformers.pytorch_utils"
+    }
+    return (*_TYPES, *conv1d)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What pruning touches in a model.
+
+    `modules` maps the name of each weight (as in ``model.state_dict()``, without the prefixes of wrappers)
+    to a module that holds it as ``weight``; `left_out` the name of every other matrix or larger tensor to
+    the reason.
+    """
+
+    modules: dict[str, nn.Module]
+    left_out: dict[str, str]
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that the modules hold now: a wrapper (FSDP2) may have replaced them since."""
+        weights = {name: module._parameters["weight"] for name, module in self.modules.items()}
+        return {name: weight for name, weight in weights.items() if weight is not None}
+
+
+def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
+    """Return the weights to prune, in registration order, each tensor once.
+
+    The rule for tensors that are not simply one layer's: a tensor that several modules share is pruned,
+    once, only if all of them are chosen (so an output layer tied to an embedding stays dense); a frozen
+    tensor only if `config.include` names its module; a ``weight`` that is computed (weight norm, another
+    parametrisation) or not floating point never. Biases and other vectors are never pruned.
+
+    Raises:
+        MatchError: If nothing is left.
+    """
+    types = prunable_types(model)
+    chosen = match_modules(
+        model, types, where="prune", include=config.include, skip=config.skip, min_size=config.min_size
+    )
+    places = {found.module: found.name for found in chosen}
+    holders: dict[Tensor, list[tuple[str, nn.Module, str]]] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(parameter, []).append((plain_name(module_name), module, name))
+
+    modules: dict[str, nn.Module] = {}
+    left_out: dict[str, str] = {}
+    for parameter, held_by in holders.items():
+        place, module, name = next((held for held in held_by if held[1] in places), held_by[0])
+        full_name = f"{place}.{name}".removeprefix(".")
+        reason = _reason(parameter, held_by, places, types, config)
+        if reason is None:
+            modules[full_name] = module
+        elif parameter.ndim > 1:
+            left_out[full_name] = reason
+    if not modules:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items()) or "no matrix among them"
+        raise MatchError(f"prune: must find at least one weight to prune, but all were left out ({reasons})")
+    return Targets(modules, left_out)
+
+
+def _reason(
+    parameter: Tensor,
+    held_by: list[tuple[str, nn.Module, str]],
+    places: dict[nn.Module, str],
+    types: tuple[type[nn.Module], ...],
+    config: PruneConfig,
+) -> str | None:
+    """Return why a tensor is left dense, None if it is to be pruned."""
+    outside = [held for held in held_by if held[1] not in places or held[2] != "weight"]
+    if outside:
+        place, module, name = outside[0]
+        tied = f"shared with {place or 'the model'}: " if len(outside) < len(held_by) else ""
+        if isinstance(module, types) and name == "weight":
+            return f"{tied}left out by include, skip or min_size"
+        return f"{tied}{type(module).__name__}.{name} is not a weight that is pruned"
+    if not parameter.is_floating_point():
+        return f"not floating point ({parameter.dtype})"
+    if not parameter.requires_grad and not config.include:
+        return "frozen; name its module in include to prune it"
+    return None

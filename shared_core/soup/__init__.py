@@ -1,0 +1,13 @@
+"""Soups: averages of checkpoints of one architecture, uniform, weighted, or greedy by a held-out metric."""
+
+from shared_core.soup.config import SoupConfig as SoupConfig
+from shared_core.soup.greedy import SoupResult as SoupResult
+from shared_core.soup.greedy import greedy_soup as greedy_soup
+from shared_core.soup.path_report import path_json as path_json
+from shared_core.soup.path_report import path_plot as path_plot
+from shared_core.soup.path_report import path_table as path_table
+from shared_core.soup.saving import save_soup as save_soup
+from shared_core.soup.sources import Ingredient as Ingredient
+from shared_core.soup.sources import open_ingredient as open_ingredient
+from shared_core.soup.technique import ModelSoup as ModelSoup
+from shared_core.soup.uniform import uniform_soup as uniform_soup

@@ -1,0 +1,77 @@
+"""Open the ingredients of a soup and refuse those that do not belong together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from shared_core.errors import CheckpointError
+from shared_core.soup.sources import IN_MEMORY, Ingredient, averaged, open_ingredient
+
+Source = str | Path | Mapping[str, Tensor] | Ingredient
+
+# These fields may differ between fine-tunings of one network without changing what its weights compute.
+_FREE_CONFIG_FIELD = re.compile(r"^_|version|dtype|drop|use_cache|initializer|gradient_checkpointing|problem_type")
+
+
+def open_ingredients(ingredients: Sequence[Source]) -> list[Ingredient]:
+    """Return the ingredients opened and compared: same tensors, shapes, ties and configs.
+
+    Raises:
+        CheckpointError: If there is none, one cannot be read, or two do not belong together.
+    """
+    if isinstance(ingredients, str | Path | Mapping):
+        raise CheckpointError(f"soup: ingredients must be a sequence of paths, got {type(ingredients).__name__}")
+    opened: list[Ingredient] = []
+    for number, given in enumerate(ingredients):
+        if isinstance(given, Mapping):
+            opened.append(Ingredient(f"ingredient {number}", IN_MEMORY, None, lambda given=given: given))  # type: ignore[misc]
+        else:
+            opened.append(given if isinstance(given, Ingredient) else open_ingredient(given))
+    if not opened:
+        raise CheckpointError("soup: ingredients must be at least one checkpoint, got none; give paths of checkpoints")
+    for other in opened[1:]:
+        _check_alike(opened[0], other)
+    return opened
+
+
+def _check_alike(first: Ingredient, other: Ingredient) -> None:
+    remedy = "only checkpoints of one architecture can be averaged: leave one of them out"
+    for one, two in ((first, other), (other, first)):
+        missing = next((key for key in (*one.specs, *one.ties) if not two.has(key)), None)
+        if missing is not None:
+            raise CheckpointError(
+                f"soup: ingredients must have the same tensors, got {missing!r} in {one.name} but not in {two.name}; "
+                f"{remedy}"
+            )
+    odd = first.tied_groups ^ other.tied_groups
+    if odd:
+        key = min(min(odd, key=sorted))
+        tied, free = (first, other) if any(key in group for group in first.tied_groups) else (other, first)
+        raise CheckpointError(
+            f"soup: {key!r} must be tied in all ingredients or in none, got it tied in {tied.name} and not, or to "
+            f"another tensor, in {free.name}; {remedy}"
+        )
+    for key, spec in first.specs.items():
+        its = other.spec(key)
+        if spec.shape != its.shape:
+            raise CheckpointError(
+                f"soup: {key!r} must have the same shape in all ingredients, got {spec.shape} in {first.name} and "
+                f"{its.shape} in {other.name}; {remedy}"
+            )
+        if averaged(spec.dtype) != averaged(its.dtype):
+            raise CheckpointError(
+                f"soup: {key!r} must be floating-point in all ingredients or in none, got {spec.dtype} in "
+                f"{first.name} and {its.dtype} in {other.name}; {remedy}"
+            )
+    if first.config and other.config:
+        for field in sorted(first.config.keys() | other.config.keys()):
+            one, two = first.config.get(field), other.config.get(field)  # type: ignore[assignment]
+            if one != two and not _FREE_CONFIG_FIELD.search(field):
+                raise CheckpointError(
+                    f"soup: config field {field!r} must be the same in all ingredients, got {one!r} in {first.name} "
+                    f"and {two!r} in {other.name}; {remedy}"
+                )

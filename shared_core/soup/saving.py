@@ -1,0 +1,138 @@
+"""Write a soup in the format of its ingredients: what loaded them loads the soup."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shared_core.atomic import atomic_folder, atomic_write
+from shared_core.errors import CheckpointError
+from shared_core.soup.sources import HF_FOLDER, LIGHTNING, SAFETENSORS, Ingredient, load_torch_file, read_json
+
+# A folder's other files go along (config, tokenizer, processor); weights, training state and code objects do not.
+_LEFT_BEHIND = frozenset({
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".onnx", ".gguf",
+})  # fmt: skip
+_TRAINING_FILES = ("trainer_state.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
+# What a Lightning checkpoint needs to be loaded; optimizers and callbacks belong to one run and are dropped.
+_KEPT_KEYS = ("epoch", "global_step", "pytorch-lightning_version", "hparams_name", "hyper_parameters",
+              "hparams_type", "datamodule_hparams_name", "datamodule_hyper_parameters")  # fmt: skip
+
+
+def check_target(target: str | Path, like: Ingredient) -> Path:
+    """Return where the soup will go, having checked that it can be written there.
+
+    Raises:
+        CheckpointError: If it exists already, has the wrong suffix for the ingredients' format, or its folder cannot
+            be written.
+    """
+    target = Path(target)
+    suffix = like.suffix
+    if suffix and target.suffix != suffix:
+        raise CheckpointError(
+            f"soup: out must be a file ending in {suffix}, as the ingredients are, got {target}; rename it"
+        )
+    if target.is_file() or (target.is_dir() and (suffix or any(target.iterdir()))):
+        raise CheckpointError(f"soup: out must not exist yet, got {target}; remove it or choose another")
+    check_writable(target)
+    return target
+
+
+def check_writable(target: Path) -> None:
+    """Raise `CheckpointError` unless a file can be made in the nearest existing folder above `target`."""
+    parent = target.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise CheckpointError(f"soup: {target} must be writable, got {error}; choose another place") from error
+
+
+def save_soup(
+    state_dict: Mapping[str, Tensor],
+    like: Ingredient,
+    target: str | Path,
+    beside: Callable[[Path], None] | None = None,
+) -> Path:
+    """Write a soup in the format of an ingredient, whole or not at all, and return its path.
+
+    A folder keeps the ingredient's config and tokenizer, and its shards; a Lightning checkpoint keeps its
+    hyper-parameters, epoch and step, and loses its optimizer and callback states, which belong to one run.
+
+    Args:
+        state_dict: The weights.
+        like: The ingredient whose format to take, usually the best.
+        target: The folder or file; must not exist, or be an empty folder.
+        beside: Called with the folder, or after a file was written with the file, to write more beside it.
+
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
+    target = check_target(target, like)
+    if like.kind == HF_FOLDER and like.path is not None:
+        with atomic_folder(target) as folder:
+            _write_folder(state_dict, like, like.path, folder)
+            if beside is not None:
+                beside(folder)
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(target) as temporary:
+        if like.kind == SAFETENSORS:
+            save_file({key: state_dict[key] for key in like.specs}, temporary, metadata={"format": "pt"})
+        elif like.kind == LIGHTNING and like.path is not None:
+            torch.save(_lightning(load_torch_file(like.path), state_dict), temporary)
+        else:
+            torch.save(dict(state_dict), temporary)
+    if beside is not None:
+        beside(target)
+    return target
+
+
+def write_path(target: Path, path: str) -> None:
+    """Write the path of a soup: ``soup_path.json`` in its folder, or ``<name>_soup_path.json`` beside its file."""
+    file = target / "soup_path.json" if target.is_dir() else target.with_name(f"{target.stem}_soup_path.json")
+    with atomic_write(file) as temporary:
+        temporary.write_text(path + "\n", encoding="utf-8")
+
+
+def _lightning(checkpoint: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {
+        **{key: checkpoint[key] for key in _KEPT_KEYS if key in checkpoint},
+        "state_dict": dict(state_dict),
+    }
+
+
+def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Path, folder: Path) -> None:
+    for file in source.iterdir():
+        if file.is_file() and file.suffix not in _LEFT_BEHIND and file.name not in _TRAINING_FILES:
+            shutil.copyfile(file, folder / file.name)
+    for name in dict.fromkeys(like.shards.values()):
+        _write_weights(
+            {key: state_dict[key] for key, where in like.shards.items() if where == name}, like, folder / name
+        )
+    if like.index is not None:
+        content = read_json(source / like.index)
+        total = sum(state_dict[key].numel() * state_dict[key].itemsize for key in like.specs)
+        content["metadata"] = {**content.get("metadata", {}), "total_size": total}
+        (folder / like.index).write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+def _write_weights(weights: Mapping[str, Tensor], like: Ingredient, file: Path) -> None:
+    if file.suffix == ".safetensors":
+        save_file(
+            {key: value for key, value in weights.items() if key in like.specs},
+            file,
+            metadata={"format": "pt"},
+        )
+    else:
+        torch.save(dict(weights), file)

@@ -1,0 +1,76 @@
+"""Uniform and weighted averages of checkpoints."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from shared_core.errors import CheckpointError, ConfigError
+from shared_core.soup.averaging import Candidate, non_finite_tensor
+from shared_core.soup.ingredients import Source, open_ingredients
+
+
+def uniform_soup(
+    ingredients: Sequence[Source],
+    weights: Sequence[float] | None = None,
+    *,
+    after_average: Callable[[dict[str, Tensor]], None] | None = None,
+    into: dict[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    r"""Return the state dict of the mean of all ingredients, ``sum(w_i x_i) / sum(w_i)``, accumulated in float32.
+
+    Integers, booleans and dtypes come from the first ingredient. One with a NaN or an infinity is left out
+    with a warning.
+
+    Args:
+        ingredients: Paths (see `open_ingredient`) or state dicts.
+        weights: One number >= 0 for each, for example the example counts of federated averaging; all 1 by default.
+        after_average: Called with the result, to change it in place.
+        into: Tensors to write the result into; by default new ones.
+
+    Raises:
+        CheckpointError: If an ingredient cannot be read or does not belong with the others, or none is finite.
+        ConfigError: If there is not one weight for each ingredient, one is negative or not finite, or all are 0.
+
+    Source: Wortsman et al., 2022, arXiv:2203.05482; weights: McMahan et al., 2017, arXiv:1602.05629.
+
+    Example:
+        >>> import torch
+        >>> clients = [{"w": torch.tensor([0.0])}, {"w": torch.tensor([4.0])}]
+        >>> uniform_soup(clients)["w"], uniform_soup(clients, weights=[1, 3])["w"]
+        (tensor([2.]), tensor([3.]))
+    """
+    opened = open_ingredients(ingredients)
+    check_weights(weights, len(opened))
+    shares = [1.0] * len(opened) if weights is None else [float(weight) for weight in weights]
+    members = []
+    for item, share in zip(opened, shares, strict=True):
+        bad = non_finite_tensor(item)
+        if bad is not None:
+            warnings.warn(f"soup: {item.name} is left out: {bad!r} holds a NaN or an infinity", stacklevel=2)
+        elif share > 0:
+            members.append((item, share))
+    if not members:
+        raise CheckpointError("soup: at least one ingredient must have finite weights and a weight above 0, got none")
+    candidate = Candidate(opened[0], into, after_average)
+    candidate.begin_mean(*members[0])
+    for item, share in members[1:]:
+        candidate.accept(item, share)
+    candidate.write_mean()
+    return candidate.state_dict
+
+
+def check_weights(weights: Sequence[float] | None, count: int) -> None:
+    """Raise `ConfigError` unless there is one weight >= 0 for each of `count` ingredients, and one above 0."""
+    if weights is None:
+        return
+    if len(weights) != count:
+        raise ConfigError(f"soup: weights must be one for each of {count} ingredients, got {len(weights)}")
+    for weight in weights:
+        if isinstance(weight, bool) or not (math.isfinite(weight) and weight >= 0):
+            raise ConfigError(f"soup: weights must be finite numbers >= 0, got {weight!r}")
+    if not any(weight > 0 for weight in weights):
+        raise ConfigError("soup: weights must not all be 0")

@@ -1,0 +1,205 @@
+import pickle
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_eff import attach
+from shared_core.errors import CheckpointError
+from shared_core.state_file import STATE_FILE, load_state
+
+RECIPES = {
+    "prune": {"sparsity": 0.5, "begin": 1, "end": 7, "every": 2},
+    "qat": {"scheme": "int8", "begin": 2, "ema_constant": 0.3},
+    "distill": {"temperature": 3.0, "alpha": 0.3},
+    "loss_scale": {"kind": "dynamic", "init_scale": 2.0**20, "growth_interval": 2},
+    "soup": {"kind": "greedy", "metric": "eval_loss"},
+}
+
+
+@pytest.fixture
+def recipe(make, tmp_path):
+    def recipe(keys):
+        teacher = {"teacher": make.teacher(tmp_path / "teacher")}
+        return {key: {**RECIPES[key], **(teacher if key == "distill" else {})} for key in keys}
+
+    return recipe
+
+
+def snapshot(trainer):
+    """All that training changed, as bits."""
+    inner = trainer.optimizer.optimizer
+    moments = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+    return [*trainer.model.state_dict().values(), *moments, torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("keys", [*([key] for key in RECIPES), list(RECIPES)], ids=lambda keys: "+".join(keys))
+@pytest.mark.parametrize("stop", [2, 3, 5])
+def test_resume_is_exact(make, recipe, tmp_path, keys, stop):
+    # ten examples, batches of 2, windows of 2: an epoch is 3 steps, so these stops lie at an edge and inside
+    settings = {
+        "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    data = make.examples(10)
+
+    def build(folder):
+        trainer = make.trainer(tmp_path / folder, model=make.classifier(), data=data, **settings)
+        return trainer, attach(trainer, recipe(keys))
+
+    straight, whole = build("straight")
+    straight.train()
+    stopped, _ = build("stopped")
+    shutil.copytree(tmp_path / "straight" / f"checkpoint-{stop}", tmp_path / "stopped" / f"checkpoint-{stop}")
+    for earlier in range(1, stop):  # the soup wants the checkpoints of the first part as well
+        shutil.copytree(tmp_path / "straight" / f"checkpoint-{earlier}", tmp_path / "stopped" / f"checkpoint-{earlier}")
+    stopped.train(resume_from_checkpoint=True)
+    for expected, found in zip(snapshot(straight), snapshot(stopped), strict=True):
+        assert torch.equal(expected, found)
+    for step in range(stop + 1, 9):
+        saved = [
+            load_file(tmp_path / run / f"checkpoint-{step}" / "model.safetensors") for run in ("straight", "stopped")
+        ]
+        assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+    states = [load_state(tmp_path / run / "checkpoint-8") for run in ("straight", "stopped")]
+    assert_same(*states)
+    assert whole.receipt()["steps"]["applied"] == load_state(tmp_path / "stopped" / "checkpoint-8")["step"]
+
+
+def assert_same(first, second):
+    if isinstance(first, dict):
+        assert first.keys() == second.keys()
+        for key in first:
+            if not key.endswith("seconds"):
+                assert_same(first[key], second[key])
+    elif isinstance(first, torch.Tensor):
+        assert torch.equal(first, second)
+    else:
+        assert first == second
+
+
+@pytest.fixture
+def stopped(make, tmp_path):
+    """A pruned run that saved at steps 2 and 4 of 8."""
+    trainer = make.trainer(tmp_path / "run", save_strategy="steps", save_steps=2)
+    attach(trainer, {"prune": RECIPES["prune"]})
+    trainer.train()
+    for step in (6, 8):
+        shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
+
+    def fresh(recipe=None):
+        trainer = make.trainer(tmp_path / "run", save_strategy="steps", save_steps=2)
+        return trainer, attach(trainer, {"prune": RECIPES["prune"]} if recipe is None else recipe)
+
+    return tmp_path / "run", fresh
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:-100])),
+        ("model.safetensors", lambda file: file.write_bytes(b"")),
+        ("model.safetensors", lambda file: file.write_bytes(pickle.dumps({"weight": 1}))),
+        ("optimizer.pt", lambda file: file.write_bytes(file.read_bytes()[:-100])),
+        ("trainer_state.json", lambda file: file.write_text(file.read_text()[:50])),
+        ("trainer_state.json", lambda file: file.unlink()),
+        (STATE_FILE, lambda file: file.write_bytes(file.read_bytes()[:-10])),
+        (STATE_FILE, lambda file: file.unlink()),
+    ],
+)
+def test_a_damaged_newest_checkpoint_falls_back_and_an_explicit_one_is_refused(stopped, name, spoil):
+    run, fresh = stopped
+    spoil(run / "checkpoint-4" / name)
+    trainer, _ = fresh()
+    before = [value.clone() for value in trainer.model.state_dict().values()]
+    with pytest.raises(CheckpointError, match="checkpoint-4"):
+        trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
+    assert all(map(torch.equal, before, trainer.model.state_dict().values()))
+    trainer, session = fresh()
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 8
+    (note,) = [note for note in session.receipt()["notes"] if "checkpoint-4" in note]
+    assert "checkpoint-2 instead" in note
+
+
+def test_a_checkpoint_without_state_is_refused(make, tmp_path):
+    plain = make.trainer(tmp_path, save_strategy="steps", save_steps=4)
+    plain.train()
+    trainer = make.trainer(tmp_path)
+    attach(trainer, {"prune": {"sparsity": 0.5}})
+    with pytest.raises(CheckpointError, match="eff_state"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_no_checkpoint_to_resume_from(make, tmp_path):
+    trainer = make.trainer(tmp_path)
+    attach(trainer, {"prune": {"sparsity": 0.5}})
+    with pytest.raises(CheckpointError, match="checkpoint to resume from"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_swapped_layers_go_on_from_the_checkpoint_and_are_trained(make, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 4}
+    recipe = {"qat": {"scheme": "int8", "begin": 1}}
+    first = make.trainer(tmp_path, **settings)
+    attach(first, recipe)
+    first.train()
+    shutil.rmtree(tmp_path / "checkpoint-8")
+    saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+
+    second = make.trainer(tmp_path, model=make.classifier(seed=77), **settings)
+    attach(second, recipe)
+    seen = {}
+
+    class Look(type(second.callback_handler.callbacks[0]).__mro__[1]):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            seen.setdefault("weights", {name: value.clone() for name, value in model.state_dict().items()})
+            seen.setdefault("classes", {type(module).__name__ for module in model.modules()})
+
+    second.add_callback(Look())
+    second.train(resume_from_checkpoint=True)
+    assert "Linear" not in seen["classes"]
+    assert all(torch.equal(seen["weights"][name], saved[name]) for name in saved)
+    latent = load_file(tmp_path / "checkpoint-8" / "model.safetensors")
+    assert not torch.equal(latent["classifier.weight"], saved["classifier.weight"])
+
+
+def test_training_again_starts_afresh_and_resume_works_after_the_end(make, tmp_path):
+    trainer = make.trainer(tmp_path, save_strategy="steps", save_steps=4)
+    session = attach(trainer, {"prune": RECIPES["prune"], "loss_scale": {"kind": "dynamic"}})
+    trainer.train()
+    assert session.is_finished
+    assert session.receipt()["steps"]["applied"] == 8
+    trainer.train()
+    assert session.receipt()["steps"]["applied"] == 8
+    assert session.receipt()["techniques"]["loss_scale"]["steps"] == 8
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert session.receipt()["steps"]["applied"] == 8
+    assert trainer.state.global_step == 8
+
+
+def test_a_model_that_saves_under_other_names_goes_on_from_its_checkpoint(tmp_path):
+    from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        image_size=4, patch_size=2, num_channels=1, num_labels=3, hidden_size=8, num_hidden_layers=1,
+        num_attention_heads=2, intermediate_size=16,
+    )  # fmt: skip
+    data = [{"pixel_values": torch.full((1, 4, 4), index / 8), "labels": index % 3} for index in range(8)]
+
+    def build(folder):
+        torch.manual_seed(len(folder))
+        arguments = TrainingArguments(
+            str(tmp_path / folder), max_steps=4, save_steps=2, use_cpu=True, report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = Trainer(ViTForImageClassification(config), arguments, train_dataset=data)
+        attach(trainer, {"qat": {"scheme": "int8"}, "soup": {"kind": "uniform"}})
+        return trainer
+
+    straight, stopped = build("straight"), build("stopped ")
+    straight.train()
+    saved = load_file(tmp_path / "straight" / "checkpoint-2" / "model.safetensors")
+    assert not set(straight.model.state_dict()) <= set(saved)
+    shutil.copytree(tmp_path / "straight" / "checkpoint-2", tmp_path / "stopped " / "checkpoint-2")
+    stopped.train(resume_from_checkpoint=True)
+    assert all(map(torch.equal, straight.model.state_dict().values(), stopped.model.state_dict().values()))

@@ -1,0 +1,165 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, TrainerCallback
+
+from hf_eff import ModelSoup, Pruning, QuantizationAwareTraining, attach
+from shared_core.soup import uniform_soup
+from shared_core.state_file import load_state
+
+PRUNE = {"sparsity": 0.5, "begin": 1, "end": 4, "every": 1}
+QAT = {"scheme": "int8", "begin": 2}
+
+
+class SaveAt(TrainerCallback):
+    """A user's own save in the middle of training."""
+
+    def __init__(self, step, folder):
+        self.step, self.folder, self.logits = step, folder, None
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.step:
+            self.trainer.save_model(self.folder)
+
+
+def load_plain(folder):
+    model, info = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    return model
+
+
+def test_every_saved_model_is_plain_and_only_the_users_own_is_baked(make, tmp_path):
+    saver = SaveAt(5, str(tmp_path / "mid"))
+    trainer = make.trainer(tmp_path / "run", save_strategy="steps", save_steps=5, callbacks=[saver])
+    saver.trainer = trainer
+    attach(trainer, {"prune": PRUNE, "qat": QAT})
+    trainer.train()
+    trainer.save_model(str(tmp_path / "end"))
+    middle, latent = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "mid", tmp_path / "run" / "checkpoint-5")
+    )
+    assert {"config.json", "model.safetensors", "training_args.bin"} <= {
+        file.name for file in (tmp_path / "mid").iterdir()
+    }
+    name = "bert.encoder.layer.0.output.dense.weight"
+    codes = middle[name] / (middle[name].abs().amax(1, keepdim=True) / 127)
+    assert torch.allclose(codes, codes.round(), atol=1e-3)
+    assert not torch.equal(middle[name], latent[name])
+    assert torch.equal(middle[name] == 0, (middle[name] == 0) | (latent[name] == 0))
+    for folder in (tmp_path / "mid", tmp_path / "end", tmp_path / "run" / "checkpoint-5"):
+        load_plain(folder)
+    saved, batch = load_plain(tmp_path / "end").eval(), make.examples(4)
+    inputs = {key: torch.stack([row[key] for row in batch]) for key in ("input_ids", "attention_mask")}
+    assert torch.equal(saved(**inputs).logits, trainer.model.eval()(**inputs).logits)
+
+
+def test_the_best_model_comes_with_its_own_state(make, tmp_path):
+    class Worse(TrainerCallback):
+        """From step 4 on every validation loss is bad."""
+
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 4:
+                model.classifier.weight.data.mul_(-50)
+
+    trainer = make.trainer(
+        tmp_path, callbacks=[Worse(), Pruning(**PRUNE), QuantizationAwareTraining(**QAT)], save_strategy="steps",
+        save_steps=2, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
+    )  # fmt: skip
+    trainer.train()
+    best = trainer.state.best_model_checkpoint
+    assert best.endswith(("-2", "-4"))
+    saved = load_file(f"{best}/model.safetensors")["bert.encoder.layer.0.output.dense.weight"]
+    held = trainer.model.bert.encoder.layer[0].output.dense.weight
+    zeros = saved == 0
+    assert bool((held[zeros] == 0).all())
+    assert float((held - saved).detach().abs().max()) < 0.5
+    receipt = json.loads((tmp_path / "eff_receipt.json").read_text())
+    assert any("best one" in note for note in receipt["notes"])
+    assert receipt["techniques"]["prune"]["sparsity"] == pytest.approx(0.5, abs=1e-3)
+    assert receipt["techniques"]["qat"]["range_updates"] == load_state(best)["techniques"]["qat"]["num_updates"]
+
+
+@pytest.mark.parametrize("shard", ["5GB", "5KB"])
+def test_a_uniform_soup_is_the_mean_of_the_runs_checkpoints(make, tmp_path, shard, monkeypatch):
+    (tmp_path / "checkpoint-99").mkdir()  # of an older run in the same folder
+    trainer = make.trainer(tmp_path, save_strategy="steps", save_steps=2, callbacks=[ModelSoup(kind="uniform")])
+    save = trainer.model.save_pretrained
+    monkeypatch.setattr(trainer.model, "save_pretrained", lambda *a, **k: save(*a, **k, max_shard_size=shard))
+    trainer.train()
+    assert (tmp_path / "checkpoint-2" / "model.safetensors.index.json").exists() == (shard == "5KB")
+    expected = uniform_soup([tmp_path / f"checkpoint-{step}" for step in (2, 4, 6, 8)])
+    for name, value in trainer.model.state_dict().items():
+        assert torch.equal(value, expected[name])
+
+
+def test_a_greedy_soup_is_never_worse_and_leaves_no_trace_in_the_log(make, tmp_path):
+    trainer = make.trainer(
+        tmp_path, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, max_steps=16,
+        callbacks=[ModelSoup(kind="greedy", metric="eval_loss")],
+    )  # fmt: skip
+    trainer.train()
+    evaluations = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(evaluations) == 8
+    assert trainer.evaluate()["eval_loss"] <= min(evaluations) + 1e-6
+    report = json.loads((tmp_path / "eff_receipt.json").read_text())["techniques"]["soup"]
+    assert report["candidates"] == 8
+    assert report["best_single"] == pytest.approx(min(evaluations), abs=1e-6)
+
+
+def test_calibration_disturbs_neither_random_numbers_nor_data(make, tmp_path):
+    trainer = make.trainer(tmp_path)
+    session = attach(trainer, {"prune": PRUNE})
+    services = session._services
+    gradient_state = trainer.accelerator.gradient_state  # one for the process
+    references = list(gradient_state.dataloader_references)
+    before, loaders = torch.get_rng_state(), list(trainer.accelerator._dataloaders)
+    weights = [value.clone() for value in trainer.model.state_dict().values()]
+    services.calibrate(2)
+    assert torch.equal(before, torch.get_rng_state())
+    assert trainer.accelerator._dataloaders == loaders
+    assert gradient_state.dataloader_references == references
+    assert all(map(torch.equal, weights, trainer.model.state_dict().values()))
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from conftest import make_examples, make_trainer
+trainer = make_trainer(sys.argv[2])
+class Own(type(trainer)):
+    def train(self, *args, **kwargs):
+        print("own train", flush=True)
+        return super().train(*args, **kwargs)
+trainer.__class__ = Own
+trainer.train()
+trainer.train()
+weight = trainer.model.bert.encoder.layer[0].output.dense.weight
+print("zeros", float((weight == 0).float().mean()))
+"""
+
+
+@pytest.mark.parametrize("imported_first", [False, True])
+def test_an_unedited_script_gets_the_recipe(tmp_path, imported_first):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    here = str(__file__).rsplit("/", 1)[0]
+    code = f"""
+import runpy, sys
+{"import transformers.trainer" if imported_first else ""}
+from shared_core import Recipe
+from hf_eff.front_end import FRONT_END
+FRONT_END.install(Recipe.from_dict({{"prune": {{"sparsity": 0.5, "scope": "local"}}}}))
+assert {imported_first} or "transformers" not in sys.modules
+assert not FRONT_END.used()
+sys.argv = ["script.py", {here!r}, {str(tmp_path / "run")!r}]
+runpy.run_path({str(tmp_path / "script.py")!r}, run_name="__main__")
+assert FRONT_END.used()
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("own train") == 2
+    assert "zeros 0.5" in done.stdout
+    assert done.stdout.count("efftrain receipt") == 2

@@ -1,0 +1,318 @@
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
+
+from hf_eff import (
+    Distillation,
+    EffCallback,
+    EffTrainer,
+    EffTrainerMixin,
+    LossScaling,
+    ModelSoup,
+    Pruning,
+    QuantizationAwareTraining,
+    attach,
+)
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
+
+PRUNE = {"sparsity": 0.5, "begin": 1, "end": 6, "every": 2}
+QAT = {"scheme": "int8", "begin": 2}
+
+
+def weights(trainer):
+    return [value.clone() for value in trainer.model.state_dict().values()]
+
+
+def train(trainer):
+    torch.manual_seed(11)  # the trainer seeds when it is constructed, and dropout draws from what is left
+    trainer.train()
+
+
+def equal(first, second):
+    return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def test_nothing_switched_on_is_the_stock_trainer_bit_for_bit(make, tmp_path):
+    stock, ours, attached = (
+        make.trainer(tmp_path / name, trainer_class=kind)
+        for name, kind in (("a", Trainer), ("b", EffTrainer), ("c", Trainer))
+    )
+    assert not attach(attached, {}).recipe
+    for trainer in (stock, ours, attached):
+        train(trainer)
+    assert equal(weights(stock), weights(ours))
+    assert equal(weights(stock), weights(attached))
+    assert not (tmp_path / "b" / "eff_receipt.json").exists()
+
+
+def test_callbacks_attach_and_subclass_train_the_same_bits(make, tmp_path):
+    recipe = {"prune": PRUNE, "qat": QAT}
+    attached = make.trainer(tmp_path / "attach")
+    attach(attached, recipe)
+    (tmp_path / "recipe.yaml").write_text(
+        "qat: {scheme: int8, begin: 2}\nprune: {sparsity: 0.5, begin: 1, end: 6, every: 2}\n"
+    )
+    others = [
+        make.trainer(tmp_path / "each", callbacks=[QuantizationAwareTraining(**QAT), Pruning(**PRUNE)]),
+        make.trainer(tmp_path / "one", callbacks=[EffCallback(recipe)]),
+        make.trainer(tmp_path / "file", callbacks=[EffCallback(tmp_path / "recipe.yaml")]),
+        make.trainer(tmp_path / "sub", trainer_class=EffTrainer, extra={"recipe": recipe}),
+        make.trainer(
+            tmp_path / "both", trainer_class=EffTrainer, extra={"recipe": {"qat": QAT}}, callbacks=[Pruning(**PRUNE)]
+        ),
+    ]
+    train(attached)
+    for trainer in others:
+        train(trainer)
+        assert equal(weights(attached), weights(trainer))
+    assert list(others[0].callback_handler.callbacks[0].session.recipe) == ["prune", "qat"]
+
+
+def test_it_happened_and_the_model_is_plain_again(make, tmp_path):
+    trainer = make.trainer(tmp_path)
+    classes = [type(module) for module in trainer.model.modules()]
+    keys = list(trainer.model.state_dict())
+    session = attach(trainer, {"prune": PRUNE, "qat": QAT})
+    assert [type(module) for module in trainer.model.modules()] != classes
+    trainer.train()
+    assert [type(module) for module in trainer.model.modules()] == classes
+    assert list(trainer.model.state_dict()) == keys
+    layers = [module for module in trainer.model.modules() if isinstance(module, nn.Linear)]
+    zeros = sum(int((layer.weight == 0).sum()) for layer in layers)
+    numel = sum(layer.weight.numel() for layer in layers)
+    assert zeros >= round(0.5 * numel) - 1
+    receipt = json.loads((tmp_path / "eff_receipt.json").read_text())
+    assert receipt["techniques"]["prune"]["pruned"] == zeros
+    assert receipt["finished"]
+    assert receipt == json.loads(json.dumps(session.receipt().values, default=str)) | {
+        "wall_seconds": receipt["wall_seconds"]
+    }
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert logged[-1]["prune/sparsity"] == pytest.approx(0.5, abs=1e-3)
+    assert "prune/sparsity" not in trainer.evaluate()
+
+
+class Own(Trainer):
+    """A user's subclass with everything overridden."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        self.losses = getattr(self, "losses", 0) + 1
+        return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+
+    def training_step(self, *args, **kwargs):
+        self.steps = getattr(self, "steps", 0) + 1
+        return super().training_step(*args, **kwargs)
+
+    def evaluate(self, *args, **kwargs):
+        return super().evaluate(*args, **kwargs) | {"eval_mine": 1.0}
+
+    def train(self, *args, **kwargs):
+        self.trained = True
+        return super().train(*args, **kwargs)
+
+
+def test_a_users_subclass_keeps_its_own_methods(make, tmp_path):
+    teacher = make.classifier(seed=9, hidden_size=32)
+    trainer = make.trainer(
+        tmp_path, trainer_class=Own, callbacks=[Distillation(teacher=teacher)], eval_strategy="steps", eval_steps=4
+    )
+    trainer.train()
+    assert trainer.trained
+    assert trainer.steps == 8
+    assert trainer.losses == 8 + 2 * 2
+    assert trainer.evaluate()["eval_mine"] == 1.0
+    assert trainer.callback_handler.callbacks[0].session.receipt()["techniques"]["distill"]["batches"] == 8
+
+
+def test_the_mixin_refuses_to_come_last():
+    with pytest.raises(TypeError, match="EffTrainerMixin must come before"):
+
+        class Wrong(Trainer, EffTrainerMixin):
+            pass
+
+    class Right(EffTrainerMixin, Seq2SeqTrainer):
+        pass
+
+
+def test_a_callback_added_late_is_refused_and_one_added_to_eff_trainer_joins(make, tmp_path):
+    trainer = make.trainer(tmp_path)
+    trainer.add_callback(Pruning(**PRUNE))
+    with pytest.raises(TrainingError, match=r"Pruning must be known.*callbacks=.*attach"):
+        trainer.train()
+    ours = make.trainer(tmp_path, trainer_class=EffTrainer, extra={"recipe": {"qat": QAT}})
+    ours.add_callback(Pruning(**PRUNE))
+    assert list(ours.session.recipe) == ["prune", "qat"]
+    ours.train()
+    assert ours.session.receipt()["techniques"]["prune"]["sparsity"] == pytest.approx(0.5, abs=1e-3)
+
+
+def test_a_technique_given_twice_is_refused(make, tmp_path):
+    with pytest.raises(ConfigError, match="prune must be given once"):
+        make.trainer(tmp_path, callbacks=[Pruning(**PRUNE), EffCallback({"prune": PRUNE})])
+    trainer = make.trainer(tmp_path, callbacks=[Pruning(**PRUNE)])
+    with pytest.raises(ConfigError, match="prune must be given once"):
+        attach(trainer, {"prune": PRUNE})
+
+
+def test_an_exception_leaves_a_usable_trainer(make, tmp_path):
+    class Break(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3 and self.on:
+                raise KeyboardInterrupt
+
+    breaker = Break()
+    breaker.on = True
+    trainer = make.trainer(tmp_path, callbacks=[breaker])
+    classes = [type(module) for module in trainer.model.modules()]
+    session = attach(trainer, {"prune": PRUNE, "qat": QAT, "loss_scale": {"kind": "dynamic"}})
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert [type(module) for module in trainer.model.modules()] == classes
+    assert trainer.accelerator.scaler is None
+    breaker.on = False
+    trainer.train()
+    assert session.receipt()["steps"]["applied"] == 8
+
+
+def test_a_model_from_model_init_is_the_one_that_is_pruned(make, tmp_path):
+    trainer = Trainer(
+        model_init=lambda: make.classifier(), args=make.arguments(tmp_path), train_dataset=make.examples(),
+        callbacks=[Pruning(**PRUNE), QuantizationAwareTraining(**QAT)],
+    )  # fmt: skip
+    first = trainer.model
+    trainer.train()
+    assert trainer.model is not first
+    share = float((trainer.model.bert.encoder.layer[0].output.dense.weight == 0).float().mean())
+    assert share > 0.2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_checkpointing": True},
+        {"torch_compile": True, "torch_compile_backend": "eager"},
+        {"bf16": True},
+        {"max_grad_norm": 0.0, "gradient_accumulation_steps": 3},
+        {"auto_find_batch_size": True},
+        {"eval_strategy": "epoch", "eval_on_start": True, "max_steps": -1, "num_train_epochs": 1},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing")
+def test_it_runs_with_the_trainers_other_features(make, tmp_path, settings):
+    teacher = make.classifier(seed=9, hidden_size=32)
+    callbacks = [Pruning(**PRUNE), QuantizationAwareTraining(**QAT), Distillation(teacher=teacher)]
+    trainer = make.trainer(tmp_path, callbacks=callbacks, **settings)
+    trainer.train()
+    report = trainer.callback_handler.callbacks[0].session.receipt()["techniques"]
+    assert report["prune"]["sparsity"] == pytest.approx(0.5, abs=2e-3)
+    assert report["distill"]["batches"] > 0
+    assert report["qat"]["range_updates"] == 8
+
+
+def test_a_retry_with_a_smaller_batch_starts_afresh(make, tmp_path):
+    class TooBig(Trainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            if len(inputs["labels"]) > 2 and self.state.global_step == 1:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    trainer = make.trainer(
+        tmp_path, trainer_class=TooBig, auto_find_batch_size=True,
+        callbacks=[Pruning(**PRUNE), LossScaling(kind="dynamic")],
+    )  # fmt: skip
+    trainer.train()
+    receipt = trainer.callback_handler.callbacks[0].session.receipt()
+    assert receipt["steps"]["applied"] == 8
+    assert receipt["techniques"]["loss_scale"]["steps"] == 8
+
+
+def test_adapters_are_saved_as_adapters(make, tmp_path):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    model = get_peft_model(make.classifier(), LoraConfig(target_modules=["query", "value"], r=2))
+    trainer = make.trainer(
+        tmp_path, model=model, callbacks=[QuantizationAwareTraining(scheme="int8", begin=2, skip=("*lora_*",))]
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "out"))
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert "adapter_model.safetensors" in names
+    assert "model.safetensors" not in names
+    assert PeftModel.from_pretrained(make.classifier(), tmp_path / "out")
+    with pytest.raises(CompatibilityError, match="averaging"):
+        make.trainer(tmp_path, model=copy.deepcopy(model), save_strategy="steps", callbacks=[ModelSoup(kind="uniform")])
+
+
+def test_what_would_fail_at_the_end_fails_at_the_start(make, tmp_path):
+    def build(folder=tmp_path, **settings):
+        return make.trainer(folder, callbacks=[ModelSoup(kind="greedy")], **settings)
+
+    with pytest.raises(ConfigError, match="save_strategy"):
+        build(save_strategy="no")
+    trainer = make.trainer(tmp_path, save_strategy="steps")
+    trainer.eval_dataset = None
+    with pytest.raises(ConfigError, match="eval_dataset"):
+        attach(trainer, {"soup": {"kind": "greedy"}})
+    with pytest.raises(MatchError, match="nothing_like_it"):
+        make.trainer(tmp_path, callbacks=[Pruning(sparsity=0.5, include=("nothing_like_it",))])
+    trainer = make.trainer(tmp_path / "gone")
+    Path(tmp_path / "gone").rmdir()
+    Path(tmp_path / "gone").write_text("a file")
+    with pytest.raises(CheckpointError, match="output_dir must be a writable folder"):
+        attach(trainer, {"prune": PRUNE})
+    with pytest.raises(ConfigError, match="end must lie within the 8 steps"):
+        make.trainer(tmp_path, callbacks=[Pruning(sparsity=0.5, end=900)]).train()
+
+
+def test_lbfgs_is_refused(make, tmp_path):
+    trainer = make.trainer(tmp_path)
+    trainer.optimizer = torch.optim.LBFGS(trainer.model.parameters())
+    with pytest.raises(CompatibilityError, match="LBFGS"):
+        attach(trainer, {"prune": PRUNE})
+
+
+def test_trl_trains_with_it(make, tmp_path):
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    class EffSFTTrainer(EffTrainerMixin, SFTTrainer):
+        pass
+
+    rows = [{"input_ids": text["input_ids"].tolist(), "labels": text["labels"].tolist()} for text in make.texts(16)]
+
+    def build(recipe, **settings):
+        arguments = make.arguments(
+            tmp_path, SFTConfig, bf16=False, gradient_checkpointing=False, max_steps=2,
+            dataset_kwargs={"skip_prepare_dataset": True}, **settings,
+        )  # fmt: skip
+        return EffSFTTrainer(
+            model=make.language_model(), args=arguments, train_dataset=Dataset.from_list(rows),
+            processing_class=_tokenizer(tmp_path), recipe=recipe,
+        )  # fmt: skip
+
+    recipe = {"prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 1}}
+    trainer = build(recipe)
+    trainer.train()
+    assert trainer.session.receipt()["techniques"]["prune"]["sparsity"] == pytest.approx(0.5, abs=1e-3)
+    recipe["distill"] = {"teacher": make.language_model(seed=5)}
+    with pytest.raises(CompatibilityError, match="label_smoothing_factor"):
+        build(recipe)
+    trainer = build(recipe, label_smoothing_factor=1e-9)
+    trainer.train()
+    assert trainer.session.receipt()["techniques"]["distill"]["batches"] == 2
+
+
+def _tokenizer(folder):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(
+        models.WordLevel({"<pad>": 0, **{str(index): index for index in range(1, 24)}}, unk_token="<pad>")
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="1")

@@ -1,0 +1,205 @@
+import dataclasses
+import json
+import pickle
+
+import pytest
+import torch
+from transformers import HfArgumentParser, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from trl import SFTConfig
+
+from hf_eff import EffFlags, EffTrainer, EffTrainingArguments, attach, with_eff
+from shared_core.errors import ConfigError
+from shared_core.rooms import flags
+
+FLAGS = [
+    "prune_sparsity",
+    "prune_criterion",
+    "prune_schedule",
+    "prune_initial_sparsity",
+    "prune_begin",
+    "prune_end",
+    "prune_every",
+    "prune_scope",
+    "prune_include",
+    "prune_skip",
+    "prune_min_size",
+    "qat_scheme",
+    "qat_begin",
+    "qat_freeze_observers",
+    "qat_range",
+    "qat_ema_constant",
+    "qat_weight_bits",
+    "qat_activation_bits",
+    "qat_gate",
+    "qat_calibration_batches",
+    "qat_include",
+    "qat_skip",
+    "qat_keep",
+    "distill_teacher",
+    "distill_temperature",
+    "distill_alpha",
+    "distill_begin",
+    "distill_end",
+    "distill_student",
+    "distill_logits",
+    "distill_causal",
+    "loss_scale_kind",
+    "loss_scale_init_scale",
+    "loss_scale_growth_factor",
+    "loss_scale_backoff_factor",
+    "loss_scale_growth_interval",
+    "loss_scale_min_scale",
+    "loss_scale_max_skips",
+    "soup_kind",
+    "soup_metric",
+    "soup_mode",
+    "soup_strict",
+    "soup_last",
+    "soup_max_ingredients",
+    "soup_bn_batches",
+]
+
+
+def parse(*arguments):
+    parsed, *_ = HfArgumentParser(EffTrainingArguments).parse_args_into_dataclasses(
+        ["--output_dir", "out", "--report_to", "none", *arguments]
+    )
+    return parsed
+
+
+def test_the_flags_are_these():
+    stock = {field.name for field in dataclasses.fields(TrainingArguments)}
+    ours = [field.name for field in dataclasses.fields(EffTrainingArguments) if field.name not in stock]
+    assert ours == [*FLAGS, "eff_recipe"]
+    assert all(getattr(EffTrainingArguments(output_dir="out"), name) is None for name in ours)
+
+
+@pytest.mark.parametrize("arguments_class", [TrainingArguments, Seq2SeqTrainingArguments, SFTConfig])
+def test_no_flag_is_a_field_of_the_trainers_arguments(arguments_class):
+    fields = {field.name for field in dataclasses.fields(arguments_class)}
+    assert not fields & {*flags(), "eff_recipe"}
+    made = with_eff(arguments_class)
+    assert issubclass(made, (arguments_class, EffFlags))
+    assert with_eff(arguments_class) is made
+
+
+def test_a_field_with_the_name_of_a_flag_is_refused():
+    @dataclasses.dataclass
+    class Taken(TrainingArguments):
+        prune_sparsity: float = 0.0
+
+    with pytest.raises(ConfigError, match="prune_sparsity"):
+        with_eff(Taken)
+
+
+def test_the_command_line_gives_a_recipe():
+    parsed = parse(
+        "--prune_sparsity", "0.8", "--prune-begin", "0.1", "--prune_skip", "last", "first", "--prune_scope", "local",
+        "--distill_teacher", "runs/teacher", "--soup_kind", "greedy", "--soup_strict", "true", "--qat_scheme", "int8",
+        "--loss_scale_kind", "dynamic", "--loss_scale_init_scale", "1e3",
+    )  # fmt: skip
+    recipe = parsed.recipe
+    assert list(recipe) == ["prune", "qat", "distill", "loss_scale", "soup"]
+    assert recipe["prune"].skip == ("last", "first")
+    assert recipe["prune"].begin == "0.1"
+    assert recipe["soup"].strict is True
+    assert recipe["loss_scale"].init_scale == 1000.0
+    assert not parse().recipe
+
+
+def test_yaml_json_and_dict_give_the_same_arguments(tmp_path):
+    values = {
+        "output_dir": "out",
+        "report_to": "none",
+        "prune_sparsity": 1e-3,
+        "prune_skip": ["last"],
+        "prune_begin": 5,
+    }
+    (tmp_path / "a.json").write_text(json.dumps(values))
+    (tmp_path / "a.yaml").write_text(
+        "output_dir: out\nreport_to: none\nprune_sparsity: 1e-3\nprune_skip: [last]\nprune_begin: 5\n"
+    )
+    parser = HfArgumentParser(EffTrainingArguments)
+    (from_dict,) = parser.parse_dict(values)
+    (from_json,) = parser.parse_json_file(str(tmp_path / "a.json"))
+    (from_yaml,) = parser.parse_yaml_file(str(tmp_path / "a.yaml"))
+    assert from_yaml.prune_sparsity == 0.001
+    assert isinstance(from_yaml.prune_sparsity, float)
+    assert from_dict.recipe == from_json.recipe == from_yaml.recipe
+    assert from_yaml.recipe["prune"].begin == 5
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"prune_sparsity": 1.5}, r"prune.*sparsity must be in \[0, 1\), got 1.5"),
+        ({"prune_sparsity": float("nan")}, "sparsity must be a finite number"),
+        ({"prune_begin": 0.2}, "--prune_begin must come with --prune_sparsity"),
+        ({"prune_sparsity": 0.5, "prune_schedule": "cubik"}, "did you mean 'cubic'"),
+        ({"prune_sparsity": 0.5, "prune_end": 1.5}, "end must be a step"),
+        ({"eff_recipe": "missing.yaml"}, "missing.yaml must be a readable text file"),
+    ],
+)
+def test_a_wrong_flag_is_refused_with_its_rule(values, message):
+    with pytest.raises(ConfigError, match=message):
+        EffTrainingArguments(output_dir="out", **values)
+
+
+def test_a_recipe_file_joins_the_flags(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("prune: {sparsity: 5e-1}\n")
+    both = EffTrainingArguments(output_dir="out", eff_recipe=str(file), qat_scheme="int8")
+    assert list(both.recipe) == ["prune", "qat"]
+    assert both.recipe["prune"].sparsity == 0.5
+    with pytest.raises(ConfigError, match="prune must be given once"):
+        EffTrainingArguments(output_dir="out", eff_recipe=str(file), prune_sparsity=0.5)
+
+
+def test_arguments_round_trip(tmp_path):
+    arguments = EffTrainingArguments(output_dir="out", prune_sparsity="0.5", prune_skip=["last"], prune_begin="2ep")
+    again = dataclasses.replace(arguments, prune_sparsity=0.25)
+    assert again.recipe["prune"].sparsity == 0.25
+    assert again.recipe["prune"].skip == ("last",)
+    assert pickle.loads(pickle.dumps(arguments)) == arguments
+    kept = json.loads(arguments.to_json_string())
+    restored = EffTrainingArguments(**{name: kept[name] for name in ("output_dir", *FLAGS)})
+    assert restored.recipe == arguments.recipe
+
+
+@pytest.mark.parametrize("base", [Seq2SeqTrainingArguments, SFTConfig])
+def test_other_arguments_pickle_where_nobody_made_their_class(base, tmp_path):
+    arguments = with_eff(base)(output_dir="out", prune_sparsity=0.5, use_cpu=True, bf16=False)
+    torch.save(arguments, tmp_path / "training_args.bin")
+    with_eff.cache_clear()
+    again = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    assert again.recipe == arguments.recipe
+    assert isinstance(again, base)
+
+
+def test_help_is_complete_and_the_group_holds_only_our_flags():
+    text = HfArgumentParser(EffTrainingArguments).format_help()
+    assert all(f"--{flag}" in text for flag in FLAGS)
+    separate = HfArgumentParser((TrainingArguments, EffFlags)).format_help()
+    title = "efficient training:\n"
+    assert title not in text
+    assert "--prune_sparsity" in separate.split(title)[1]
+    assert "--learning_rate" not in separate.split(title)[1]
+
+
+def test_a_stock_trainer_does_not_ignore_the_flags(make, tmp_path):
+    trainer = make.trainer(tmp_path, arguments_class=EffTrainingArguments, prune_sparsity=0.5)
+    assert type(trainer) is Trainer
+    with pytest.raises(ConfigError, match=r"prune must be taken by the trainer.*EffTrainer"):
+        trainer.train()
+    session = attach(trainer)
+    trainer.train()
+    assert session.receipt()["techniques"]["prune"]["sparsity"] == pytest.approx(0.5, abs=1e-3)
+
+
+def test_flags_reach_eff_trainer_and_join_its_recipe(make, tmp_path):
+    trainer = make.trainer(
+        tmp_path, trainer_class=EffTrainer, arguments_class=EffTrainingArguments, prune_sparsity=0.5,
+        extra={"recipe": {"qat": {"scheme": "int8"}}},
+    )  # fmt: skip
+    assert list(trainer.session.recipe) == ["prune", "qat"]
+    assert attach(trainer) is trainer.session

@@ -1,0 +1,142 @@
+import pickle
+
+import pytest
+import torch
+from lightning_world import BOTH, difference, everything, fit, hook_callback, make_module, make_trainer, module_class
+
+import lightning_eff
+import lightning_eff.lightning
+import lightning_eff.pytorch
+from lightning_eff import EffCallback, Pruning
+from shared_core.errors import CompatibilityError, ConfigError
+
+PLUGIN = {BOTH[0]: lightning_eff.pytorch.LossScalingPrecision, BOTH[1]: lightning_eff.lightning.LossScalingPrecision}
+HUGE = 2.0**127  # overflows at once in fp16, and in fp32 for this loss after the first doubling
+
+
+def test_the_default_is_that_of_pytorch_lightning():
+    assert lightning_eff.LossScalingPrecision is lightning_eff.pytorch.LossScalingPrecision
+    plugin = pickle.loads(pickle.dumps(lightning_eff.LossScalingPrecision(init_scale=8)))
+    assert (type(plugin).__qualname__, plugin.scaler.get_scale()) == ("LossScalingPrecision", 8.0)
+
+
+@pytest.mark.parametrize("namespace", BOTH)
+def test_it_really_runs_fp16_and_scales_the_gradient(namespace, tmp_path):
+    seen = {}
+
+    class Look(module_class(namespace)):
+        def forward(self, x):
+            logits = self.net(x)
+            seen.setdefault("dtype", logits.dtype)
+            return logits.float()
+
+    def after_backward(trainer):
+        seen.setdefault("scaled", trainer.lightning_module.net[4].bias.grad.clone())
+
+    def before_step(trainer):
+        seen.setdefault("unscaled", trainer.lightning_module.net[4].bias.grad.clone())
+
+    look = hook_callback(namespace, on_after_backward=after_backward, on_before_optimizer_step=before_step)
+    trainer = make_trainer(tmp_path, namespace, plugins=PLUGIN[namespace](init_scale=1024.0), callbacks=[look])
+    fit(trainer, Look())
+    assert seen["dtype"] is torch.float16
+    torch.testing.assert_close(seen["scaled"], seen["unscaled"] * 1024.0)
+    assert (tmp_path / "eff_receipt.json").exists()
+
+
+@pytest.mark.parametrize("namespace", BOTH)
+def test_skipped_steps_move_neither_schedule_nor_learning_rate(namespace, tmp_path):
+    plugin = PLUGIN[namespace](init_scale=2.0**24, growth_interval=1000)
+    pruning = Pruning(sparsity=0.5, begin=1, end=8, every=1)
+    trainer = make_trainer(tmp_path, namespace, plugins=plugin, callbacks=[pruning])
+    module = fit(trainer, make_module(namespace))
+    steps = pruning.receipt["steps"]
+    assert steps["skipped"] > 0
+    assert steps["applied"] + steps["skipped"] == trainer.global_step == 18
+    assert plugin.scaler.skipped_steps == steps["skipped"]
+    assert module.lr_schedulers().last_epoch == steps["applied"]
+
+
+def test_fp32_with_a_power_of_two_scale_changes_nothing(tmp_path):
+    def trained(**options):
+        trainer = make_trainer(tmp_path, gradient_clip_val=0.5, accumulate_grad_batches=2, **options)
+        return everything(trainer, fit(trainer, make_module()))
+
+    scaled = lightning_eff.LossScalingPrecision(precision="32-true", init_scale=4096.0)
+    plain = trained()
+    assert difference(plain, trained(plugins=scaled)) == []
+    assert (
+        difference(plain, trained(callbacks=[EffCallback({"loss_scale": {"kind": "static", "init_scale": 256}})])) == []
+    )
+    assert scaled.scaler.num_steps == 9
+
+
+def test_a_fused_optimizer_is_unscaled_clipped_and_skipped(tmp_path):
+    class Fused(module_class(BOTH[0])):
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+
+    plugin = lightning_eff.LossScalingPrecision(init_scale=2.0**24)
+    trainer = make_trainer(tmp_path, plugins=plugin, gradient_clip_val=0.5)
+    module = fit(trainer, Fused())
+    assert 0 < plugin.scaler.skipped_steps < plugin.scaler.num_steps == 18
+    assert float(trainer.optimizers[0].state[module.net[0].weight]["step"]) == 18 - plugin.scaler.skipped_steps
+
+
+def test_the_recipe_alone_replaces_the_trainers_precision_for_one_fit(tmp_path):
+    callback = EffCallback({"loss_scale": {"kind": "dynamic", "init_scale": 1024}})
+    trainer = make_trainer(tmp_path, callbacks=[callback])
+    stock, used = trainer.precision_plugin, []
+    trainer.callbacks.append(
+        hook_callback(BOTH[0], on_train_start=lambda trainer: used.append(trainer.precision_plugin))
+    )
+    fit(trainer, make_module())
+    assert type(used[0]) is lightning_eff.LossScalingPrecision
+    assert trainer.precision_plugin is stock
+    assert callback.receipt["techniques"]["loss_scale"]["steps"] == 18
+
+
+@pytest.mark.parametrize(
+    ("precision", "match"),
+    [("bf16-mixed", "plain bf16 mixed precision"), ("16-true", "plugins=LossScalingPrecision")],
+)
+def test_other_precisions_are_refused_by_name(precision, match, tmp_path):
+    trainer = make_trainer(tmp_path, callbacks=[EffCallback({"loss_scale": {"kind": "dynamic"}})], precision=precision)
+    module = make_module()
+    with pytest.raises(CompatibilityError, match=match):
+        fit(trainer, module)
+    assert "training_step" not in vars(module)
+
+
+def test_bad_options():
+    with pytest.raises(ConfigError, match="precision must be one of"):
+        lightning_eff.LossScalingPrecision(precision="bf16-mixed")
+    with pytest.raises(ConfigError, match="growth_factor"):
+        lightning_eff.LossScalingPrecision(growth_factor=0.5)
+    with pytest.raises(ConfigError, match="did you mean 'init_scale'"):
+        lightning_eff.LossScalingPrecision(initscale=8)
+
+
+def test_two_different_scales_are_refused(tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        plugins=lightning_eff.LossScalingPrecision(init_scale=8),
+        callbacks=[EffCallback({"loss_scale": {"kind": "dynamic", "init_scale": 16}})],
+    )
+    with pytest.raises(ConfigError, match="loss_scale must be given once"):
+        fit(trainer, make_module())
+
+
+def test_the_plugin_alone_resumes_its_scale(tmp_path):
+    from lightning_world import saver
+
+    def trained(ckpt_path=None, seed=0, callbacks=()):
+        plugin = lightning_eff.LossScalingPrecision(init_scale=2.0**24, growth_interval=2)
+        trainer = make_trainer(tmp_path, plugins=plugin, callbacks=list(callbacks))
+        module = fit(trainer, make_module(seed=seed), seed=5 + seed, ckpt_path=ckpt_path)
+        return everything(trainer, module), plugin.scaler.state_dict()
+
+    whole, scaler = trained(callbacks=[saver(BOTH[0], tmp_path)])
+    resumed, again = trained(tmp_path / "8.ckpt", seed=9)
+    assert difference(whole, resumed) == []
+    assert scaler == again

@@ -1,0 +1,130 @@
+import pytest
+import torch
+from lightning_world import BOTH, difference, everything, fit, hook_callback, loader, make_module, make_trainer, saver
+
+from lightning_eff import EffCallback
+
+RECIPE = {
+    "prune": {"sparsity": 0.5, "begin": 0.1, "end": 0.6, "every": 2},
+    "qat": {"scheme": "int8", "begin": 0.3, "freeze_observers": 0.9},
+}
+NAMESPACE = BOTH[0]
+
+
+def train(
+    folder, recipe=None, ckpt_path=None, val=False, seed=0, train=None, namespace=NAMESPACE, callbacks=(), **options
+):
+    callback = EffCallback(RECIPE if recipe is None else recipe)
+    options = {"accumulate_grad_batches": 1, "gradient_clip_val": 1.0, **options}
+    trainer = make_trainer(folder, namespace, callbacks=[callback, *callbacks], **options)
+    module = make_module(namespace, seed=seed)
+    # Other seeds than the first run's: what is not restored would show.
+    fit(trainer, module, val=val, seed=5 + seed, ckpt_path=ckpt_path, train=train() if train else None)
+    return callback, everything(trainer, module)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("val", [False, True])
+@pytest.mark.parametrize(
+    ("hook", "points"),
+    [
+        # Epochs of 6 batches: 5 and 11 are their last ones; with 4 to a step, 0, 4 and 6 lie inside a window.
+        ("on_train_batch_end", (0, 3, 4, 5, 6, 11, 13)),
+        ("on_train_epoch_end", (0, 1)),
+    ],
+)
+def test_a_resumed_run_is_the_run_that_was_never_stopped(accumulate, val, hook, points, tmp_path):
+    options = {"accumulate_grad_batches": accumulate, "val": val}
+    callback, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path, hook)], **options)
+    for point in points:
+        again, resumed = train(tmp_path, ckpt_path=tmp_path / f"{point}.ckpt", seed=9, **options)
+        assert difference(whole, resumed) == [], point
+        assert again.session.step == callback.session.step
+        for key, technique in callback.session.techniques.items():
+            mine, other = technique.state_dict(), again.session.techniques[key].state_dict()
+            assert str(mine) == str(other), (point, key)
+
+
+@pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_end"])
+@pytest.mark.parametrize("interval", [2, 1.0])
+def test_checkpoints_of_a_validation_resume_exactly_too(hook, interval, tmp_path):
+    options = {"val": True, "val_check_interval": interval}
+    _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path, hook)], **options)
+    for point in (0, 1):
+        _, resumed = train(tmp_path, ckpt_path=tmp_path / f"{point}.ckpt", seed=9, **options)
+        assert difference(whole, resumed) == [], point
+
+
+def test_a_run_may_be_stopped_twice_in_one_epoch(tmp_path):
+    _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)])
+    again = tmp_path / "again"
+    train(tmp_path, ckpt_path=tmp_path / "7.ckpt", seed=3, callbacks=[saver(NAMESPACE, again)])
+    _, resumed = train(tmp_path, ckpt_path=again / "1.ckpt", seed=9)
+    assert torch.load(again / "1.ckpt", weights_only=True)["global_step"] == 10
+    assert difference(whole, resumed) == []
+
+
+def test_a_loader_with_workers_resumes_inside_an_epoch(tmp_path):
+    def workers():
+        return loader(num_workers=1)
+
+    _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)], train=workers, max_epochs=2)
+    for point in (2, 8):
+        _, resumed = train(tmp_path, ckpt_path=tmp_path / f"{point}.ckpt", seed=9, train=workers, max_epochs=2)
+        assert difference(whole, resumed) == [], point
+
+
+def test_the_other_namespace_and_a_loss_scale_resume(tmp_path):
+    recipe = {**RECIPE, "loss_scale": {"kind": "dynamic", "init_scale": 2.0**130 / 8, "growth_interval": 3}}
+    options = {"namespace": BOTH[1], "recipe": recipe, "accumulate_grad_batches": 2}
+    callback, whole = train(tmp_path, callbacks=[saver(BOTH[1], tmp_path)], **options)
+    for point in (2, 7):
+        again, resumed = train(tmp_path, ckpt_path=tmp_path / f"{point}.ckpt", seed=9, **options)
+        assert difference(whole, resumed) == [], point
+        scalers = [each.session.techniques["loss_scale"].scaler.state_dict() for each in (callback, again)]
+        assert scalers[0] == scalers[1]
+
+
+def test_a_resume_without_this_callback_is_not_exact(tmp_path):
+    # The control: were Lightning exact by itself, the tests above would prove nothing.
+    def plain(ckpt_path=None, callbacks=(), seed=0):
+        trainer = make_trainer(tmp_path, callbacks=list(callbacks))
+        module = fit(trainer, make_module(seed=seed), seed=5 + seed, ckpt_path=ckpt_path)
+        return everything(trainer, module)
+
+    whole = plain(callbacks=[saver(NAMESPACE, tmp_path)])
+    assert difference(whole, plain(tmp_path / "7.ckpt", seed=9)) != []
+
+
+def test_a_checkpoint_at_the_very_end_leaves_the_baked_model(tmp_path):
+    _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)])
+    _, resumed = train(tmp_path, ckpt_path=tmp_path / "17.ckpt", seed=9)
+    assert difference(whole, resumed) == []
+
+
+def test_a_checkpoint_without_techniques_is_resumed_with_a_note(tmp_path):
+    trainer = make_trainer(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)])
+    fit(trainer, make_module())
+    callback, _ = train(tmp_path, ckpt_path=tmp_path / "7.ckpt")
+    assert callback.session.step == 10
+    assert any("saved without these techniques" in note for note in callback.receipt["notes"])
+
+
+def test_a_loader_that_keeps_its_own_state_is_left_to_lightning(tmp_path):
+    class Stateful(torch.utils.data.DataLoader):
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            self.loaded = True
+
+    plain = loader()
+    made = Stateful(plain.dataset, batch_size=4, shuffle=True)
+    fetched = []
+    trainer = make_trainer(tmp_path, callbacks=[EffCallback(RECIPE), saver(NAMESPACE, tmp_path)], max_epochs=1)
+    fit(trainer, make_module(), train=made)
+    count = hook_callback(NAMESPACE, on_train_batch_start=lambda trainer: fetched.append(1))
+    trainer = make_trainer(tmp_path, callbacks=[EffCallback(RECIPE), count], max_epochs=1)
+    fit(trainer, make_module(), train=made, ckpt_path=tmp_path / "2.ckpt")
+    assert made.loaded
+    assert len(fetched) == 3

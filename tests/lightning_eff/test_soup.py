@@ -1,0 +1,69 @@
+import importlib
+
+import pytest
+import torch
+from lightning_world import BOTH, fit, hook_callback, loader, make_module, make_trainer
+
+from lightning_eff import EffCallback, ModelSoup
+from shared_core.errors import CompatibilityError, ConfigError
+
+
+def run(folder, recipe, namespace=BOTH[0], val=True, callbacks=(), **checkpoint):
+    saving = importlib.import_module(namespace).callbacks.ModelCheckpoint(
+        dirpath=folder, filename="{step}", **{"save_top_k": -1, "monitor": "val_loss", **checkpoint}
+    )
+    callback = EffCallback(recipe)
+    trainer = make_trainer(
+        folder, namespace, callbacks=[callback, *callbacks, saving], enable_checkpointing=True, max_epochs=4
+    )
+    return callback, trainer, fit(trainer, make_module(namespace), val=val)
+
+
+@pytest.mark.parametrize("namespace", BOTH)
+def test_the_greedy_soup_is_what_the_trainer_would_measure(namespace, tmp_path):
+    saved, validations = [], []
+    watch = hook_callback(
+        namespace,
+        on_save_checkpoint=lambda trainer: saved.append(trainer.global_step),
+        on_validation_end=lambda trainer: validations.append(trainer.global_step),
+    )
+    recipe = {"soup": {"kind": "greedy", "metric": "val_loss"}, "prune": {"sparsity": 0.5, "begin": 0, "end": 6}}
+    callback, _trainer, module = run(tmp_path, recipe, namespace, callbacks=[watch])
+    told = callback.receipt["techniques"]["soup"]
+    assert told["candidates"] == len(saved) == len(validations) == 4
+    again = make_trainer(tmp_path, namespace)
+    (measured,) = again.validate(module, loader(shuffle=False), verbose=False)
+    assert measured["val_loss"] == pytest.approx(told["score"], rel=1e-6)
+    assert told["score"] <= told["best_single"]
+    assert sum(int((module.net[index].weight == 0).sum()) for index in (0, 4)) == 96
+
+
+def test_a_uniform_soup_is_the_mean_of_the_latent_weights(tmp_path):
+    _callback, _, module = run(tmp_path, {"soup": {"kind": "uniform"}}, val=False, monitor=None, every_n_epochs=1)
+    weights = [torch.load(path, weights_only=True)["state_dict"]["net.0.weight"] for path in tmp_path.glob("*.ckpt")]
+    assert len(weights) == 4
+    torch.testing.assert_close(module.net[0].weight.detach(), torch.stack(weights).mean(0))
+
+
+def test_checkpoints_of_other_runs_are_no_ingredients(tmp_path):
+    run(tmp_path, {"soup": {"kind": "uniform"}})
+    callback, _, _ = run(tmp_path, {"soup": {"kind": "uniform"}})
+    assert callback.receipt["techniques"]["soup"]["candidates"] == 4
+
+
+def test_qat_ranges_are_estimated_anew_and_random_numbers_left_alone(tmp_path):
+    recipe = {"soup": {"kind": "greedy", "metric": "val_acc", "bn_batches": 3}, "qat": {"scheme": "int8"}}
+    callback, _, module = run(tmp_path, recipe)
+    assert callback.receipt["techniques"]["qat"]["without_range"] == []
+    assert int(module.net[1].num_batches_tracked) == 3
+
+
+def test_what_a_soup_needs_is_said_at_the_start(tmp_path):
+    with pytest.raises(CompatibilityError, match="ModelCheckpoint"):
+        trainer = make_trainer(tmp_path, callbacks=[ModelSoup(kind="uniform")])
+        fit(trainer, make_module(), val=True)
+    with pytest.raises(CompatibilityError, match="validation_step"):
+        run(tmp_path / "no", {"soup": {"kind": "greedy"}}, val=False, monitor=None, every_n_epochs=1)
+    assert not list(tmp_path.glob("no/*.ckpt"))
+    with pytest.raises(ConfigError, match="did you mean 'val_acc'"):
+        run(tmp_path, {"soup": {"kind": "greedy", "metric": "val_accc"}})

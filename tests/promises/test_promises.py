@@ -1,0 +1,172 @@
+"""Parity, plain checkpoints, no-op identity, it happened, accumulation, pairs, detach: one table, both front ends."""
+
+import itertools
+
+import pytest
+import torch
+from promise_drivers import difference, hf_trainer, run_bare, run_hf, run_lightning
+from promise_table import EVERYTHING, NUM_STEPS, PAIRS, TECHNIQUES, DigitsNet, make_net, recipe_of
+from safetensors.torch import load_file
+from torch import nn
+
+from shared_core.errors import EffError, MatchError
+
+FRONT_ENDS = {"hf": run_hf, "lightning": run_lightning}
+TRAINED = [key for key in EVERYTHING if key != "soup"]
+STOCK = {type(module) for module in DigitsNet().modules()} | {nn.Identity}
+
+
+@pytest.mark.parametrize("keys", [*((key,) for key in TRAINED), tuple(TRAINED)], ids="+".join)
+def test_parity_of_bare_loop_lightning_and_hf(keys, tmp_path):
+    bare = run_bare(recipe_of(*keys))
+    for name, run in FRONT_ENDS.items():
+        other = run(recipe_of(*keys), tmp_path / name)
+        assert difference(bare.weights, other.weights) is None, name
+        assert other.receipt["steps"]["applied"] == bare.receipt["steps"]["applied"] == NUM_STEPS
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_with_nothing_switched_on_the_bare_trainer_is_bit_equal(front_end, tmp_path):
+    run, options = FRONT_ENDS[front_end], {"dropout": 0.3, "shuffle": True}
+    torch.manual_seed(0)
+    installed = run({}, tmp_path / "installed", **options)
+    torch.manual_seed(0)
+    bare = run({}, tmp_path / "bare", plugin=False, **options)
+    assert difference(installed.weights, bare.weights) is None
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("key", EVERYTHING)
+def test_every_checkpoint_loads_in_the_plain_model(key, front_end, tmp_path):
+    result = FRONT_ENDS[front_end](recipe_of(key), tmp_path, save_every=2)
+    assert len(result.checkpoints) >= 4
+    for path in result.checkpoints.values():
+        if front_end == "hf":
+            weights = load_file(path / "model.safetensors")
+        else:
+            content = torch.load(path, weights_only=True)["state_dict"]
+            weights = {name.removeprefix("net."): tensor for name, tensor in content.items()}
+        make_net().load_state_dict(weights, strict=True)
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("key", EVERYTHING)
+def test_the_model_comes_back_as_stock_classes_with_its_keys(key, front_end, tmp_path):
+    model = FRONT_ENDS[front_end](recipe_of(key), tmp_path).model
+    assert {type(module) for module in model.modules()} <= STOCK
+    assert list(model.state_dict()) == list(make_net().state_dict())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_the_receipt_tells_what_happened_to_the_weights(front_end, tmp_path):
+    keys = tuple(EVERYTHING)
+    result = FRONT_ENDS[front_end](recipe_of(*keys), tmp_path)
+    told = result.receipt["techniques"]
+    assert set(told) == set(keys)
+    pruned = {name: w for name, w in result.weights.items() if name.endswith("weight") and w.dim() > 1}
+    zeros = sum(int((weight == 0).sum()) for weight in pruned.values())
+    total = sum(weight.numel() for weight in pruned.values())
+    # int8 quantisation rounds small survivors to zero as well, so the mask is a lower bound of the zeros.
+    assert zeros >= round(0.6 * total)
+    for weight in pruned.values():
+        rows = weight.flatten(1)
+        scale = rows.abs().amax(1, keepdim=True) / 127
+        codes = rows / scale.where(scale > 0, 1.0)
+        assert torch.allclose(codes, codes.round(), atol=1e-3)
+    assert result.receipt["finished"]
+    assert result.receipt["recipe"]["prune"]["sparsity"] == 0.6
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_sparsity_is_recounted_exactly(front_end, tmp_path):
+    result = FRONT_ENDS[front_end](recipe_of("prune"), tmp_path)
+    pruned = [w for name, w in result.weights.items() if name.endswith("weight") and w.dim() > 1]
+    zeros = sum(int((weight == 0).sum()) for weight in pruned)
+    assert zeros == round(0.6 * sum(weight.numel() for weight in pruned))
+    assert all(not torch.signbit(weight[weight == 0]).any() for weight in pruned)
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("key", ["prune", "qat"])
+def test_matching_nothing_is_an_error_before_training(key, front_end, tmp_path):
+    recipe = {key: TECHNIQUES[key].options | {"include": ["decoder.*"]}}
+    with pytest.raises(MatchError, match=r"include pattern 'decoder\.\*' matches no module"):
+        FRONT_ENDS[front_end](recipe, tmp_path)
+
+
+@pytest.mark.parametrize("key", [key for key in EVERYTHING if "accumulation" not in TECHNIQUES[key].exempt])
+def test_micro_batches_equal_one_batch(key, tmp_path):
+    # BatchNorm is exempt by its nature: its statistics are those of a micro-batch. SGD, because AdamW divides by the
+    # size of the gradient and so makes of a rounding whatever it likes.
+    tolerance = 1e-3 if key == "qat" else 1e-6  # a rounding may flip one of the quantiser's codes
+    for name, run in {"bare": run_bare, **FRONT_ENDS}.items():
+        options = {"batch_norm": False, "optim": "sgd"}
+        one, four = (
+            run(recipe_of(key), **options, accumulate=n)
+            if name == "bare"
+            else run(recipe_of(key), tmp_path / name / str(n), **options, accumulate=n)
+            for n in (1, 4)
+        )
+        for tensor, weight in one.weights.items():
+            torch.testing.assert_close(four.weights[tensor], weight, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_every_pair_runs_saves_and_finishes(pair, front_end, tmp_path):
+    result = FRONT_ENDS[front_end](recipe_of(*pair), tmp_path, save_every=4)
+    told = result.receipt["techniques"]
+    scaled_by_plugin = front_end == "lightning" and "loss_scale" in pair
+    assert set(told) | ({"loss_scale"} if scaled_by_plugin else set()) == set(pair)
+    assert {type(module) for module in result.model.modules()} <= STOCK
+    assert all(torch.isfinite(weight).all() for weight in result.weights.values())
+    if "prune" in pair:
+        assert (result.weights["hidden.weight"] == 0).float().mean() > 0.3
+
+
+@pytest.mark.parametrize(
+    "order", list(itertools.permutations(["Pruning", "QuantizationAwareTraining", "Distillation"]))[:6:2]
+)
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_callbacks_one_by_one_equal_one_recipe_in_any_order(front_end, order, tmp_path):
+    import hf_eff
+    import lightning_eff
+
+    house = {"hf": hf_eff, "lightning": lightning_eff}[front_end]
+    options = {
+        "Pruning": recipe_of("prune")["prune"],
+        "QuantizationAwareTraining": recipe_of("qat")["qat"],
+        "Distillation": recipe_of("distill")["distill"] | ({"student": "net"} if front_end == "lightning" else {}),
+    }
+    callbacks = [getattr(house, name)(**options[name]) for name in order]
+    together = FRONT_ENDS[front_end](recipe_of("prune", "qat", "distill"), tmp_path / "together")
+    single = FRONT_ENDS[front_end]({}, tmp_path / "single", plugin=False, callbacks=callbacks)
+    assert difference(together.weights, single.weights) is None
+
+
+@pytest.mark.parametrize("key", EVERYTHING)
+def test_the_hf_trainer_is_itself_again_after_an_exception(key, tmp_path):
+    class BoomError(Exception):
+        pass
+
+    trainer = hf_trainer(recipe_of(key), tmp_path, save_every=2)
+
+    def fail(*args, **kwargs):
+        if trainer.state.global_step == 3:
+            raise BoomError
+        return original(*args, **kwargs)
+
+    original = trainer.training_step
+    trainer.training_step = fail
+    with pytest.raises(BoomError):
+        trainer.train()
+    assert {type(module) for module in trainer.model.modules()} <= STOCK
+
+
+def test_a_wrong_recipe_fails_before_training_in_both_trainers(tmp_path):
+    for number, (front_end, run) in enumerate(FRONT_ENDS.items()):
+        with pytest.raises(EffError, match=r"end must lie within the 8 steps of this run, got 500 = step 500"):
+            run({"prune": {"sparsity": 0.5, "begin": 0, "end": 500}}, tmp_path / str(number))
+        assert not list(tmp_path.glob(f"{number}/**/*.safetensors")), front_end

@@ -1,0 +1,118 @@
+"""Exact resume: stopped anywhere and resumed is bit for bit the run that never stopped."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from promise_drivers import difference, run_hf, run_lightning, saved_state
+from promise_table import EVERYTHING, NUM_STEPS, TECHNIQUES, recipe_of
+
+# Four steps an epoch: 2 and 6 lie inside an epoch and on schedule edges, 4 on an epoch's edge, 1 before anything began.
+STOPS = (1, 2, 4, 5, 6)
+ROWS = [*((key,) for key in EVERYTHING), EVERYTHING]
+
+
+def copied(whole, stop, folder):
+    """The run's folder as it was when it stopped: a soup at the end takes its ingredients from there."""
+    folder.mkdir()
+    for step, path in whole.checkpoints.items():
+        if step <= stop:
+            shutil.copytree(path, folder / path.name) if path.is_dir() else shutil.copy(path, folder / path.name)
+    return folder / whole.checkpoints[stop].name
+
+
+def ids(keys):
+    return "+".join(keys) if isinstance(keys, tuple) and len(keys) < 3 else "all"
+
+
+@pytest.mark.parametrize("keys", ROWS, ids=ids)
+def test_hf_resumes_bit_for_bit(keys, tmp_path):
+    options = {"dropout": 0.3, "shuffle": True, "save_every": 1, "seed": 3}
+    whole = run_hf(recipe_of(*keys), tmp_path / "whole", **options)
+    for stop in STOPS:
+        folder = tmp_path / f"from{stop}"
+        again = run_hf(recipe_of(*keys), folder, resume=copied(whole, stop, folder), **options)
+        for step in (stop + 1, NUM_STEPS):
+            assert difference(saved_state(whole.checkpoints[step]), saved_state(again.checkpoints[step])) is None
+        assert difference(whole.weights, again.weights) is None
+
+
+@pytest.mark.parametrize("keys", ROWS, ids=ids)
+def test_lightning_resumes_bit_for_bit(keys, tmp_path):
+    options = {"dropout": 0.3, "shuffle": True, "save_every": 1}
+
+    def run(folder, **more):
+        torch.manual_seed(3)
+        return run_lightning(recipe_of(*keys), tmp_path / folder, **options, **more)
+
+    whole = run("whole")
+    for stop in STOPS:
+        again = run(f"from{stop}", resume=copied(whole, stop, tmp_path / f"from{stop}"))
+        for step in (stop + 1, NUM_STEPS):
+            assert difference(saved_state(whole.checkpoints[step]), saved_state(again.checkpoints[step])) is None
+        assert difference(whole.weights, again.weights) is None
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8, 11], ids=lambda batch: f"batch{batch}")
+def test_lightning_resumes_inside_an_accumulation_window(batch, tmp_path):
+    keys = tuple(key for key in EVERYTHING if key != "soup")
+
+    def run(folder, **more):
+        torch.manual_seed(3)
+        options = {"dropout": 0.3, "shuffle": True, "accumulate": 2}
+        return run_lightning(recipe_of(*keys), tmp_path / folder, save_at_batches=(batch, 16), **options, **more)
+
+    whole = run("whole")
+    again = run("again", resume=whole.checkpoints[batch])
+    assert difference(saved_state(whole.checkpoints[16]), saved_state(again.checkpoints[16])) is None
+    assert difference(whole.weights, again.weights) is None
+
+
+@pytest.mark.parametrize("front_end", ["hf", "lightning"])
+def test_a_fresh_process_resumes_bit_for_bit(front_end, tmp_path):
+    def run(folder, resume):
+        code = (
+            "import sys, torch; from pathlib import Path; import promise_drivers as d, promise_table as t\n"
+            "torch.manual_seed(3)\n"
+            f"run = d.run_{front_end}\n"
+            "resume = Path(sys.argv[2]) if len(sys.argv) > 2 else None\n"
+            "options = dict(save_every=1, dropout=0.3, shuffle=True, resume=resume)\n"
+            "run(t.recipe_of(*t.EVERYTHING), Path(sys.argv[1]), **options)\n"
+        )
+        support = str(Path(__file__).resolve().parent.parent / "support")
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            f"import sys; sys.path.insert(0, {support!r})\n{code}",
+            str(folder),
+        ]
+        subprocess.run([*command, *([str(resume)] if resume else [])], check=True, capture_output=True, text=True)
+
+    name = "checkpoint-{}" if front_end == "hf" else "step={}.ckpt"
+    run(tmp_path / "whole", None)
+    run(tmp_path / "again", tmp_path / "whole" / name.format(3))
+    last = name.format(NUM_STEPS)
+    assert difference(saved_state(tmp_path / "whole" / last), saved_state(tmp_path / "again" / last)) is None
+
+
+def test_masks_survive_a_resume_where_lightnings_own_callback_loses_them(tmp_path):
+    # Lightning's ModelPruning keeps no state: after a resume its pruned weights grow back.
+    whole = run_lightning(recipe_of("prune"), tmp_path / "whole", save_every=1)
+    stopped = torch.load(whole.checkpoints[7], weights_only=True)["state_dict"]["net.hidden.weight"] == 0
+    again = run_lightning(recipe_of("prune"), tmp_path / "again", resume=whole.checkpoints[7])
+    assert stopped.float().mean() > 0.5
+    assert bool((again.weights["hidden.weight"][stopped] == 0).all())
+
+
+def test_an_hf_resume_trains_the_swapped_layers_on(tmp_path):
+    # Layers swapped too late are left with random weights by a resume, with only a warning.
+    whole = run_hf(recipe_of("qat"), tmp_path / "whole", save_every=4)
+    again = run_hf(recipe_of("qat"), tmp_path / "again", resume=whole.checkpoints[4], save_every=4)
+    before = saved_state(whole.checkpoints[4])["model"]["hidden.weight"]
+    after = saved_state(again.checkpoints[8])["model"]["hidden.weight"]
+    assert 0 < (after - before).abs().max() < 0.1
+    assert TECHNIQUES["qat"].options["begin"] < 4

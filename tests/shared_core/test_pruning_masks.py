@@ -1,0 +1,192 @@
+"""Masks and schedules against references in float64 and against torch's own pruning."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from eff_kernels import pruning as kernels
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.utils import prune as torch_prune
+
+from shared_core.errors import ConfigError
+from shared_core.pruning import cubic_sparsity, linear_sparsity, one_shot_sparsity, prune_mask, prune_masks
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def reference_mask(scores: np.ndarray, num_pruned: int) -> np.ndarray:
+    """Sort by (score descending, flat index ascending); the last `num_pruned` go."""
+    flat = scores.astype(np.float64).reshape(-1)
+    order = sorted(range(flat.size), key=lambda i: (-flat[i], i))
+    keep = np.ones(flat.size, dtype=bool)
+    keep[order[flat.size - num_pruned :]] = False
+    return keep.reshape(scores.shape)
+
+
+def reference_masks(tensors: list[np.ndarray], sparsity: float) -> list[np.ndarray]:
+    """The best of each tensor is out of the competition; the rest is sorted as one list."""
+    entries, keeps = [], []
+    numel = sum(tensor.size for tensor in tensors)
+    for i, tensor in enumerate(tensors):
+        flat = tensor.astype(np.float64).reshape(-1)
+        best = min(range(flat.size), key=lambda j: (-flat[j], j)) if flat.size else -1
+        entries += [(-flat[j], i, j) for j in range(flat.size) if j != best]
+        keeps.append(np.ones(flat.size, dtype=bool))
+    entries.sort()
+    num_pruned = min(round(sparsity * numel), len(entries))
+    for _, i, j in entries[len(entries) - num_pruned :]:
+        keeps[i][j] = False
+    return [keep.reshape(tensor.shape) for keep, tensor in zip(keeps, tensors, strict=True)]
+
+
+few_values = st.sampled_from([-math.inf, -2.0, -0.0, 0.0, 5e-324, 1e-40, 1.0, 1.5, math.inf])
+values = st.one_of(few_values, st.floats(allow_nan=False, width=16))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    data=st.lists(values, max_size=40),
+    sparsity=st.floats(0, 1),
+    dtype=st.sampled_from(DTYPES),
+    pieces=st.booleans(),
+)
+def test_prune_mask_equals_a_full_sort(data, sparsity, dtype, pieces):
+    scores = torch.tensor(data, dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        if pieces:
+            patch.setattr(kernels, "_HISTOGRAM_PIECE", 7)
+            patch.setattr("shared_core.pruning.masks._PIECE", 3)
+        mask = prune_mask(scores, sparsity)
+    expected = reference_mask(scores.double().numpy(), round(sparsity * len(data)))
+    assert mask.dtype == torch.bool
+    np.testing.assert_array_equal(mask.numpy(), expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    data=st.lists(st.lists(values, max_size=12), max_size=5),
+    sparsity=st.floats(0, 1),
+    dtype=st.sampled_from(DTYPES),
+    pieces=st.booleans(),
+)
+def test_prune_masks_equal_a_full_sort_with_the_best_of_each_protected(data, sparsity, dtype, pieces):
+    scores = [torch.tensor(items, dtype=dtype) for items in data]
+    with pytest.MonkeyPatch.context() as patch:
+        if pieces:
+            patch.setattr("shared_core.pruning.masks._HELD", 0)
+        masks = prune_masks(scores, sparsity)
+    expected = reference_masks([score.double().numpy() for score in scores], sparsity)
+    for mask, keep in zip(masks, expected, strict=True):
+        np.testing.assert_array_equal(mask.numpy(), keep)
+        assert not keep.size or mask.any()
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 1000), low=st.floats(0, 1), high=st.floats(0, 1))
+def test_masks_of_growing_sparsity_are_nested(seed, low, high):
+    low, high = min(low, high), max(low, high)
+    scores = torch.randint(0, 6, (5, 7), generator=torch.Generator().manual_seed(seed)).float()
+    assert not (prune_mask(scores, high) & ~prune_mask(scores, low)).any()
+
+
+@pytest.mark.parametrize(("num", "sparsity", "kept"), [(5, 0.5, 3), (7, 0.5, 3), (10, 0.25, 8), (3, 0.5, 1)])
+def test_halves_round_to_even(num, sparsity, kept):
+    assert prune_mask(torch.arange(float(num)), sparsity).sum() == kept
+
+
+def test_shapes_strides_and_degenerate_input():
+    assert prune_mask(torch.empty(0, 3), 0.5).shape == (0, 3)
+    assert prune_mask(torch.tensor(3.0), 0.5).item() is True
+    assert prune_mask(torch.tensor(3.0), 0.6).item() is False
+    assert not prune_mask(torch.ones(4), 1.0).any()
+    assert prune_masks([], 0.5) == []
+    scores = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(prune_mask(scores.T, 0.5), prune_mask(scores.T.contiguous(), 0.5))
+    ties = prune_mask(torch.ones(2, 3), 0.5)
+    assert ties.tolist() == [[True, True, True], [False, False, False]]
+
+
+def test_the_threshold_of_a_large_tensor_is_exact():
+    scores = torch.randn(3_000_000, generator=torch.Generator().manual_seed(1)).abs()
+    assert kernels.kth_smallest([scores], 2_400_000) == float(scores.sort().values[2_399_999])
+
+
+@pytest.mark.parametrize("sparsity", [-0.1, 1.1, math.nan])
+def test_bad_sparsity_is_refused(sparsity):
+    with pytest.raises(ConfigError, match="sparsity must be in"):
+        prune_mask(torch.ones(4), sparsity)
+
+
+def test_bad_scores_are_refused():
+    with pytest.raises(ConfigError, match="must not be NaN, got one in tensor 1 at flat index 2"):
+        prune_masks([torch.ones(3), torch.tensor([1.0, math.inf, math.nan])], 0.0)
+    with pytest.raises(ConfigError, match="floating point"):
+        prune_mask(torch.ones(3, dtype=torch.long), 0.5)
+    with pytest.raises(ValueError, match="k must be in"):
+        kernels.kth_smallest([torch.ones(3)], 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed"])
+def test_apply_mask_leaves_positive_zero_and_touches_nothing_else(dtype, layout):
+    tensor = torch.randn(3, 4, 5, 6, generator=torch.Generator().manual_seed(2)).to(dtype)
+    tensor[0, 0, 0] = torch.tensor([math.nan, -math.inf, math.inf, -0.0, -1.0, 1e-5])
+    keep = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(3)) < 0.5
+    keep[0, 0, 0] = False
+    if layout == "channels_last":
+        tensor = tensor.to(memory_format=torch.channels_last)
+    if layout == "transposed":
+        tensor, keep = tensor.transpose(0, 2), keep.transpose(0, 2)
+    before = tensor.clone()
+    kernels.apply_mask_([tensor], [keep])
+    assert torch.equal(tensor[keep], before[keep])
+    assert not tensor[~keep].any()
+    assert not tensor[~keep].signbit().any()
+
+
+def test_apply_mask_covers_the_last_piece():
+    tensor = -torch.ones(kernels._APPLY_PIECE + 3)
+    kernels.apply_mask_([tensor], [torch.zeros(tensor.shape, dtype=torch.bool)])
+    assert not tensor.any()
+    assert not tensor.signbit().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rank_below_is_minus_infinity_and_leaves_the_rest(dtype):
+    scores = torch.tensor([0.0, -3.0, math.inf, 2.0, 7.0, math.nan], dtype=dtype)
+    kernels.rank_below_(scores, torch.tensor([True, False, False, True, True, False]))
+    assert scores.tolist() == [0.0, -math.inf, -math.inf, 2.0, 7.0, -math.inf]
+
+
+def test_the_survivors_are_those_of_torch_prune():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 20), torch.nn.Conv1d(4, 5, 3))
+    weights = [module.weight.detach().clone() for module in net]
+    mine = prune_masks([weight.abs() for weight in weights], 0.7)
+    torch_prune.global_unstructured([(module, "weight") for module in net], torch_prune.L1Unstructured, amount=0.7)
+    for module, mask in zip(net, mine, strict=True):
+        assert torch.equal(module.weight_mask.bool(), mask)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    begin=st.integers(0, 50),
+    length=st.integers(0, 50),
+    step=st.integers(0, 120),
+    ends=st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)).map(sorted),
+)
+def test_schedules_follow_the_formula_and_never_fall(begin, length, step, ends):
+    initial, final = ends
+    end = begin + length
+    tau = 1.0 if step >= end else 0.0 if step <= begin else (step - begin) / length
+    options = {"begin": begin, "end": end, "initial": initial, "final": final}
+    assert cubic_sparsity(step, **options) == pytest.approx(final + (initial - final) * (1 - tau) ** 3, abs=1e-12)
+    assert linear_sparsity(step, **options) == pytest.approx(initial + (final - initial) * tau, abs=1e-12)
+    assert one_shot_sparsity(step, **options) == (final if step >= begin else initial)
+    for schedule in (cubic_sparsity, linear_sparsity, one_shot_sparsity):
+        assert schedule(step, **options) <= schedule(step + 1, **options) <= final
+        assert schedule(end, **options) == final
+        if begin < end and schedule is not one_shot_sparsity:
+            assert schedule(begin, **options) == schedule(0, **options) == initial

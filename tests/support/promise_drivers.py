@@ -1,0 +1,325 @@
+"""Three ways to run the same recipe on the same model, seed and data: bare loop, Hugging Face Trainer, Lightning."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from promise_table import BATCH, NUM_STEPS, DigitsNet, eval_examples, make_net, train_examples
+from safetensors.torch import load_file
+from torch import Tensor
+
+from shared_core import Recipe, Session
+
+LEARNING_RATE = 0.01
+CLIP = 1.0
+
+
+@dataclass
+class Result:
+    """What a run left behind: the plain final weights, the receipt, and the checkpoint folder or file of each step."""
+
+    weights: dict[str, Tensor]
+    receipt: dict[str, Any]
+    checkpoints: dict[int, Path] = field(default_factory=dict)
+    model: DigitsNet | None = None
+
+
+@contextlib.contextmanager
+def states_at_finish() -> Iterator[list[dict[str, Any]]]:
+    """Collect the state of every session that ends inside: the last moment at which masks and ranges are alive."""
+    states: list[dict[str, Any]] = []
+    finish = Session.finish
+
+    def keep(self: Session) -> None:
+        if self.has_begun and not self.is_finished:
+            states.append(self.state_dict())
+        finish(self)
+
+    Session.finish = keep  # type: ignore[method-assign]
+    try:
+        yield states
+    finally:
+        Session.finish = finish  # type: ignore[method-assign]
+
+
+def batches(accumulate: int) -> list[list[dict[str, Tensor]]]:
+    """Micro-batches in the order of the data, without shuffling."""
+    data, size = train_examples(), BATCH // accumulate
+    stacked = [data[i : i + size] for i in range(0, len(data), size)]
+    return [{key: torch.stack([row[key] for row in part]) for key in part[0]} for part in stacked]  # type: ignore[misc]
+
+
+def _optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=LEARNING_RATE)
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0, fused="fused" in name)
+
+
+def run_bare(recipe: Any, *, accumulate: int = 1, batch_norm: bool = True, optim: str = "adamw_torch") -> Result:
+    """A plain loop that divides the loss by the number of micro-batches, as both trainers do."""
+    model = make_net(batch_norm=batch_norm)
+    session = Session(recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe))
+    session.attach(model)
+    optimizer = _optimizer(optim, model.parameters())
+    session.begin([optimizer], total_steps=NUM_STEPS, steps_per_epoch=4)
+    scaler = getattr(session.techniques.get("loss_scale"), "scaler", None)
+    model.train()
+    micro = [batch for _ in range(NUM_STEPS // 4) for batch in batches(accumulate)]
+    for index, batch in enumerate(micro, 1):
+        loss = session.loss(model(**batch)["loss"]) / accumulate
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if index % accumulate:
+            continue
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        session.before_optimizer_step()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        if scaler is None:
+            optimizer.step()
+            session.after_optimizer_step()
+        else:
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            skipped = scaler.get_scale() < scale
+            session.skipped_optimizer_step() if skipped else session.after_optimizer_step()
+        optimizer.zero_grad()
+    session.finish()
+    return Result(dict(model.state_dict()), session.receipt().values, model=model)
+
+
+def hf_trainer(
+    recipe: Any,
+    folder: Path,
+    *,
+    accumulate: int = 1,
+    dropout: float = 0.0,
+    shuffle: bool = False,
+    save_every: int | None = None,
+    max_steps: int = NUM_STEPS,
+    optim: str = "adamw_torch",
+    batch_norm: bool = True,
+    batch: int = BATCH,
+    callbacks: Any = (),
+    plugin: bool = True,
+    **more: Any,
+) -> Any:
+    """A Trainer with the recipe attached (`plugin=False`: a bare one)."""
+    from torch.utils.data import SequentialSampler
+    from transformers import Trainer, TrainingArguments
+
+    from hf_eff import attach
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            data = args[0] if args else self.train_dataset
+            return super()._get_train_sampler(*args, **kwargs) if shuffle else SequentialSampler(data)
+
+    options: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": max_steps,
+        "per_device_train_batch_size": batch // accumulate,
+        "gradient_accumulation_steps": accumulate,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "optim": optim,
+        "weight_decay": 0.0,
+        "max_grad_norm": CLIP,
+        "save_strategy": "steps" if save_every else "no",
+        "save_steps": save_every or 500,
+        "logging_steps": 1,
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_num_workers": 0,
+    }
+    trainer = InOrder(
+        model=make_net(dropout, batch_norm=batch_norm),
+        args=TrainingArguments(**(options | more)),
+        train_dataset=train_examples(),
+        eval_dataset=eval_examples(),
+        callbacks=list(callbacks),
+    )
+    if plugin:
+        attach(trainer, recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe))
+    return trainer
+
+
+def run_hf(recipe: Any, folder: Path, *, resume: Path | str | bool | None = None, **options: Any) -> Result:
+    """Train with the Hugging Face Trainer."""
+    if "soup" in recipe:
+        options.setdefault("save_every", 2)
+    trainer = hf_trainer(recipe, folder, **options)
+    trainer.train(resume_from_checkpoint=str(resume) if isinstance(resume, Path) else resume)
+    receipt_file = Path(folder) / "eff_receipt.json"
+    receipt = json.loads(receipt_file.read_text()) if receipt_file.is_file() else {}
+    saved = {int(path.name.split("-")[1]): path for path in Path(folder).glob("checkpoint-*")}
+    return Result(dict(trainer.model.state_dict()), receipt, saved, trainer.model)
+
+
+def lightning_module(dropout: float = 0.0, batch_norm: bool = True, optim: str = "adamw_torch") -> Any:
+    """The same net in a LightningModule."""
+    import pytorch_lightning as pl
+
+    return _module_class(pl)(dropout, batch_norm, optim)
+
+
+def _module_class(pl: Any) -> Any:
+    class DigitsModule(pl.LightningModule):
+        def __init__(self, dropout: float, batch_norm: bool, optim: str) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = make_net(dropout, batch_norm=batch_norm)
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return self.net(**batch)["loss"]
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("eval_loss", self.net(**batch)["loss"], batch_size=len(batch["labels"]))
+
+        def configure_optimizers(self) -> Any:
+            return _optimizer(self.hparams["optim"], self.parameters())
+
+    return DigitsModule
+
+
+def run_lightning(
+    recipe: Any,
+    folder: Path,
+    *,
+    accumulate: int = 1,
+    dropout: float = 0.0,
+    shuffle: bool = False,
+    save_every: int | None = None,
+    save_at_batches: tuple[int, ...] = (),
+    max_steps: int = NUM_STEPS,
+    resume: Path | None = None,
+    batch_norm: bool = True,
+    batch: int = BATCH,
+    optim: str = "adamw_torch",
+    plugin: bool = True,
+    callbacks: Any = (),
+    **more: Any,
+) -> Result:
+    """Train with Lightning."""
+    import pytorch_lightning as pl
+    from pytorch_lightning.callbacks import ModelCheckpoint
+    from torch.utils.data import DataLoader
+
+    from lightning_eff import EffCallback
+    from lightning_eff.pytorch import LossScalingPrecision
+
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe)
+    if "distill" in recipe and recipe["distill"].student is None:  # type: ignore[attr-defined]
+        recipe = Recipe.from_dict({**recipe, "distill": _with_student(recipe["distill"])})
+    if "soup" in recipe:
+        save_every = save_every or 2
+    plugins = []
+    if "loss_scale" in recipe and plugin:
+        options = {key: value for key, value in recipe["loss_scale"].to_dict().items()}
+        plugins = [LossScalingPrecision(precision="32-true", **options)]
+        recipe = Recipe({key: config for key, config in recipe.items() if key != "loss_scale"})
+    saved: dict[int, Path] = {}
+
+    class SaveAt(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            done = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+            if done in save_at_batches:
+                path = Path(folder) / f"batch-{done}.ckpt"
+                trainer.save_checkpoint(path)
+                saved[done] = path
+
+    hooks: list[Any] = [*callbacks, SaveAt()]
+    if save_every:
+        hooks.append(
+            ModelCheckpoint(folder, filename="{step}", every_n_train_steps=save_every, save_top_k=-1, save_last=False)
+        )
+    if plugin:
+        hooks.insert(0, EffCallback(recipe))
+    module = lightning_module(dropout, batch_norm, optim)
+    trainer = pl.Trainer(
+        **(
+            {
+                "max_steps": max_steps,
+                "accelerator": "cpu",
+                "devices": 1,
+                "accumulate_grad_batches": accumulate,
+                "gradient_clip_val": CLIP,
+                "callbacks": hooks,
+                "plugins": plugins,
+                "logger": False,
+                "enable_checkpointing": bool(save_every),
+                "enable_progress_bar": False,
+                "enable_model_summary": False,
+                "default_root_dir": str(folder),
+                "num_sanity_val_steps": 0,
+                "use_distributed_sampler": False,
+                "limit_val_batches": 5 if "soup" in recipe else 0,
+                "check_val_every_n_epoch": 1,
+            }
+            | more
+        )
+    )
+    data: Any = train_examples()
+    if (world := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        # Lightning's own distributed sampler shuffles; here ranks take turns by batch, as accelerate lets them.
+        ours = [i for i in range(len(data)) if i // batch % world == int(os.environ["RANK"])]
+        data = [data[i] for i in ours]
+    train = DataLoader(data, batch_size=batch // accumulate, shuffle=shuffle)
+    validate = DataLoader(eval_examples(), batch_size=BATCH)  # type: ignore[arg-type]
+    with contextlib.suppress(FileNotFoundError):
+        trainer.fit(module, train, validate, ckpt_path=str(resume) if resume else None)
+    receipt_file = Path(folder) / "eff_receipt.json"
+    receipt = json.loads(receipt_file.read_text()) if receipt_file.is_file() else {}
+    saved |= {int(path.stem.split("=")[1]): path for path in Path(folder).glob("step=*.ckpt")}
+    return Result(dict(module.net.state_dict()), receipt, saved, module.net)
+
+
+def _with_student(config: Any) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in config.to_dict()} | {"student": "net"}
+
+
+def saved_state(checkpoint: Path) -> dict[str, Any]:
+    """Everything in a checkpoint that an exact resume must reproduce."""
+    if checkpoint.is_dir():
+        state: dict[str, Any] = {"model": load_file(checkpoint / "model.safetensors")}
+        for name in ("optimizer.pt", "scheduler.pt", "scaler.pt"):
+            if (checkpoint / name).is_file():
+                state[name] = torch.load(checkpoint / name, weights_only=True)
+        state["rng"] = torch.load(checkpoint / "rng_state.pth", weights_only=False)
+        if (checkpoint / "eff_state.safetensors").is_file():
+            from shared_core.state_file import load_state
+
+            state["eff"] = load_state(checkpoint)
+        return state
+    content = torch.load(checkpoint, weights_only=True)
+    ours = {key: value for key, value in content["callbacks"].items() if "ModelCheckpoint" not in key}
+    plain = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "eff_raw_state_dict")
+    state = {key: content[key] for key in plain if key in content}
+    precision = {key: value for key, value in content.items() if "Precision" in key}
+    return state | {"callbacks": ours, "precision": precision}
+
+
+def difference(first: Any, second: Any, path: str = "") -> str | None:
+    """Where two nested states differ, bit for bit; None where they are equal."""
+    if isinstance(first, Tensor):
+        same = isinstance(second, Tensor) and first.dtype == second.dtype and torch.equal(first, second)
+        return None if same else path
+    if isinstance(first, dict):
+        if not isinstance(second, dict) or list(map(str, first)) != list(map(str, second)):
+            return f"{path}: keys {sorted(map(str, set(first) ^ set(second)))}"
+        return next((found for key in first if (found := difference(first[key], second[key], f"{path}/{key}"))), None)
+    if isinstance(first, list | tuple):
+        if len(first) != len(second):
+            return path
+        pairs = enumerate(zip(first, second, strict=True))
+        return next((found for i, (a, b) in pairs if (found := difference(a, b, f"{path}/{i}"))), None)
+    equal = first == second
+    return None if (bool(equal) if not hasattr(equal, "all") else bool(equal.all())) else path

@@ -1,0 +1,96 @@
+"""The table of the promises: one row a technique, its tiny recipe, and what it is exempt from by its nature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+NUM_STEPS = 8
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    key: str
+    options: dict[str, Any]
+    exempt: frozenset[str] = field(default_factory=frozenset)
+    needs_teacher: bool = False
+
+    def recipe(self) -> dict[str, Any]:
+        options = dict(self.options)
+        if self.needs_teacher:
+            options["teacher"] = make_teacher()
+        return {self.key: options}
+
+
+TECHNIQUES = {
+    row.key: row
+    for row in (
+        Row("prune", {"sparsity": 0.6, "schedule": "cubic", "begin": 1, "end": 6, "every": 2}),
+        Row("qat", {"scheme": "int8", "begin": 2, "freeze_observers": 6}),
+        Row("distill", {"temperature": 2.0, "alpha": 0.4}, needs_teacher=True),
+        Row("loss_scale", {"kind": "dynamic", "init_scale": 1024.0, "growth_interval": 3}),
+        # A soup looks at saved checkpoints after training: no step of training is changed by it.
+        Row(
+            "soup",
+            {"kind": "greedy", "metric": "eval_loss"},
+            exempt=frozenset({"accumulation", "two_processes"}),
+        ),
+    )
+}
+EVERYTHING = tuple(TECHNIQUES)
+PAIRS = [(a, b) for i, a in enumerate(EVERYTHING) for b in EVERYTHING[i + 1 :]]
+
+
+def recipe_of(*keys: str) -> dict[str, Any]:
+    recipe: dict[str, Any] = {}
+    for key in keys:
+        recipe |= TECHNIQUES[key].recipe()
+    return recipe
+
+
+class DigitsNet(nn.Module):
+    """Conv, BatchNorm, dropout, two linear layers: every kind of state that a resume can lose."""
+
+    def __init__(self, dropout: float = 0.0, width: int = 16, batch_norm: bool = True) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm: nn.Module = nn.BatchNorm2d(4) if batch_norm else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+        self.hidden = nn.Linear(256, width)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        features = torch.relu(self.norm(self.conv(x))).flatten(1)
+        logits = self.head(self.dropout(torch.relu(self.hidden(features))))
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return {"logits": logits} if loss is None else {"loss": loss, "logits": logits}
+
+
+def make_net(dropout: float = 0.0, *, seed: int = 0, batch_norm: bool = True) -> DigitsNet:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return DigitsNet(dropout, batch_norm=batch_norm)
+
+
+def make_teacher() -> DigitsNet:
+    return make_net(seed=7)
+
+
+def examples(start: int, count: int) -> list[dict[str, Tensor]]:
+    images, labels = load_digits(return_X_y=True)
+    x = torch.tensor(images[start : start + count], dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    return [{"x": image, "labels": torch.tensor(int(label))} for image, label in zip(x, labels[start:], strict=False)]
+
+
+def train_examples(accumulate: int = 1) -> list[dict[str, Tensor]]:
+    # Four optimizer steps an epoch, so that NUM_STEPS ends the second one: edges of epochs lie inside the run.
+    return examples(0, 4 * BATCH)
+
+
+def eval_examples() -> list[dict[str, Tensor]]:
+    return examples(1000, 40)

@@ -1,0 +1,44 @@
+"""What the documents say is what the code does."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from shared_core.cli.flags import markdown
+from shared_core.rooms import ROOMS
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_flag_table_is_the_generated_one():
+    assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8").endswith(markdown()), "run `make docs`"
+
+
+@pytest.mark.parametrize("target", re.findall(r"\]\((?!http)([^)#]+)", README))
+def test_every_link_of_the_readme_leads_somewhere(target):
+    assert (ROOT / target).exists(), target
+
+
+def test_every_make_target_of_the_readme_exists():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"make ([\w-]+)", README):
+        assert re.search(rf"^{target}:", makefile, flags=re.M), target
+
+
+@pytest.mark.parametrize("room", ROOMS.values(), ids=lambda room: room.name)
+def test_method_cards_have_their_headings_and_name_every_option(room):
+    card = (ROOT / "docs" / "techniques" / f"{room.name}.md").read_text(encoding="utf-8")
+    assert len(re.findall(r"^## ", card, flags=re.M)) >= 5
+    for field in room.config_class.__dataclass_fields__:
+        assert f"`{field}`" in card or f"_{field}`" in card, f"{room.name}.md does not name {field}"
+
+
+def test_the_repository_speaks_of_the_project_alone():
+    words = re.compile(r"/work/|/root/|\bClaude\b|\bhelper-\d|\bissue #?\d", flags=re.I)
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/**/*.py")]:
+        if ".venv" in path.parts or path == Path(__file__).resolve():
+            continue
+        found = words.search(path.read_text(encoding="utf-8"))
+        assert not found, f"{path}: {found}"
