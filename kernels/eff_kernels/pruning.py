@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _APPLY_PIECE = 1 << 19
 _HISTOGRAM_PIECE = 1 << 18
 _DIGIT = 16
+_SAMPLE = 1 << 16
 
 
 @torch.no_grad()
@@ -66,6 +67,73 @@ def _pieces(bits: Tensor, mask: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     if bits.is_cpu and bits.shape == mask.shape and bits.is_contiguous() and mask.is_contiguous():
         return zip(torch.split(bits.view(-1), _APPLY_PIECE), torch.split(mask.view(-1), _APPLY_PIECE), strict=True)
     return [(bits, mask)]
+
+
+@torch.no_grad()
+def keep_largest_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor], num_pruned: int) -> bool:
+    """Set each mask to where the scores are not among the `num_pruned` smallest of all; return whether it could.
+
+    A strided sample brackets the threshold; one pass in pieces that stay in cache then marks what lies above the
+    bracket and collects the few scores inside it, which are ranked exactly. Where the bracket misses, False is returned
+    and the masks are undefined: `kth_smallest` finds the threshold whatever the distribution.
+
+    Args:
+        masks: bool, contiguous, on CPU, one a tensor of scores; overwritten.
+        part: ``part(i, where)`` returns a slice of tensor i's flattened scores, float32 or float64.
+        num_pruned: How many go, at least 1. Among equal scores the earlier tensor, then the lowest index is kept.
+
+    Raises:
+        ValueError: If a score is NaN.
+
+    Example:
+        >>> scores, mask = torch.tensor([3.0, 1.0, 2.0, 1.0]), torch.empty(4, dtype=torch.bool)
+        >>> keep_largest_([mask], lambda i, where: scores[where], 1), mask
+        (True, tensor([ True,  True,  True, False]))
+    """
+    numel = sum(mask.numel() for mask in masks)
+    stride = max(1, numel // _SAMPLE) | 1  # odd: row lengths are powers of two
+    sample = np.concatenate([part(i, slice(None, None, stride)).numpy() for i in range(len(masks))])
+    sample.sort()
+    share = num_pruned / numel
+    at = share * (len(sample) - 1)
+    margin = 6 * math.sqrt(len(sample) * share * (1 - share)) + 2
+    # what was pruned before ranks at -inf; it lies below every bracket, so that it need not be collected
+    low = max(sample[max(0, math.floor(at - margin))], np.finfo(sample.dtype).min)
+    high = sample[min(len(sample) - 1, math.ceil(at + margin))]
+    if at + margin >= len(sample) - 1:
+        high = np.inf
+
+    num_below = 0
+    inside: list[np.ndarray] = []
+    places: list[tuple[np.ndarray, np.ndarray]] = []
+    for i, mask in enumerate(masks):
+        flat = mask.view(-1).numpy()
+        for start in range(0, flat.size, _APPLY_PIECE):
+            piece = part(i, slice(start, start + _APPLY_PIECE)).numpy()
+            kept = flat[start : start + piece.size]
+            np.greater(piece, high, out=kept)
+            reached = piece >= low
+            num_reached = int(np.count_nonzero(reached))
+            num_below += piece.size - num_reached
+            if num_reached < piece.size and np.isnan(piece.min()):
+                raise ValueError(f"keep_largest_: scores must not be NaN, got one in tensor {i}")
+            reached ^= kept
+            index = np.flatnonzero(reached)
+            inside.append(piece[index])
+            places.append((kept, index))
+    rank = num_pruned - num_below
+    values = np.concatenate(inside)
+    if not 0 < rank <= values.size:
+        return False
+    threshold = np.partition(values, rank - 1)[rank - 1]
+    ties_to_keep = int(np.count_nonzero(values <= threshold)) - rank
+    for (kept, index), found in zip(places, inside, strict=True):
+        kept[index[found > threshold]] = True
+        if ties_to_keep:
+            ties = index[found == threshold][:ties_to_keep]
+            kept[ties] = True
+            ties_to_keep -= ties.size
+    return True
 
 
 def kth_smallest(

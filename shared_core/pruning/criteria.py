@@ -35,6 +35,8 @@ class WeightScores(Sequence[Tensor]):
 
     def __init__(self, weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], criterion: str) -> None:
         self.names = list(weights)
+        self.tensors = list(weights.values())
+        """What the scores are of: their shapes and devices, without computing a score."""
         self._weights = weights
         self._masks = masks
         self._score = CRITERIA[criterion]
@@ -46,3 +48,12 @@ class WeightScores(Sequence[Tensor]):
         name = self.names[index]
         scores = self._score(self._weights[name])
         return rank_below_(scores, self._masks[name]) if name in self._masks else scores
+
+    def part(self, index: int, where: slice) -> Tensor:
+        """Return a slice of one tensor's flattened scores, without computing the others.
+
+        Every criterion so far looks at one weight at a time; another one must slice ``self[index].reshape(-1)``.
+        """
+        name = self.names[index]
+        scores = self._score(self._weights[name].detach().reshape(-1)[where])
+        return rank_below_(scores, self._masks[name].reshape(-1)[where]) if name in self._masks else scores

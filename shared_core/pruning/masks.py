@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from eff_kernels.pruning import kth_smallest
+from eff_kernels.pruning import keep_largest_, kth_smallest
 from torch import Tensor
 
 from shared_core.errors import ConfigError
@@ -84,6 +84,34 @@ def _peak(scores: Tensor, index: int) -> int:
 
 
 def _masks(scores: Sequence[Tensor], sparsity: float, protect: bool) -> list[Tensor]:
+    return _masks_by_sample(scores, sparsity, protect) or _masks_by_histogram(scores, sparsity, protect)
+
+
+def _masks_by_sample(scores: Sequence[Tensor], sparsity: float, protect: bool) -> list[Tensor] | None:
+    """Return the masks in one pass over the scores, on CPU; None where that cannot be."""
+    like: Sequence[Tensor] = getattr(scores, "tensors", scores)
+    numel = sum(tensor.numel() for tensor in like)
+    num_pruned = round(sparsity * numel)
+    if not 0 < num_pruned < numel or len({(tensor.dtype, tensor.device.type) for tensor in like}) > 1:
+        return None
+    if like[0].device.type != "cpu" or not like[0].is_floating_point():
+        return None
+
+    def flat_part(index: int, where: slice) -> Tensor:
+        return _comparable(scores[index].reshape(-1)[where])
+
+    masks = [torch.empty(tensor.shape, dtype=torch.bool) for tensor in like]
+    try:
+        if not keep_largest_(masks, getattr(scores, "part", flat_part), num_pruned):
+            return None
+    except ValueError:
+        return None  # the other way names the place of the NaN
+    if protect and not all(mask.numpy().any() for mask in masks if mask.numel()):  # numpy's stops at the first
+        return None
+    return masks
+
+
+def _masks_by_histogram(scores: Sequence[Tensor], sparsity: float, protect: bool) -> list[Tensor]:
     peaks: list[int] = []
     masks: list[Tensor] = []
     held: list[Tensor] = []

@@ -12,7 +12,7 @@ SCRIPT = """
 import sys
 import torch
 sys.path.insert(0, sys.argv[1])
-from conftest import make_classifier, make_trainer
+from conftest import make_language_model, make_texts, make_trainer
 from torch.utils.data import SequentialSampler
 from transformers import Trainer
 from hf_eff import attach
@@ -23,15 +23,17 @@ class InOrder(Trainer):
         return SequentialSampler(self.train_dataset)
 
 folder = sys.argv[2]
-model = make_classifier(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+# a causal LM: BERT's classifier ignores num_items_in_batch, so the trainer itself scales its loss by the processes
+model = make_language_model()
 size = 8 // int(sys.argv[3])
-trainer = make_trainer(folder, trainer_class=InOrder, model=model, per_device_train_batch_size=size, max_steps=4,
+trainer = make_trainer(folder, trainer_class=InOrder, model=model, data=make_texts(32),
+                       per_device_train_batch_size=size, max_steps=4,
                        optim="sgd", learning_rate=0.05, save_strategy="steps", save_steps=2)
 assert world_size() == int(sys.argv[3])
 attach(trainer, {
     "prune": {"sparsity": 0.5, "begin": 1, "end": 3, "every": 1},
     "qat": {"scheme": "int8", "begin": 2},
-    "distill": {"teacher": make_classifier(seed=9, hidden_size=32, hidden_dropout_prob=0.0)},
+    "distill": {"teacher": make_language_model(seed=9, hidden_size=32)},
     "loss_scale": {"kind": "dynamic"},
     "soup": {"kind": "greedy", "metric": "eval_loss"},
 })

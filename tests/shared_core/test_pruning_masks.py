@@ -190,3 +190,38 @@ def test_schedules_follow_the_formula_and_never_fall(begin, length, step, ends):
         assert schedule(end, **options) == final
         if begin < end and schedule is not one_shot_sparsity:
             assert schedule(begin, **options) == schedule(0, **options) == initial
+
+
+@given(
+    numel=st.integers(1, 3000),
+    share=st.floats(0.001, 0.999),
+    values=st.integers(1, 50),
+    pruned=st.floats(0, 0.9),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=60)
+def test_the_sampled_threshold_is_the_sorted_one(numel, share, values, pruned, seed):
+    # few distinct values: ties at the threshold; -inf: what was pruned before; several tensors and pieces
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randint(values, (numel,), generator=generator).float()
+    scores[torch.rand(numel, generator=generator) < pruned] = -torch.inf
+    count = round(share * numel)
+    parts = list(torch.split(scores, max(1, numel // 3)))
+    masks = [torch.empty(part.shape, dtype=torch.bool) for part in parts]
+    if not 0 < count < numel or not kernels.keep_largest_(masks, lambda i, where: parts[i][where], count):
+        return
+    order = torch.tensor(sorted(range(numel), key=lambda i: (float(scores[i]), -i)))
+    expected = torch.ones(numel, dtype=torch.bool)
+    expected[order[:count]] = False
+    assert torch.equal(torch.cat(masks), expected)
+
+
+def test_a_sample_that_misses_falls_back_to_the_exact_histogram():
+    # Every sampled score is 0 and all others are 1: the bracket holds no threshold, the masks are right all the same.
+    scores = torch.ones(1 << 18)
+    stride = (1 << 18) // (1 << 16) | 1
+    scores[::stride] = 0.0
+    assert not kernels.keep_largest_([torch.empty(1 << 18, dtype=torch.bool)], lambda i, where: scores[where], 1 << 17)
+    mask = prune_mask(scores, 0.5)
+    assert int(mask.sum()) == 1 << 17
+    assert not mask[::stride].any()
