@@ -1,0 +1,261 @@
+"""What pruning adds to a training step, in a plain loop and in Lightning, beside torch.nn.utils.prune."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from measure import MIB, Row, Spread, in_turn, interleaved, live_tensor_bytes, main, milliseconds, ratio
+from pytorch_lightning.callbacks import ModelPruning
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_eff
+from shared_core import Recipe, Session
+from shared_core.pruning import magnitude, prune_mask
+
+WIDTH, DEPTH = 1024, 10
+STEPS_PER_EPOCH = 20
+
+
+def mlp(width: int) -> nn.Sequential:
+    """Return ten linear layers: 10.5 M parameters at width 1024."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[part for _ in range(DEPTH) for part in (nn.Linear(width, width), nn.ReLU())][:-1])
+    for module in linears(model):
+        # PyTorch's own start makes gradients so small here that their squares underflow, and the square root of zeros
+        # in AdamW takes ten times as long (torch 2.13, CPU, unfused): it would hide what is to be measured
+        nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+    return model
+
+
+def linears(model: nn.Module) -> list[nn.Linear]:
+    return [module for module in model if isinstance(module, nn.Linear)]  # type: ignore[attr-defined]
+
+
+def torch_pruned(width: int, sparsity: float) -> nn.Sequential:
+    model = mlp(width)
+    prune.global_unstructured([(module, "weight") for module in linears(model)], prune.L1Unstructured, amount=sparsity)
+    return model
+
+
+def session_on(model: nn.Module, recipe: dict[str, Any], optimizer: torch.optim.Optimizer, clip: bool) -> Session:
+    session = Session(Recipe.from_dict({"prune": recipe}))
+    session.attach(model)
+    session.begin([optimizer], total_steps=1_000_000, clips_gradients=clip)
+    return session
+
+
+ONE_SHOT = {"sparsity": 0.5, "schedule": "one_shot", "begin": 0}
+
+
+def step_of(
+    model: nn.Module, batch: int, *, clip: bool = False, fused: bool = False, recipe: dict[str, Any] | None = None
+) -> Callable[[], None]:
+    """Return a function that takes one training step, through a session if there is a recipe."""
+    inputs = torch.randn(batch, linears(model)[0].in_features)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
+    session = session_on(model, recipe, optimizer, clip) if recipe else None
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        if session is not None:
+            loss = session.loss(loss)
+        loss.backward()
+        if session is not None:
+            session.before_optimizer_step()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if session is not None:
+            session.after_optimizer_step()
+
+    return step
+
+
+def plain_loop(
+    batch: int, target: float | None = None, *, clip: bool = False, fused: bool = False, width: int, rounds: int
+) -> Row:
+    how = {"clip": clip, "fused": fused}
+    times = interleaved(
+        {
+            "plain": step_of(mlp(width), batch, **how),
+            "torch": step_of(torch_pruned(width, 0.5), batch, **how),
+            "ours": step_of(mlp(width), batch, **how, recipe=ONE_SHOT),
+        },
+        rounds=rounds,
+        calls=max(64 // batch, 1),
+        warmup=2,
+    )
+    ours, peer = ratio(times, "ours", "plain"), ratio(times, "torch", "plain")
+    optimizer = ("fused " if fused else "") + "AdamW" + (", clipped by norm" if clip else "")
+    return Row(
+        f"pruning, one step at batch {batch}, {optimizer} (plain: {milliseconds(times, 'plain')})",
+        milliseconds(times, "ours"),
+        f"torch.nn.utils.prune {milliseconds(times, 'torch')}, {peer.text()}",
+        ours.text(3),
+        target="" if target is None else f"<= {target:.2f}",
+        met=None if target is None else ours.median <= target,
+    )
+
+
+def with_updates(width: int, rounds: int) -> Row:
+    """Measure ten steps of which one recomputes the masks, the default of the cubic schedule."""
+    recipe = {"sparsity": 0.9, "begin": 0, "end": 1_000_000, "initial_sparsity": 0.5, "every": 10}
+    times = interleaved(
+        {"plain": step_of(mlp(width), 16), "ours": step_of(mlp(width), 16, recipe=recipe)},
+        rounds=rounds,
+        calls=10,
+        warmup=2,
+    )
+    return Row(
+        "pruning at batch 16 while the masks change every 10 steps",
+        milliseconds(times, "ours"),
+        ratio=ratio(times, "ours", "plain").text(3),
+    )
+
+
+def memory(width: int) -> Row:
+    empty = live_tensor_bytes()
+    model = mlp(width)
+    parameters = live_tensor_bytes() - empty
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = session_on(model, ONE_SHOT, optimizer, clip=True)
+    ours = live_tensor_bytes() - empty
+    del model, optimizer, session
+    empty = live_tensor_bytes()
+    peer_model = torch_pruned(width, 0.5)
+    peer = live_tensor_bytes() - empty
+    del peer_model
+    return Row(
+        "pruning, parameters and masks",
+        f"{ours / parameters:.3f} x parameters",
+        f"torch.nn.utils.prune {peer / parameters:.2f} x",
+        memory=f"{ours / MIB:.1f} MiB of {parameters / MIB:.1f}, peer {peer / MIB:.1f}",
+        target="<= 1.26 x parameters",
+        met=ours <= 1.26 * parameters,
+    )
+
+
+def threshold(width: int, rounds: int) -> Row:
+    scores = torch.cat([magnitude(module.weight).view(-1) for module in linears(mlp(width))])
+    num_pruned = round(0.5 * scores.numel())
+
+    def by_topk() -> Tensor:
+        mask = torch.ones_like(scores)
+        mask[torch.topk(scores, k=num_pruned, largest=False).indices] = 0
+        return mask
+
+    if int((~prune_mask(scores, 0.5)).sum()) != num_pruned:
+        raise RuntimeError("prune_mask did not prune exactly half")
+    times = interleaved({"ours": lambda: prune_mask(scores, 0.5), "topk": by_topk}, rounds=rounds)
+    ours = Spread.of([1e3 * seconds for seconds in times["ours"]])
+    return Row(
+        f"pruning, exact mask of {scores.numel() / 1e6:.1f} M scores",
+        f"{ours.text(0)} ms",
+        f"torch.topk {milliseconds(times, 'topk')}",
+        ratio(times, "ours", "topk").text(3) + " of topk",
+        target="<= 40 ms",
+        met=ours.median <= 40,
+    )
+
+
+class Timed(pl.LightningModule):
+    """A module that times its second epoch, the work between epochs included, and then stops."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = mlp(width)
+        self.seconds = 0.0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-5)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.seconds = -time.process_time()
+        elif self.current_epoch == 2:
+            self.seconds += time.process_time()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 2 else None
+
+
+def fit(width: int, folder: str, callback: Callable[[], pl.Callback] | None) -> float:
+    """Return the CPU seconds of a step, averaged over one epoch of 20."""
+    loader = DataLoader(TensorDataset(torch.randn(16 * STEPS_PER_EPOCH, width)), batch_size=16)
+    trainer = pl.Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback()] if callback else [],
+    )
+    module = Timed(width)
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.fit(module, loader)
+    return module.seconds / STEPS_PER_EPOCH
+
+
+def in_lightning(width: int, rounds: int) -> Row:
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore")
+
+    def peer() -> pl.Callback:
+        return ModelPruning("l1_unstructured", amount=0.5, use_global_unstructured=True)
+
+    def ours() -> pl.Callback:
+        return lightning_eff.Pruning(
+            sparsity=0.9, schedule="linear", initial_sparsity=0.5, begin=0, end=1.0, every=STEPS_PER_EPOCH
+        )
+
+    with tempfile.TemporaryDirectory(prefix="eff-bench-") as folder:
+        made = {"plain": None, "peer": peer, "ours": ours}
+        variants = {name: partial(fit, width, folder, make) for name, make in made.items()}
+        in_turn(variants, rounds=1)
+        times = in_turn(variants, rounds=rounds)
+    mine, theirs = ratio(times, "ours", "plain"), ratio(times, "peer", "plain")
+    return Row(
+        f"pruning in Lightning, batch 16, new masks every {STEPS_PER_EPOCH} steps "
+        f"(Trainer alone: {milliseconds(times, 'plain')})",
+        milliseconds(times, "ours"),
+        f"ModelPruning {milliseconds(times, 'peer')}, {theirs.text()}",
+        mine.text(3),
+        target="<= 1.12",
+        met=mine.median <= 1.12,
+    )
+
+
+def measure(quick: bool) -> list[Row]:
+    width, rounds = (256, 4) if quick else (WIDTH, 21)
+    return [
+        plain_loop(16, 1.10, width=width, rounds=rounds),
+        plain_loop(128, 1.03, width=width, rounds=rounds),
+        plain_loop(16, clip=True, width=width, rounds=rounds // 2),
+        plain_loop(16, clip=True, fused=True, width=width, rounds=rounds // 2),
+        with_updates(width, 3 if quick else 9),
+        memory(width),
+        threshold(width, 3 if quick else 9),
+        in_lightning(width, 2 if quick else 9),
+    ]
+
+
+if __name__ == "__main__":
+    main(measure)

@@ -1,0 +1,207 @@
+"""How the benchmarks measure: variants interleaved in one process, CPU time of one thread, paired ratios."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import platform
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LIBRARIES = ("torch", "transformers", "accelerate", "pytorch-lightning", "torchao", "numpy", "safetensors")
+MIB = float(1 << 20)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with its quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def text(self, digits: int = 2) -> str:
+        return f"{self.median:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result table. `met` is None where nothing was promised."""
+
+    what: str
+    ours: str
+    peer: str = ""
+    ratio: str = ""
+    memory: str = ""
+    target: str = ""
+    met: bool | None = None
+
+
+Times = dict[str, list[float]]
+
+
+def in_turn(variants: Mapping[str, Callable[[], float]], *, rounds: int) -> Times:
+    """Return the seconds that each variant reports, one entry a round. Every round starts with another variant."""
+    names = list(variants)
+    times: Times = {name: [] for name in names}
+    for i in range(rounds):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            gc.collect()
+            times[name].append(variants[name]())
+    return times
+
+
+def interleaved(variants: Mapping[str, Callable[[], Any]], *, rounds: int, calls: int = 1, warmup: int = 1) -> Times:
+    """Return CPU seconds a call, one entry a round, after some calls that are not measured."""
+
+    def timed(call: Callable[[], Any]) -> float:
+        start = time.process_time()
+        for _ in range(calls):
+            call()
+        return (time.process_time() - start) / calls
+
+    for call in variants.values():
+        for _ in range(warmup):
+            call()
+    return in_turn({name: partial(timed, call) for name, call in variants.items()}, rounds=rounds)
+
+
+def ratio(times: Times, name: str, base: str) -> Spread:
+    """Return how much longer `name` takes than `base`: the paired ratios of the rounds."""
+    return Spread.of([a / b for a, b in zip(times[name], times[base], strict=True)])
+
+
+def added(times: Times, name: str, base: str) -> Spread:
+    """Return the seconds that `name` takes more than `base`: the paired differences of the rounds."""
+    return Spread.of([a - b for a, b in zip(times[name], times[base], strict=True)])
+
+
+def milliseconds(times: Times, name: str) -> str:
+    return f"{1e3 * statistics.median(times[name]):.1f} ms"
+
+
+def live_tensor_bytes() -> int:
+    """Return the bytes of all tensors that Python can reach, shared storage once."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        # not isinstance: it would ask lazy proxies of other libraries for their class, which loads them
+        if issubclass(type(thing), torch.Tensor):
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def peak_allocated(call: Callable[[], Any]) -> int:
+    """Return the largest number of bytes that torch's CPU allocator held during a call, above what it held before."""
+    gc.collect()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    held = peak = 0
+    events: Any = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def run_and_watch(command: Sequence[str]) -> tuple[dict[str, Any], int]:
+    """Run a program that prints one line of JSON; return that and its peak anonymous memory in bytes.
+
+    RssAnon is sampled from outside every 2 ms. Pages of mapped files, which the system may drop at any time, are not
+    in it, as they would be in ``ru_maxrss``.
+    """
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        peak, status = 0, Path(f"/proc/{process.pid}/status")
+        while process.poll() is None:
+            found = re.search(r"RssAnon:\s+(\d+) kB", status.read_text())
+            peak = max(peak, 1024 * int(found[1]) if found else 0)
+            time.sleep(0.002)
+        output = process.stdout.read() if process.stdout else ""
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed with exit status {process.returncode}")
+    return json.loads(output.splitlines()[-1]), peak
+
+
+def cpu_seconds(command: Sequence[str]) -> float:
+    """Return user and system seconds of a program, its start included."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def device() -> str:
+    """Return the processor's name."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    found = {"Python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Return the rows as a Markdown table."""
+    verdict = {True: "yes", False: "**no**", None: ""}
+    lines = [
+        "| what | ours | peer | ratio to plain: median [quartiles] | memory | target | met |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = (row.what, row.ours, row.peer, row.ratio, row.memory, row.target, verdict[row.met])
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(measure: Callable[..., list[Row]], **options: int) -> None:
+    """Run one benchmark as a program: ``--quick`` for a look, ``--json FILE`` for `run.py`, and options of its own."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="few rounds, small models: to see that it runs")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    for name, default in options.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = measure(arguments.quick, **{name: getattr(arguments, name) for name in options})
+    print(table(rows))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows]))
+
+
+def today() -> str:
+    return datetime.date.today().isoformat()
+
+
+def python(*arguments: str) -> list[str]:
+    """Return a command line for this interpreter."""
+    return [sys.executable, *arguments]

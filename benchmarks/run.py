@@ -1,0 +1,76 @@
+"""Run the benchmarks and write one table: ``python benchmarks/run.py [NAME ...] [--quick]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from measure import Row, device, python, table, today, versions
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+NAMES = ("pruning", "soup", "loss_scaling", "overhead", "quantization", "distillation")
+
+METHOD = """\
+One thread of CPU time (`time.process_time`), never wall time. Variants run in one process, in turn, and start each
+round with another one; a ratio is the median of the rounds' paired ratios, with its quartiles. Memory is torch's
+allocator's or `RssAnon`, which leaves mapped files out. Written by `make bench`; other machines will differ.
+Unstructured sparsity makes files smaller, not dense products faster."""
+
+
+def measured(name: str, quick: bool) -> list[Row]:
+    """Run one benchmark in a process of its own and return its rows."""
+    with tempfile.TemporaryDirectory(prefix="eff-bench-") as folder:
+        file = Path(folder) / "rows.json"
+        command = python(str(HERE / f"bench_{name}.py"), "--json", str(file), *["--quick"] * quick)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        subprocess.run(command, check=True, env=environment)
+        return [Row(**row) for row in json.loads(file.read_text())]
+
+
+def main() -> int:
+    """Return 1 if a benchmark could not run; a target that is missed is a result, not a failure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all by default")
+    parser.add_argument("--quick", action="store_true", help="a look in a minute or two; writes no result file")
+    arguments = parser.parse_args()
+    names = arguments.names or NAMES
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        parser.error(f"NAME must be one of {', '.join(NAMES)}, got {unknown[0]}")
+    rows: list[Row] = []
+    failed = []
+    for name in names:
+        print(f"== {name}", flush=True)
+        try:
+            rows += measured(name, arguments.quick)
+        except subprocess.CalledProcessError as error:
+            failed.append(name)
+            print(f"benchmark {name} failed: {error}", file=sys.stderr, flush=True)
+    if rows and not arguments.quick:
+        print(f"\nwrote {write(rows, names)}")
+    return 1 if failed else 0
+
+
+def write(rows: list[Row], names: list[str] | tuple[str, ...]) -> Path:
+    processor = device()
+    slug = re.sub(r"[^a-z0-9]+", "-", processor.lower()).strip("-")
+    suffix = "" if set(names) == set(NAMES) else "-" + "-".join(names)
+    file = RESULTS / f"{today()}-{slug}{suffix}.md"
+    installed = ", ".join(f"{name} {number}" for name, number in versions().items())
+    text = (
+        f"# Benchmarks, {today()}\n\nDevice: {processor}, CPU, one thread. {installed}.\n\n{METHOD}\n\n{table(rows)}\n"
+    )
+    RESULTS.mkdir(exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+if __name__ == "__main__":
+    sys.exit(main())

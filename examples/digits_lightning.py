@@ -1,0 +1,55 @@
+"""What the Lightning examples train: a small classifier of scikit-learn's 1,797 handwritten digits."""
+
+import logging
+import warnings
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+warnings.filterwarnings("ignore", module="pytorch_lightning")
+logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+
+
+def digits(num_train: int = 1200) -> tuple[DataLoader, DataLoader]:
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
+    x, y = torch.tensor(data.data, dtype=torch.float32)[order] / 16, torch.tensor(data.target)[order]
+    train, test = TensorDataset(x[:num_train], y[:num_train]), TensorDataset(x[num_train:], y[num_train:])
+    return DataLoader(train, batch_size=32, shuffle=True), DataLoader(test, batch_size=600)
+
+
+class Classifier(pl.LightningModule):
+    def __init__(self, width: int = 128, lr: float = 2e-3, seed: int = 0) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(seed)
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_acc", (self(batch[0]).argmax(1) == batch[1]).float().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+
+    @torch.no_grad()
+    def accuracy(self, loader: DataLoader) -> float:
+        self.eval()
+        hits = [(self(x).argmax(1) == y).float() for x, y in loader]
+        return float(torch.cat(hits).mean())
+
+
+def make_trainer(**options: Any) -> pl.Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    quiet |= {"enable_checkpointing": False, "default_root_dir": "lightning_runs"}
+    return pl.Trainer(**{**quiet, "max_epochs": 10, **options})
