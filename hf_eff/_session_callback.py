@@ -19,6 +19,7 @@ from shared_core import compatibility
 from shared_core.distillation import Distillation
 from shared_core.errors import CheckpointError, TrainingError
 from shared_core.loss_scaling import LossScaler, LossScaling
+from shared_core.plain_checkpoint import write_deployment
 from shared_core.recipe import Recipe
 from shared_core.session import Session
 from shared_core.state_file import load_state, save_state
@@ -331,6 +332,8 @@ class SessionCallback(TrainerCallback):
             method(output_dir, _internal_call)
         finally:
             self._baking = False
+        if not _internal_call and self._trainer.args.should_save and self.session.has_begun:
+            write_deployment(output_dir or str(self._trainer.args.output_dir), self.session.deployment())
         step = step_of(output_dir) if output_dir and _internal_call else None
         if step is not None and self.session.is_attached and self.session.has_begun:
             self._save_state(Path(str(output_dir)), step)

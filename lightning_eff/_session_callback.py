@@ -19,6 +19,7 @@ from lightning_eff._wrapped import Wrapped
 from lightning_eff.loss_scaling import precision_class
 from shared_core.compatibility import check
 from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.plain_checkpoint import DEPLOYMENT_KEY
 from shared_core.receipt import Receipt
 from shared_core.recipe import Recipe
 from shared_core.session import Session
@@ -257,6 +258,8 @@ class EffCallback(Callback):
             return
         ended = self.session.is_finished and self._final is not None
         checkpoint[_STATE_KEY] = self._final if ended else self.session.state_dict()
+        if ended:
+            checkpoint[DEPLOYMENT_KEY] = self.session.deployment()
         checkpoint[_RESUME_KEY] = self._resume.state_dict(checkpoint[_STATE_KEY])
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -281,6 +284,7 @@ class EffCallback(Callback):
             "step": session.step,
             "metrics": {name: float(value) for name, value in metrics.items()},
         }
+        checkpoint[DEPLOYMENT_KEY] = session.deployment()
         if weights and session.is_attached:
             # Before the user's own hook, which may leave keys out.
             baked = session.bake(weights)

@@ -49,7 +49,7 @@ def precision_class(namespace: str) -> Any:
                     f"loss_scale: precision must be one of 16-mixed, 32-true, got {precision!r}; bf16 needs no scaling"
                 )
             self.config = LossScaleConfig.from_dict({"kind": "dynamic", **options})
-            super().__init__("16-mixed", device or "cpu", scaler=LossScaler(**self.config.to_dict()))
+            super().__init__("16-mixed", device or "cpu", scaler=LossScaler(**self.config.scaler_options()))
             self.precision = precision
             self._device_given = device
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from shared_core.atomic import atomic_write
 from shared_core.errors import CheckpointError
+
+DEPLOYMENT_FILE = "eff_deployment.json"
+DEPLOYMENT_KEY = "eff_deployment"
 
 
 class PlainKeys:
@@ -42,3 +50,29 @@ class PlainKeys:
 def _sized(tensor: object) -> bool:
     # Extra state (`get_extra_state`) may be any object; only tensors have a shape to hold.
     return isinstance(tensor, Tensor)
+
+
+def write_deployment(folder: Path | str, values: Mapping[str, Any]) -> None:
+    """Write what `Session.deployment` returned beside the weights in `folder`; nothing if there is nothing."""
+    if values:
+        with atomic_write(Path(folder) / DEPLOYMENT_FILE) as temporary:
+            temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def read_deployment(path: Path | str) -> dict[str, Any]:
+    """Return what was written beside the weights: of a model's folder, or of a Lightning ``.ckpt``.
+
+    Raises:
+        CheckpointError: If there is nothing, or it cannot be read.
+    """
+    path = Path(path)
+    file = path / DEPLOYMENT_FILE if path.is_dir() else path
+    try:
+        if file.suffix == ".json":
+            return dict(json.loads(file.read_text(encoding="utf-8")))
+        return dict(torch.load(file, map_location="cpu", weights_only=True)[DEPLOYMENT_KEY])
+    except Exception as error:  # torch.load raises whatever the damage makes it
+        raise CheckpointError(
+            f"deployment: {file} must hold what a model needs beside its weights, got {type(error).__name__}: {error}; "
+            "save the model after training with a technique that needs it (qat)"
+        ) from error

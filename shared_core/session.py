@@ -274,6 +274,11 @@ class Session:
             self._plain.check(baked)
         return baked
 
+    def deployment(self) -> dict[str, Any]:
+        """Return what a deployment needs beside the plain weights, by technique; also after `finish`."""
+        found = {key: technique.deployment() for key, technique in self.techniques.items()}
+        return {key: values for key, values in found.items() if values}
+
     def state_dict(self) -> dict[str, Any]:
         """Return all that an exact resume needs, beside what the trainer saves itself."""
         context = self._attached("state_dict")

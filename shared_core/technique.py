@@ -208,6 +208,10 @@ class Technique:
         """Return the model's state dict as the user's plain model should load it; the input stays as it is."""
         return state_dict
 
+    def deployment(self) -> dict[str, Any]:
+        """Return what a deployment needs beside the plain weights, such as activation ranges, as plain values."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything an exact resume needs: tensors, numbers, strings, lists and dicts of them."""
         return {}

@@ -207,6 +207,10 @@ class QuantizationAwareTraining(Technique):
         found = {name: layer_range(module) for name, module in self.layers.items()}
         return {name: entry for name, entry in found.items() if entry is not None}
 
+    def deployment(self) -> dict[str, Any]:
+        """Return the activation ranges: with them and the baked weights a model computes what was trained."""
+        return {"ranges": self.ranges()}
+
     def state_dict(self) -> dict[str, Any]:
         """Return ranges, the open window, counts and switches."""
         bank = self._bank

@@ -5,11 +5,14 @@ import itertools
 import pytest
 import torch
 from promise_drivers import difference, hf_trainer, run_bare, run_hf, run_lightning
-from promise_table import EVERYTHING, NUM_STEPS, PAIRS, TECHNIQUES, DigitsNet, make_net, recipe_of
+from promise_table import EVERYTHING, NUM_STEPS, PAIRS, TECHNIQUES, DigitsNet, eval_examples, make_net, recipe_of
 from safetensors.torch import load_file
 from torch import nn
 
 from shared_core.errors import EffError, MatchError
+from shared_core.plain_checkpoint import read_deployment
+from shared_core.quantization import apply_ranges
+from shared_core.session import Session
 
 FRONT_ENDS = {"hf": run_hf, "lightning": run_lightning}
 TRAINED = [key for key in EVERYTHING if key != "soup"]
@@ -47,6 +50,40 @@ def test_every_checkpoint_loads_in_the_plain_model(key, front_end, tmp_path):
             content = torch.load(path, weights_only=True)["state_dict"]
             weights = {name.removeprefix("net."): tensor for name, tensor in content.items()}
         make_net().load_state_dict(weights, strict=True)
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_baked_weights_and_saved_ranges_are_the_trained_model_bit_for_bit(front_end, tmp_path, monkeypatch):
+    images = torch.stack([row["x"] for row in eval_examples()])
+    trained = []
+    finish = Session.finish
+
+    def evaluate_and_finish(self):
+        net = getattr(self.context.model, "net", self.context.model)
+        with torch.no_grad():
+            trained.append(net.eval()(images)["logits"])
+        net.train()
+        finish(self)
+
+    monkeypatch.setattr(Session, "finish", evaluate_and_finish)
+    if front_end == "hf":
+        trainer = hf_trainer(recipe_of("qat"), tmp_path)
+        trainer.train()
+        trainer.save_model(str(tmp_path / "final"))
+        weights, ranges = load_file(tmp_path / "final" / "model.safetensors"), read_deployment(tmp_path / "final")
+    else:
+        path = run_lightning(recipe_of("qat"), tmp_path, save_every=NUM_STEPS).checkpoints[NUM_STEPS]
+        content = torch.load(path, weights_only=True)["state_dict"]
+        weights = {name.removeprefix("net."): tensor for name, tensor in content.items()}
+        ranges = read_deployment(path)
+    plain = make_net()
+    plain.load_state_dict(weights)
+    with torch.no_grad():
+        alone = plain.eval()(images)["logits"]
+        layers = {name.removeprefix("net."): entry for name, entry in ranges["qat"]["ranges"].items()}
+        ranged = apply_ranges(plain, layers)(images)["logits"]
+    assert torch.equal(ranged, trained[0])
+    assert not torch.equal(alone, trained[0])  # the weights alone do not quantise activations
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)

@@ -1,5 +1,6 @@
 """What LossScaler adds to torch's: a floor, a limit, one verdict on all ranks; and the technique."""
 
+import inspect
 import math
 
 import pytest
@@ -56,7 +57,7 @@ class TestFloor:
         assert not torch.equal(model.weight, before)
         assert scaler.scale_range == (2.0**-14, 65536.0)
 
-    @pytest.mark.parametrize("kind", ["dynamic", "static"])
+    @pytest.mark.parametrize("kind", ["dynamic", "static", "enhanced", "auto"])
     @pytest.mark.parametrize("fused", [False, True])
     def test_fifty_skips_in_a_row_raise(self, kind, fused):
         model, optimizer = net(fused)
@@ -132,11 +133,12 @@ def test_new_scale_is_checked(new_scale):
     assert scaler.get_scale() == 8.0
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "static", "enhanced", "auto"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("bad", [0.0, INF])
-def test_one_host_read_a_step(fused, bad, monkeypatch):
+def test_one_host_read_a_step(kind, fused, bad, monkeypatch):
     model, optimizer = net(fused)
-    scaler = LossScaler()
+    scaler = LossScaler(kind=kind)
     one_step(model, optimizer, scaler)
     scaler.scale(model(torch.ones(2, 3)).sum()).backward()
     if bad:
@@ -207,7 +209,7 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"kind": "auto"}, "kind must be one of dynamic, static"),
+            ({"kind": "autom"}, "kind must be one of dynamic, static, enhanced, auto"),
             ({"init_scale": 0}, "init_scale must be in"),
             ({"init_scale": NAN}, "init_scale must be a finite number"),
             ({"init_scale": 1e39}, "init_scale must be in"),
@@ -237,12 +239,10 @@ class TestConfig:
             LossScaleConfig.from_dict({})
 
     def test_the_config_and_the_scaler_have_the_same_defaults(self):
-        config = LossScaleConfig(kind="dynamic").to_dict()
-        scaler = LossScaler()
-        assert scaler.state_dict()["scale"] == config["init_scale"]
-        assert {k: v for k, v in vars(scaler).items() if k.lstrip("_") in config} == {
-            f"_{k}": v for k, v in config.items()
-        }
+        parameters = inspect.signature(LossScaler).parameters
+        ours = {name: p.default for name, p in parameters.items() if name not in ("device", "enabled")}
+        assert ours == LossScaleConfig(kind="dynamic").scaler_options()
+        assert LossScaler().state_dict()["scale"] == 65536.0
 
 
 class TestTechnique:
