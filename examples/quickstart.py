@@ -29,6 +29,7 @@ from typing import Any, Literal, NoReturn
 import quickstart_data
 import quickstart_report
 import stdlib_fragments
+import torch
 from rich.console import Console
 from torch import nn
 from transformers import (
@@ -245,6 +246,8 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
         raise ConfigError(f"flags: --output_dir must be a folder that can be written, got {root}: {error}") from error
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    if script.model_name_or_path is None:
+        torch.set_num_threads(1)  # a second thread gains little with models so small, and loses much on a busy machine
     start = time.perf_counter()
     rows = story(argv, script, training) if is_story else [train(script, training, prepare(script))]
     quickstart_report.show(rows, root, CONSOLE)
