@@ -9,7 +9,7 @@ help:
 	@echo "make check        ruff, format check, mypy; rewrites nothing"
 	@echo "make fmt          rewrite files with ruff"
 	@echo "make bench        measure speed and memory beside the peers (CPU)"
-	@echo "make docs         rewrite the generated table in docs/flags.md"
+	@echo "make docs         rewrite the generated tables in docs/"
 
 $(VENV)/.examples: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), 'Python 3.11 or newer is needed: make PYTHON=python3.11 ...'"
@@ -19,14 +19,14 @@ $(VENV)/.examples: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.examples
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[all,dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 quickstart: $(VENV)/.examples
 	$(BIN)/python examples/quickstart.py
 
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not gpu and not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 test-long: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not gpu"
@@ -44,8 +44,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/run.py
 
 docs: $(VENV)/.dev
-	sed -i '/^| flag/,$$d' docs/flags.md
-	$(BIN)/eff flags --markdown >> docs/flags.md
+	$(BIN)/python docs/tables.py
 
 .PHONY: help quickstart test test-long check fmt bench docs
 .DEFAULT_GOAL := help

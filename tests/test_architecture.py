@@ -83,7 +83,9 @@ def test_init_files_only_re_export():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             allowed = (ast.Import, ast.ImportFrom, ast.Expr, ast.Assign, ast.If, ast.FunctionDef)
             assert isinstance(node, allowed), f"{path}:{node.lineno}"
-            assert not isinstance(node, ast.FunctionDef) or node.name in ("__getattr__", "__dir__"), f"{path}:{node.lineno}"
+            assert not isinstance(node, ast.FunctionDef) or node.name in ("__getattr__", "__dir__"), (
+                f"{path}:{node.lineno}"
+            )
 
 
 def test_every_package_is_listed_for_the_wheel():

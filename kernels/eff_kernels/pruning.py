@@ -70,11 +70,11 @@ def _pieces(bits: Tensor, mask: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
 
 
 @torch.no_grad()
-def keep_largest_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor], num_pruned: int) -> bool:
-    """Set each mask to where the scores are not among the `num_pruned` smallest of all; return whether it could.
+def keep_largest_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor], num_pruned: int) -> float | None:
+    """Set each mask to where the scores are not among the `num_pruned` smallest of all; return the largest of those.
 
     A strided sample brackets the threshold; one pass in pieces that stay in cache then marks what lies above the
-    bracket and collects the few scores inside it, which are ranked exactly. Where the bracket misses, False is returned
+    bracket and collects the few scores inside it, which are ranked exactly. Where the bracket misses, None is returned
     and the masks are undefined: `kth_smallest` finds the threshold whatever the distribution.
 
     Args:
@@ -88,7 +88,7 @@ def keep_largest_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor],
     Example:
         >>> scores, mask = torch.tensor([3.0, 1.0, 2.0, 1.0]), torch.empty(4, dtype=torch.bool)
         >>> keep_largest_([mask], lambda i, where: scores[where], 1), mask
-        (True, tensor([ True,  True,  True, False]))
+        (1.0, tensor([ True,  True,  True, False]))
     """
     numel = sum(mask.numel() for mask in masks)
     stride = max(1, numel // _SAMPLE) | 1  # odd: row lengths are powers of two
@@ -124,7 +124,7 @@ def keep_largest_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor],
     rank = num_pruned - num_below
     values = np.concatenate(inside)
     if not 0 < rank <= values.size:
-        return False
+        return None
     threshold = np.partition(values, rank - 1)[rank - 1]
     ties_to_keep = int(np.count_nonzero(values <= threshold)) - rank
     for (kept, index), found in zip(places, inside, strict=True):
@@ -133,7 +133,7 @@ def keep_largest_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor],
             ties = index[found == threshold][:ties_to_keep]
             kept[ties] = True
             ties_to_keep -= ties.size
-    return True
+    return float(threshold)
 
 
 def kth_smallest(

@@ -8,6 +8,7 @@ import typer
 
 from shared_core.cli.compat import compat
 from shared_core.cli.flags import flags
+from shared_core.cli.formats import formats
 from shared_core.cli.report import report
 from shared_core.cli.run import run
 from shared_core.cli.soup import soup
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command()(compat)
 app.command()(flags)
+app.command()(formats)
 app.command()(report)
 app.command(
     context_settings={

@@ -1,6 +1,8 @@
 """Loss scaling: fp16 gradients kept in range, overflowing steps skipped openly, a scale that never dies."""
 
 from shared_core.loss_scaling.config import LossScaleConfig as LossScaleConfig
+from shared_core.loss_scaling.flush import FlushProbe as FlushProbe
 from shared_core.loss_scaling.scaler import LossScaleError as LossScaleError
 from shared_core.loss_scaling.scaler import LossScaler as LossScaler
 from shared_core.loss_scaling.technique import LossScaling as LossScaling
+from shared_core.loss_scaling.telemetry import UnderflowTelemetry as UnderflowTelemetry

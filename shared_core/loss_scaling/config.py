@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
 
 from shared_core.config import TechniqueConfig, option
+from shared_core.loss_scaling.floors import floor_at, parse_floor
 
 FLOAT32_MAX = 3.4028234663852886e38
 MIN_SCALE = 2.0**-14
+_TELEMETRY = ("telemetry_every", "flush_every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +25,9 @@ class LossScaleConfig(TechniqueConfig):
     key: ClassVar[str] = "loss_scale"
     switch: ClassVar[str] = "kind"
 
-    kind: Literal["dynamic", "static"] = option(
-        help="dynamic: lower the scale on overflow, raise it after growth_interval good steps; static: fixed"
+    kind: Literal["dynamic", "static", "enhanced", "auto"] = option(
+        help="dynamic: lower the scale on overflow, raise it after growth_interval good steps; static: fixed; "
+        "enhanced: dynamic above a rising floor; auto: from the largest gradient of the step"
     )
     init_scale: float = option(65536.0, above=0, high=FLOAT32_MAX, help="scale of the first step")
     growth_factor: float = option(2.0, above=1, high=FLOAT32_MAX, help="multiplies the scale when it grows")
@@ -32,8 +35,39 @@ class LossScaleConfig(TechniqueConfig):
     growth_interval: int = option(2000, low=1, high=2**31 - 1, help="steps without overflow before the scale grows")
     min_scale: float = option(MIN_SCALE, above=0, high=FLOAT32_MAX, help="the scale never falls below this")
     max_skips: int = option(50, low=1, help="skipped steps in a row after which training stops with an error")
+    floor: str | None = option(
+        None, help="enhanced: step:floor pairs, such as 40000:8192,150000:32768, or auto, which is also the default"
+    )
+    floor_window: int = option(200, low=1, help="floor auto: steps after which the floor moves")
+    floor_overflows: float = option(
+        0.02, above=0, high=1, help="floor auto: share of overflowing steps at which the floor falls"
+    )
+    format: Literal["fp16", "fp8_e5m2"] = option("fp16", help="format that gradients must fit into: auto, telemetry")
+    margin: float = option(2.0, low=0, high=14, help="auto: bits kept free between the largest gradient and the format")
+    smoothing: float = option(0.9, low=0, below=1, help="auto: share of the past in the smoothed largest gradient")
+    telemetry_every: int = option(
+        100, low=0, help="measure underflow of the gradients every so many applied steps; 0: never"
+    )
+    flush_every: int = option(
+        0, low=0, help="repeat a backward in fp32 every so many applied steps and count flushed gradients; 0: never"
+    )
 
     def validate(self) -> None:
-        """Check that the scale starts at or above its floor."""
+        """Check that the scale starts at or above every floor, and that options belong to the kind."""
         if not self.init_scale >= self.min_scale:
             raise self._error("init_scale", f"must be at least min_scale, {self.min_scale}")
+        if self.floor is None:
+            return
+        if self.kind != "enhanced":
+            raise self._error("floor", "must come with kind enhanced")
+        pairs = parse_floor(self.floor)
+        if pairs != "auto":
+            first, last = floor_at(pairs, 0), pairs[-1][1]
+            if not self.init_scale >= first:
+                raise self._error("init_scale", f"must be at least the floor of step 0, {first}")
+            if not last <= FLOAT32_MAX:
+                raise self._error("floor", f"must hold no scale above {FLOAT32_MAX}")
+
+    def scaler_options(self) -> dict[str, Any]:
+        """Return the options that `LossScaler` takes: all but those of telemetry."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _TELEMETRY}

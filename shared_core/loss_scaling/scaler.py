@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState, _refresh_per_optimizer_state
 
 from shared_core.errors import CheckpointError, ConfigError, TrainingError
+from shared_core.loss_scaling.auto_scale import AutoScale, largest_magnitude
 from shared_core.loss_scaling.config import MIN_SCALE, LossScaleConfig
+from shared_core.loss_scaling.floors import floor_text, make_floor
 from shared_core.ranks import all_reduce_, world_size
 
 
@@ -43,23 +45,32 @@ class LossScaler(GradScaler):
       kernel skip, so that trainers count the step and move the learning rate);
     - all processes take or skip a step together, also when only one of them saw the overflow.
 
-    ``step`` reads one value pair from the device; nothing else waits for it.
+    ``step`` reads from the device once; nothing else waits for it, but an automatic floor's end of a window.
 
     Args:
         device: Device type of the losses, ``"cpu"``, ``"cuda"``, ...
-        kind: ``"dynamic"``, or ``"static"`` for a scale that never changes.
+        kind: ``"dynamic"``; ``"static"`` for a scale that never changes; ``"enhanced"``, dynamic above a rising
+            `floor`; ``"auto"``, the largest power of two at which the largest gradient keeps `margin` bits free.
         init_scale: Scale of the first step, at least `min_scale`.
         growth_factor: Multiplies the scale after `growth_interval` steps without overflow, > 1.
         backoff_factor: Multiplies the scale after an overflow, in (0, 1).
         growth_interval: Steps without overflow before the scale grows, >= 1.
         min_scale: Floor of the scale, > 0.
         max_skips: Skipped steps in a row that end training, >= 1.
+        floor: Of kind enhanced: ``(step, floor)`` pairs in applied steps, also as a text like
+            ``"40000:8192,150000:32768"``, or ``"auto"``, the default.
+        floor_window: Steps after which an automatic floor moves by a doubling, >= 1.
+        floor_overflows: Share of overflowing steps, in (0, 1], at which an automatic floor falls.
+        format: Of kind auto: ``"fp16"`` or ``"fp8_e5m2"``, what the gradients must fit into.
+        margin: Of kind auto: bits kept free below the format's maximum, >= 0.
+        smoothing: Of kind auto: share of the past in the smoothed largest gradient, in [0, 1).
         enabled: False makes every method pass its input on.
 
     Raises:
         ConfigError: If an argument breaks its rule.
 
-    Source: Micikevicius et al., 2018, arXiv:1710.03740, section 3.2.
+    Source: Micikevicius et al., 2018, arXiv:1710.03740, section 3.2; the floor: Mellempudi et al., 2019,
+    arXiv:1905.12334, section 3.1.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(()))
@@ -75,13 +86,19 @@ class LossScaler(GradScaler):
         self,
         device: str = "cpu",
         *,
-        kind: Literal["dynamic", "static"] = "dynamic",
+        kind: Literal["dynamic", "static", "enhanced", "auto"] = "dynamic",
         init_scale: float = 65536.0,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         min_scale: float = MIN_SCALE,
         max_skips: int = 50,
+        floor: str | Sequence[tuple[int, float]] | None = None,
+        floor_window: int = 200,
+        floor_overflows: float = 0.02,
+        format: Literal["fp16", "fp8_e5m2"] = "fp16",
+        margin: float = 2.0,
+        smoothing: float = 0.9,
         enabled: bool = True,
     ) -> None:
         checked = LossScaleConfig(
@@ -92,6 +109,12 @@ class LossScaler(GradScaler):
             growth_interval=growth_interval,
             min_scale=min_scale,
             max_skips=max_skips,
+            floor=floor_text(floor),
+            floor_window=floor_window,
+            floor_overflows=floor_overflows,
+            format=format,
+            margin=margin,
+            smoothing=smoothing,
         )
         super().__init__(
             device,
@@ -104,20 +127,36 @@ class LossScaler(GradScaler):
         self._kind = checked.kind
         self._min_scale = checked.min_scale
         self._max_skips = checked.max_skips
+        self._floor = make_floor(checked) if checked.kind == "enhanced" else None
+        self._auto = AutoScale(checked) if checked.kind == "auto" else None
         self.num_steps = 0
         """Calls of `step`, the skipped ones included."""
         self.skipped_steps = 0
         """Calls of `step` that were skipped."""
+        self.applied_steps = 0
+        """Calls of `update` after steps none of which was skipped: the step that a floor's pairs mean."""
         self.last_step_skipped = False
         """Whether the latest call of `step` was skipped, whichever optimizer it was for."""
         self.scale_range: tuple[float, float] | None = None
         """Lowest and highest scale that a step was taken or skipped at; None before the first."""
         self._in_a_row: dict[int, int] = {}
         self._restored_in_a_row: list[int] = []
+        self._seen: list[tuple[bool, float, float]] = []
+
+    @property
+    def lowest_scale(self) -> float:
+        """What the scale cannot fall below now: `min_scale`, or the floor of kind enhanced where that is higher."""
+        return max(self._min_scale, self._floor.at(self.applied_steps) if self._floor else 0.0)
 
     def was_skipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether the latest `step` of this optimizer was skipped; False before its first."""
         return self._in_a_row.get(id(optimizer), 0) > 0
+
+    def scale(self, outputs: Any) -> Any:
+        """Return the loss, or each tensor of an iterable, times the scale."""
+        if self._floor is not None and self._enabled:
+            self._floor.watch(outputs)
+        return super().scale(outputs)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Return what ``optimizer.step(*args, **kwargs)`` returns, or None without calling it on overflow.
@@ -145,7 +184,7 @@ class LossScaler(GradScaler):
         if not state["found_inf_per_device"]:
             raise AssertionError("No inf checks were recorded for this optimizer.")
         (found_inf,) = state["found_inf_per_device"].values()
-        overflowed = self._record(optimizer, *torch.stack((found_inf, scale)).tolist())
+        overflowed = self._record(optimizer, self._read(state, scale))
         state["stage"] = OptState.STEPPED
         if overflowed:
             return None
@@ -159,10 +198,10 @@ class LossScaler(GradScaler):
             del amp.grad_scale, amp.found_inf
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Move the scale, down to `min_scale` at most, and open the next iteration.
+        """Move the scale, down to `lowest_scale` at most, and open the next iteration.
 
         Args:
-            new_scale: Set the scale to this instead: finite, at least `min_scale`.
+            new_scale: Set the scale to this instead: finite, at least `lowest_scale`.
 
         Raises:
             ConfigError: If `new_scale` breaks its rule.
@@ -175,18 +214,28 @@ class LossScaler(GradScaler):
         if new_scale is not None:
             if not isinstance(new_scale, Tensor):
                 new_scale = float(new_scale)
-            if not self._min_scale <= float(new_scale) <= torch.finfo(torch.float32).max:
+            if not self.lowest_scale <= float(new_scale) <= torch.finfo(torch.float32).max:
                 raise ConfigError(
-                    f"loss_scale: new_scale must be finite and at least min_scale, {self._min_scale}, got {new_scale}"
+                    f"loss_scale: new_scale must be finite and at least min_scale, {self.lowest_scale} now, "
+                    f"got {new_scale}"
                 )
             super().update(new_scale)
-        elif self._kind == "dynamic":
+            self._end_iteration()
+        elif self._kind in ("dynamic", "enhanced"):
             super().update()
-            scale.clamp_(min=self._min_scale)
+            self._end_iteration()
+            scale.clamp_(min=self.lowest_scale)
         else:
-            if not any(state["found_inf_per_device"] for state in self._per_optimizer_states.values()):
+            checked = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
+            if not checked:
                 raise AssertionError("No inf checks were recorded prior to update.")
+            if self._auto is not None:
+                # whoever unscaled without stepping has a say too, as in torch
+                seen = self._seen + [self._read(s, scale) for s in checked if s["stage"] is not OptState.STEPPED]
+                overflowed, amax = any(bad for bad, _, _ in seen), max(amax for _, _, amax in seen)
+                scale.fill_(self._auto.next_scale(seen[0][1], amax, overflowed=overflowed))
             self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+            self._end_iteration()
         worst = max(self._in_a_row.values(), default=0)
         if worst >= self._max_skips:
             raise LossScaleError(
@@ -195,9 +244,26 @@ class LossScaler(GradScaler):
                 "look for NaN in inputs or weights, lower the learning rate, or train in bf16"
             )
 
-    def _record(self, optimizer: torch.optim.Optimizer, found_inf: float, scale: float) -> bool:
+    def _read(self, state: dict[str, Any], scale: Tensor) -> tuple[bool, float, float]:
+        """Return overflow, scale and largest unscaled gradient (0 unless kind is auto) in one read."""
+        (found_inf,) = state["found_inf_per_device"].values()
+        found, at, *amax = torch.stack((found_inf, scale, *state.get("amax", ()))).tolist()
+        return found != 0, at, amax[0] / at if amax else 0.0
+
+    def _end_iteration(self) -> None:
+        """Count an applied step, and let an automatic floor count either, unless gradients were only checked."""
+        if self._seen:
+            skipped = any(bad for bad, _, _ in self._seen)
+            self.applied_steps += not skipped
+            if self._floor is not None:
+                in_a_row = max(self._in_a_row.values(), default=0)
+                self._floor.end_step(skipped=skipped, in_a_row=in_a_row, scale=self._seen[0][1])
+        self._seen = []
+
+    def _record(self, optimizer: torch.optim.Optimizer, seen: tuple[bool, float, float]) -> bool:
         """Count a step at this scale and return whether it must be skipped."""
-        overflowed = found_inf != 0
+        overflowed, scale, _ = seen
+        self._seen.append(seen)
         if id(optimizer) not in self._in_a_row:
             self._in_a_row[id(optimizer)] = self._restored_in_a_row.pop(0) if self._restored_in_a_row else 0
         self._in_a_row[id(optimizer)] = self._in_a_row[id(optimizer)] + 1 if overflowed else 0
@@ -230,6 +296,7 @@ class LossScaler(GradScaler):
                 grad = grad._values()
             grouped.setdefault((grad.device, dtype), []).append(grad)
         home = inv_scale.device
+        amax = largest_magnitude(grouped.values(), home) if self._auto is not None and grouped else None
         flags = {device: found_inf.to(device, copy=True) for device, _ in grouped}
         with torch.no_grad():
             for (device, _), grads in grouped.items():
@@ -239,7 +306,10 @@ class LossScaler(GradScaler):
             found = found + flag.to(home, non_blocking=True)
         if world_size() > 1:
             # An Inf that one rank alone sees after DDP's reduction would let the weights drift apart.
-            all_reduce_(found, "max")
+            both = all_reduce_(torch.stack((found, found if amax is None else amax)), "max")
+            found, amax = both[0], None if amax is None else both[1]
+        if amax is not None:
+            self._per_optimizer_states[id(optimizer)]["amax"] = (amax,)
         return {home: found} if grouped else {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -249,7 +319,12 @@ class LossScaler(GradScaler):
             state["num_steps"] = self.num_steps
             state["skipped_steps"] = self.skipped_steps
             state["skips_in_a_row"] = [*self._in_a_row.values(), *self._restored_in_a_row]
+            state["applied_steps"] = self.applied_steps
             state["scale_range"] = list(self.scale_range or ())
+            if self._floor is not None:
+                state["floor"] = self._floor.state_dict()
+            if self._auto is not None:
+                state["auto"] = self._auto.state_dict()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -268,10 +343,15 @@ class LossScaler(GradScaler):
                     f"loss_scale: the saved scale must be a finite number, got {state['scale']}; this "
                     "run had diverged, go back to an earlier checkpoint"
                 )
-            state["scale"] = max(state["scale"], self._min_scale)
+            self.num_steps = state.get("num_steps", 0)
+            self.skipped_steps = state.get("skipped_steps", 0)
+            self.applied_steps = state.get("applied_steps", self.num_steps - self.skipped_steps)
+            if self._floor is not None:
+                self._floor.load_state_dict(state.get("floor", {}))
+            if self._auto is not None:
+                self._auto.load_state_dict(state.get("auto", {}))
+            state["scale"] = max(state["scale"], self.lowest_scale)
         super().load_state_dict(state)
-        self.num_steps = state.get("num_steps", 0)
-        self.skipped_steps = state.get("skipped_steps", 0)
         self._in_a_row = {}
         self._restored_in_a_row = list(state.get("skips_in_a_row", ()))
         low_high = state.get("scale_range") or None

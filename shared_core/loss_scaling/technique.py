@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.loss_scaling.config import LossScaleConfig
+from shared_core.loss_scaling.flush import FlushProbe
 from shared_core.loss_scaling.scaler import LossScaler
+from shared_core.loss_scaling.telemetry import UnderflowTelemetry
 from shared_core.technique import Context, Technique
 
 
@@ -23,9 +27,14 @@ class LossScaling(Technique):
 
     def __init__(self, config: LossScaleConfig) -> None:
         super().__init__(config)
-        self.scaler = LossScaler(**config.to_dict())
+        self.scaler = LossScaler(**config.scaler_options())
         """The scaler to train with; its scale lives on the device of the first loss."""
+        self.telemetry = UnderflowTelemetry(config.format)
+        """The latest measurement of underflow."""
+        self.flush = FlushProbe()
+        """The latest count of flushed activation gradients."""
         self._steps_at_begin = 0
+        self._flush_due = False
 
     def make_scaler(self, device: str) -> LossScaler:
         """Return a fresh scaler with these options for a device type, and keep it as `scaler`.
@@ -33,7 +42,7 @@ class LossScaling(Technique):
         Raises:
             CompatibilityError: If there is no such device, where torch would go on without scaling.
         """
-        scaler = LossScaler(device, **self.config.to_dict())
+        scaler = LossScaler(device, **self.config.scaler_options())
         if not scaler.is_enabled():
             raise CompatibilityError(f"loss_scale: device must be usable for loss scaling, got {device!r}")
         self.scaler = scaler
@@ -42,6 +51,29 @@ class LossScaling(Technique):
     def begin(self, context: Context) -> None:
         """Note how many steps the scaler has seen."""
         self._steps_at_begin = self.scaler.num_steps
+        if self.config.flush_every:
+            self.flush.watch(context.model)
+            self._arm_flush(context)
+
+    def detach(self, model: nn.Module) -> None:
+        """Remove the hooks of the flush count."""
+        self.flush.leave()
+
+    def _arm_flush(self, context: Context) -> None:
+        every = self.config.flush_every
+        self._flush_due = bool(every) and context.step % every == 0 and self.flush.step != context.step
+        if self._flush_due:
+            self.flush.arm()
+
+    def before_optimizer_step(self, context: Context) -> None:
+        """Measure underflow if it is time; a step that overflows leaves it to the next one."""
+        every = self.config.telemetry_every
+        if every and context.step % every == 0 and self.telemetry.step != context.step:
+            self.telemetry.measure(context.model.named_parameters(), self.scaler.get_scale(), context.step)
+        if self._flush_due:
+            self._flush_due = not self.flush.measure(context.step) and self.flush.is_watching
+            if self._flush_due:
+                self.flush.arm()
 
     def after_optimizer_step(self, context: Context) -> None:
         """Raise `TrainingError` if the step went past the scaler: nothing would be scaled."""
@@ -50,25 +82,35 @@ class LossScaling(Technique):
                 "loss_scale: the scaler must step the optimizer, got a step that it has not seen; call "
                 "scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()"
             )
+        self._arm_flush(context)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaler's state."""
-        return {"scaler": self.scaler.state_dict()}
+        """Return the scaler's state and the latest measurements."""
+        return {
+            "scaler": self.scaler.state_dict(),
+            "telemetry": self.telemetry.state_dict(),
+            "flush": self.flush.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the scaler; harmless where the trainer restored it already."""
         self.scaler.load_state_dict(state["scaler"])
+        self.telemetry.load_state_dict(state.get("telemetry", {}))
+        self.flush.load_state_dict(state.get("flush", {}))
 
     def metrics(self) -> dict[str, float]:
-        """Return the scale and the number of skipped steps."""
+        """Return the scale, the number of skipped steps, and the latest underflow, zero share and head-room."""
         return {
             "loss_scale/scale": self.scaler.get_scale(),
             "loss_scale/skipped": float(self.scaler.skipped_steps),
+            **self.telemetry.metrics(),
+            **self.flush.metrics(),
         }
 
     def report(self) -> dict[str, Any]:
-        """Return steps seen and skipped, and the scales they were seen at."""
+        """Return steps seen and skipped, the scales they were seen at, the floor, and underflow by layer."""
         low, high = self.scaler.scale_range or (None, None)
+        floor = {"floor": self.scaler.lowest_scale} if self.config.kind == "enhanced" else {}
         return {
             "kind": self.config.kind,
             "steps": self.scaler.num_steps,
@@ -76,4 +118,7 @@ class LossScaling(Technique):
             "scale": self.scaler.get_scale(),
             "lowest_scale": low,
             "highest_scale": high,
+            **floor,
+            **self.telemetry.report(),
+            **self.flush.report(),
         }

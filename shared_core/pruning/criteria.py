@@ -49,11 +49,14 @@ class WeightScores(Sequence[Tensor]):
         scores = self._score(self._weights[name])
         return rank_below_(scores, self._masks[name]) if name in self._masks else scores
 
-    def part(self, index: int, where: slice) -> Tensor:
-        """Return a slice of one tensor's flattened scores, without computing the others.
+    @property
+    def floor(self) -> float | None:
+        """What pruned weights score where `part` does not rank them lower; None while nothing is pruned."""
+        return 0.0 if self._masks else None
 
-        Every criterion so far looks at one weight at a time; another one must slice ``self[index].reshape(-1)``.
+    def part(self, index: int, where: slice) -> Tensor:
+        """Return a slice of one tensor's flattened scores, a pruned weight's being what its value of 0 scores.
+
+        That is the lowest score there is, so ranking it below live zeros is left to ``self[index]``, which is slower.
         """
-        name = self.names[index]
-        scores = self._score(self._weights[name].detach().reshape(-1)[where])
-        return rank_below_(scores, self._masks[name].reshape(-1)[where]) if name in self._masks else scores
+        return self._score(self._weights[self.names[index]].detach().reshape(-1)[where])

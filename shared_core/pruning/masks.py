@@ -102,10 +102,12 @@ def _masks_by_sample(scores: Sequence[Tensor], sparsity: float, protect: bool) -
 
     masks = [torch.empty(tensor.shape, dtype=torch.bool) for tensor in like]
     try:
-        if not keep_largest_(masks, getattr(scores, "part", flat_part), num_pruned):
-            return None
+        threshold = keep_largest_(masks, getattr(scores, "part", flat_part), num_pruned)
     except ValueError:
         return None  # the other way names the place of the NaN
+    floor: float | None = getattr(scores, "floor", None)
+    if threshold is None or (floor is not None and threshold <= floor):
+        return None  # a live weight may tie with a pruned one
     if protect and not all(mask.numpy().any() for mask in masks if mask.numel()):  # numpy's stops at the first
         return None
     return masks

@@ -42,6 +42,7 @@ class Pruning(Technique):
         self._weights: dict[str, nn.Parameter] = {}
         self._masks: dict[str, Tensor] = {}
         self._packed: dict[str, Tensor] = {}
+        self._num_pruned: dict[str, int] = {}
         self._begin = self._end = 0
         self._last_update = -1
         self._sparsity = 0.0
@@ -187,6 +188,11 @@ class Pruning(Technique):
         masks: dict[str, Tensor] = {}
         for group in groups:
             weights = {name: self._weights[name] for name in group}
+            numel = sum(weight.numel() for weight in weights.values())
+            pruned = sum(self._num_pruned.get(name, 0) for name in group)
+            if pruned == round(sparsity * numel):
+                masks.update({name: self._masks[name] for name in group if name in self._masks})
+                continue
             scores = WeightScores(weights, self._masks, self.config.criterion)
             try:
                 masks.update(zip(group, prune_masks(scores, sparsity), strict=True))
@@ -202,11 +208,9 @@ class Pruning(Technique):
 
     def _set_masks(self, masks: dict[str, Tensor]) -> None:
         self._masks = masks
-        kept, numel = (
-            sum(int(m.count_nonzero()) for m in masks.values()),
-            sum(m.numel() for m in masks.values()),
-        )
-        self._pruned_share = 1 - kept / numel if numel else 0.0
+        self._num_pruned = {name: mask.numel() - int(mask.count_nonzero()) for name, mask in masks.items()}
+        numel = sum(mask.numel() for mask in masks.values())
+        self._pruned_share = sum(self._num_pruned.values()) / numel if numel else 0.0
 
     def _apply(self) -> None:
         if self._masks:

@@ -145,8 +145,15 @@ recipes = st.fixed_dictionaries(
             },
         ),
         "loss_scale": st.fixed_dictionaries(
-            {"kind": st.sampled_from(["dynamic", "static", None])},
-            optional={"init_scale": numbers, "growth_interval": numbers, "backoff_factor": numbers},
+            {"kind": st.sampled_from(["dynamic", "static", "enhanced", "auto", None])},
+            optional={
+                "init_scale": numbers,
+                "growth_interval": numbers,
+                "backoff_factor": numbers,
+                "floor": st.sampled_from(["auto", "3:64,5:128", "5:8,3:9", "x"]),
+                "margin": numbers,
+                "telemetry_every": numbers,
+            },
         ),
     },
 )

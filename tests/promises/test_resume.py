@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from promise_drivers import difference, run_hf, run_lightning, saved_state
-from promise_table import EVERYTHING, NUM_STEPS, TECHNIQUES, recipe_of
+from promise_table import EVERYTHING, NUM_STEPS, TECHNIQUES, TOGETHER, recipe_of
 
 # Four steps an epoch: 2 and 6 lie inside an epoch and on schedule edges, 4 on an epoch's edge, 1 before anything began.
 STOPS = (1, 2, 4, 5, 6)
-ROWS = [*((key,) for key in EVERYTHING), EVERYTHING]
+ROWS = [*((key,) for key in EVERYTHING), TOGETHER]
 
 
 def copied(whole, stop, folder):
@@ -58,7 +58,7 @@ def test_lightning_resumes_bit_for_bit(keys, tmp_path):
 
 @pytest.mark.parametrize("batch", [1, 3, 8, 11], ids=lambda batch: f"batch{batch}")
 def test_lightning_resumes_inside_an_accumulation_window(batch, tmp_path):
-    keys = tuple(key for key in EVERYTHING if key != "soup")
+    keys = tuple(key for key in TOGETHER if key != "soup")
 
     def run(folder, **more):
         torch.manual_seed(3)
@@ -80,7 +80,7 @@ def test_a_fresh_process_resumes_bit_for_bit(front_end, tmp_path):
             f"run = d.run_{front_end}\n"
             "resume = Path(sys.argv[2]) if len(sys.argv) > 2 else None\n"
             "options = dict(save_every=1, dropout=0.3, shuffle=True, resume=resume)\n"
-            "run(t.recipe_of(*t.EVERYTHING), Path(sys.argv[1]), **options)\n"
+            "run(t.recipe_of(*t.TOGETHER), Path(sys.argv[1]), **options)\n"
         )
         support = str(Path(__file__).resolve().parent.parent / "support")
         command = [

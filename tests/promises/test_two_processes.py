@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from promise_drivers import difference, run_hf, run_lightning, states_at_finish
-from promise_table import EVERYTHING, TECHNIQUES, recipe_of
+from promise_table import TECHNIQUES, TOGETHER, recipe_of
 
-KEYS = [key for key in EVERYTHING if "two_processes" not in TECHNIQUES[key].exempt]
+KEYS = [key for key in TOGETHER if "two_processes" not in TECHNIQUES[key].exempt]
 ROUNDED = "+".join(KEYS)
 EXACT = "+".join(key for key in KEYS if key != "qat")
 WORKER = Path(__file__).resolve().parent.parent / "support" / "two_process_worker.py"

@@ -8,8 +8,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.amp import GradScaler
 
 from shared_core.errors import ConfigError
@@ -104,7 +102,7 @@ def test_an_overflow_skips_and_lowers_and_the_margin_learns():
 
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 def test_a_storm_is_survived_and_the_scale_comes_back(bad):
-    loop = Loop(max_skips=1000)
+    loop = Loop(max_skips=1000, growth_interval=60)
     for _ in range(20):
         loop.step(0.01)
     before = loop.weight.detach().clone()
@@ -115,6 +113,7 @@ def test_a_storm_is_survived_and_the_scale_comes_back(bad):
     scales = [loop.step(0.01) for _ in range(40)]
     assert scales[:3] == [2.0**-13, 2.0**-12, 2.0**-11]
     assert scales[-1] == 2.0**19  # one bit below 2**20 until growth_interval steps were good
+    assert [loop.step(0.01) for _ in range(25)][-1] == 2.0**20
     assert torch.isfinite(loop.weight).all()
 
 
@@ -182,24 +181,6 @@ def test_resume_at_every_step_is_exact_and_torch_reads_the_state(fused):
     fresh.load_state_dict({**GradScaler("cpu").state_dict(), "scale": 32.0})
     assert fresh.get_scale() == 32.0
     assert copy.deepcopy(whole.scaler).state_dict() == whole.scaler.state_dict()
-
-
-def _rank_with_its_own_gradients(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    try:
-        loop, out = Loop(), []
-        for amaxes, bad in (((1e-3, 1.0), 0), ((1.0, 1e-3), 0), ((1e-3, 1e-3), 1), ((1e-3, 1e-3), 0)):
-            out.append((loop.step(amaxes[rank], NAN if bad and rank else 0.0), loop.scaler.last_step_skipped))
-        torch.save(out, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
-
-
-def test_all_ranks_have_one_scale(tmp_path):
-    mp.spawn(_rank_with_its_own_gradients, (str(tmp_path),), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
-    assert first == second
-    assert first == [(2.0**13, False), (2.0**13, False), (2.0**12, True), (2.0**13, False)]
 
 
 @pytest.mark.parametrize(

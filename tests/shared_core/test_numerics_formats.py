@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from shared_core.cli import app
 from shared_core.cli.formats import markdown
 from shared_core.errors import ConfigError
-from shared_core.numerics import FORMATS, decode, encode, lookup
+from shared_core.numerics import FORMATS, decode, encode, lookup, round_to
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [name for name, row in FORMATS.items() if row.bits <= 16]
@@ -129,7 +129,8 @@ def test_every_pattern_decodes_to_its_definition_and_encodes_back(name):
 def test_every_pattern_decodes_as_in_ml_dtypes(name):
     bits = FORMATS[name].bits
     patterns = np.arange(2**bits).astype(np.uint8 if bits <= 8 else np.uint16)
-    want = patterns.view(ML_DTYPES[name]).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        want = patterns.view(ML_DTYPES[name]).astype(np.float64)
     np.testing.assert_array_equal(decode(torch.arange(2**bits), name).double().numpy(), want)
 
 
@@ -149,6 +150,22 @@ def test_int4_is_ml_dtypes_int4():
         values = np.arange(*((-8, 8) if name == "int4" else (0, 16)))
         codes = values.astype(dtype).view(np.uint8) & 15
         np.testing.assert_array_equal(decode(torch.from_numpy(codes), name).numpy(), values)
+
+
+@pytest.mark.parametrize(("name", "es"), [("posit8", 2), ("posit8_es0", 0)])
+def test_posits_round_as_their_standard_says(name, es):
+    # Between neighbours u and w the boundary is the posit of one bit more, u's bits and a 1; a tie gives the even code.
+    for u in range(1, 127):
+        v = float(posit_value(2 * u + 1, 9, es))
+        assert posit_value(u, 8, es) < v < posit_value(u + 1, 8, es)
+        x = torch.tensor([math.nextafter(v, 0), v, math.nextafter(v, math.inf)], dtype=torch.float64)
+        want = torch.tensor([u, u + u % 2, u + 1])
+        assert torch.equal(encode(x, name).long(), want)
+        assert torch.equal(encode(-x, name).long(), 256 - want)
+    largest, smallest = FORMATS[name].largest, FORMATS[name].smallest
+    x = torch.tensor([1e-300, smallest / 3, 1e300, -1e300, 0.0, -0.0], dtype=torch.float64)
+    assert round_to(x, name).tolist() == [smallest, smallest, largest, -largest, 0.0, 0.0]
+    assert encode(torch.tensor([math.inf, -math.inf, math.nan]), name).tolist() == [128] * 3
 
 
 @pytest.mark.parametrize("name", ["tf32", "fp24", "fp32", "fp64", "int32"])

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from shared_core.errors import ConfigError
 from shared_core.numerics import FORMATS, decode, encode, round_to
-from shared_core.numerics.formats import posit_value
 
 LINEAR = [n for n, row in FORMATS.items() if row.bits <= 16 and row.kind in ("float", "integer", "scale")]
 SMALL = [name for name, row in FORMATS.items() if row.bits <= 16]
@@ -50,7 +49,7 @@ def around(points):
 @pytest.mark.parametrize("name", LINEAR)
 def test_every_midpoint_goes_to_the_even_code_and_its_neighbours_to_the_near_one(name, dtype):
     values, codes = lattice(name, dtype)
-    middle = (values[:-1] + values[1:]) / 2  # exact: one bit more than the values
+    middle = values[:-1] / 2 + values[1:] / 2  # exact: one bit more than the values, and their sum could overflow
     below, at, above = around(middle)
     same(round_to(below, name), values[:-1])
     same(round_to(above, name), values[1:])
@@ -59,20 +58,21 @@ def test_every_midpoint_goes_to_the_even_code_and_its_neighbours_to_the_near_one
     same(round_to(at, name), torch.where(lower_even, values[:-1], values[1:]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", ["tf32", "fp24"])
+WIDE = [("tf32", torch.float64), ("tf32", torch.float32), ("fp24", torch.float64), ("fp24", torch.float32)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*WIDE, ("fp32", torch.float64)])
 def test_midpoints_of_the_wide_formats(name, dtype):
     row = FORMATS[name]
-    first = torch.randint(0, 255 << row.mantissa_bits, (20000,), generator=torch.Generator().manual_seed(0))
-    low = decode(first, name, dtype=dtype)
-    high = decode(first + 1, name, dtype=dtype)
-    low, high, first = (t[high.isfinite()] for t in (low, high, first))
-    below, at, above = around(low / 2 + high / 2 if dtype == torch.float32 else (low + high) / 2)
-    normal = low >= row.smallest_normal * 4  # halves of float32's subnormals are not exact
+    top = 255 << row.mantissa_bits
+    first = torch.randint(0, top - 1, (20_000,), generator=torch.Generator().manual_seed(0))
+    first = torch.cat([first, torch.arange(50), torch.arange(2 << row.mantissa_bits, (2 << row.mantissa_bits) + 50)])
+    low, high = decode(first, name, dtype=dtype), decode(first + 1, name, dtype=dtype)
+    below, at, above = around(low / 2 + high / 2)
     for sign in (1, -1):
-        same(round_to(sign * below, name)[normal], (sign * low)[normal])
-        same(round_to(sign * above, name)[normal], (sign * high)[normal])
-        same(round_to(sign * at, name)[normal], (sign * torch.where(first % 2 == 0, low, high))[normal])
+        same(round_to(sign * below, name), sign * low)
+        same(round_to(sign * above, name), sign * high)
+        same(round_to(sign * at, name), sign * torch.where(first % 2 == 0, low, high))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_nearest_equals_ml_dtypes(name):
     scale = torch.linspace(-1.5, 1.5, 100_000) * FORMATS[name].largest
     x = torch.cat([bits.view(torch.float32), scale, scale / 1000])
     x = x[x.isfinite()] if name == "fp4_e2m1" else x
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         want = torch.from_numpy(x.numpy().astype(ML_FLOATS[name]).astype(np.float32))
     got = round_to(x, name, saturate=False)
     same(got, want)
@@ -106,24 +106,6 @@ def test_e4m3_equals_torch_s_saturating_cast():
     x = torch.cat([torch.linspace(-600, 600, 100_001), torch.linspace(-0.1, 0.1, 10_001)])
     got = encode(x, "fp8_e4m3")
     assert torch.equal(got, x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
-
-
-@pytest.mark.parametrize(("name", "es"), [("posit8", 2), ("posit8_es0", 0)])
-def test_posits_round_as_their_standard_says(name, es):
-    # "let U encode u, and v be the (n+1)-bit posit of U with a 1 appended": x < v gives u, x > v gives w, a tie the even.
-    values, codes = lattice(name)
-    positive = [(int(code), Fraction(value)) for code, value in zip(codes.tolist(), values.tolist()) if value > 0]
-    for (u, low), (w, high) in zip(positive[:-1], positive[1:]):
-        v = float(posit_value(2 * u + 1, 9, es))
-        assert low < v < high
-        x = torch.stack(around(torch.tensor(v, dtype=torch.float64)))
-        want = torch.tensor([u, u if u % 2 == 0 else w, w])
-        assert torch.equal(encode(x, name).long(), want)
-        assert torch.equal(encode(-x, name).long(), 256 - want)
-    largest, smallest = FORMATS[name].largest, FORMATS[name].smallest
-    x = torch.tensor([1e-300, smallest / 3, 1e300, -1e300, 0.0, -0.0], dtype=torch.float64)
-    same(round_to(x, name), torch.tensor([smallest, smallest, largest, -largest, 0.0, 0.0]).double())
-    assert encode(torch.tensor([math.inf, -math.inf, math.nan]), name).tolist() == [128] * 3
 
 
 def test_log8_rounds_the_logarithm():

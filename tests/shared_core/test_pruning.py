@@ -301,7 +301,8 @@ def test_half_precision_weights():
 
 
 def test_eight_bit_states_hold_zero_and_training_goes_on():
-    bitsandbytes = pytest.importorskip("bitsandbytes")
+    import bitsandbytes
+
     model = make_net(width=1024)  # 8-bit states begin at 4096 elements
     session, opt = make_session(
         model,

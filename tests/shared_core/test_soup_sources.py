@@ -7,13 +7,12 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from shared_core.errors import CheckpointError
 from shared_core.soup import greedy_soup, open_ingredient, save_soup, uniform_soup
 from shared_core.soup.sources import expand
-
-transformers = pytest.importorskip("transformers")
 
 
 def tiny_gpt2(seed, **config):
@@ -136,7 +135,7 @@ def test_a_tied_state_dict_file_stays_tied(tmp_path):
 
 
 def lightning_checkpoints(tmp_path, count=2):
-    pl = pytest.importorskip("pytorch_lightning")
+    import pytorch_lightning as pl
 
     class Net(pl.LightningModule):
         def __init__(self, width=4):

@@ -85,10 +85,9 @@ def run_bare(recipe: Any, *, accumulate: int = 1, batch_norm: bool = True, optim
             optimizer.step()
             session.after_optimizer_step()
         else:
-            scale = scaler.get_scale()
             scaler.step(optimizer)
+            skipped = scaler.was_skipped(optimizer)
             scaler.update()
-            skipped = scaler.get_scale() < scale
             session.skipped_optimizer_step() if skipped else session.after_optimizer_step()
         optimizer.zero_grad()
     session.finish()

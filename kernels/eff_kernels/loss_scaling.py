@@ -1,0 +1,97 @@
+"""The hot operation of loss scaling: one pass over gradients that counts magnitudes by power of two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NUM_BINS = 256
+_ABS, _INF = 0x7FFFFFFF, 0x7F800000
+# On CPU a piece and what is made of it stay in cache; on a GPU fewer launches count, and below 2**24 a float32 count
+# is exact.
+_CPU_PIECE, _DEVICE_PIECE = 1 << 16, 1 << 22
+
+
+class Magnitudes(NamedTuple):
+    """Counts of each tensor's magnitudes, on the device of the tensors."""
+
+    histogram: Tensor
+    """int64 ``[n, 256]``: column k counts ``2^(k − 127) <= |x| < 2^(k − 126)``; column 0 what is smaller, zeros
+    included; column 255 Inf and NaN."""
+    zeros: Tensor
+    """int64 ``[n]``: exact zeros."""
+    small: Tensor
+    """int64 ``[n]``: nonzero and smaller than the threshold."""
+    amax: Tensor
+    """float32 ``[n]``: the largest finite magnitude, 0 for none."""
+
+
+@torch.no_grad()
+def count_magnitudes(tensors: Sequence[Tensor], threshold: float) -> Magnitudes:
+    """Return the counts of each tensor's magnitudes in one pass, without a host read on a GPU.
+
+    Bit patterns are compared instead of floats: as integers they have the same order, and the exponent is a shift away.
+
+    Args:
+        tensors: Floating point, any shape, all on one device; what is not float32 is rounded to it.
+        threshold: What is nonzero and below it counts as small; a normal float32, > 0.
+
+    Raises:
+        ValueError: If the threshold is not such a number.
+
+    Example:
+        >>> counts = count_magnitudes([torch.tensor([0.0, 0.75, -3.0, 1e-6])], 2.0**-14)
+        >>> counts.zeros.item(), counts.small.item(), counts.amax.item(), counts.histogram[0, 126:129].tolist()
+        (1, 1, 3.0, [1, 0, 1])
+    """
+    bound = torch.tensor(threshold, dtype=torch.float32)
+    if not torch.finfo(torch.float32).tiny <= bound.item() < math.inf:
+        raise ValueError(f"count_magnitudes: threshold must be a normal float32 above 0, got {threshold}")
+    if not tensors:
+        empty = torch.zeros(0, dtype=torch.int64)
+        return Magnitudes(empty.view(0, NUM_BINS), empty, empty, empty.float())
+    device = tensors[0].device
+    count, size = (_count_on_cpu, _CPU_PIECE) if device.type == "cpu" else (_count_on_device, _DEVICE_PIECE)
+    return _count(tensors, int(bound.view(torch.int32)), count, size)
+
+
+def _count(
+    tensors: Sequence[Tensor], bound: int, count: Callable[[Tensor, int, Tensor, Tensor], None], size: int
+) -> Magnitudes:
+    device = tensors[0].device
+    histogram = torch.zeros(len(tensors), NUM_BINS, dtype=torch.int64, device=device)
+    # zeros, small, and the bits of the largest: int32 bits in order, so a maximum of them is one of magnitudes
+    rest = torch.zeros(len(tensors), 3, dtype=torch.int64, device=device)
+    for index, tensor in enumerate(tensors):
+        for piece in torch.split(tensor.detach().reshape(-1), size):
+            if piece.numel():
+                count(piece.float().view(torch.int32) & _ABS, bound, histogram[index], rest[index])
+    return Magnitudes(histogram, rest[:, 0], rest[:, 1], rest[:, 2].to(torch.int32).view(torch.float32))
+
+
+def _count_on_cpu(bits: Tensor, bound: int, histogram: Tensor, rest: Tensor) -> None:
+    # bincount of bytes is four times as fast as of integers
+    bins = torch.bincount((bits >> 23).to(torch.uint8), minlength=NUM_BINS)
+    histogram += bins
+    lowest, highest = int(bins[0]), int(bins[-1])
+    zeros = bits.numel() - int(torch.count_nonzero(bits)) if lowest else 0
+    # a power of two is the edge of a column
+    below = int((bits < bound).sum()) if bound & ~_INF else int(bins[: bound >> 23].sum())
+    rest[0] += zeros
+    rest[1] += below - zeros
+    if highest:
+        bits = torch.where(bits < _INF, bits, 0)
+    rest[2] = max(int(rest[2]), int(bits.max()))
+
+
+def _count_on_device(bits: Tensor, bound: int, histogram: Tensor, rest: Tensor) -> None:
+    # histc needs no host read where its range is given; bincount does
+    histogram += torch.histc((bits >> 23).float(), NUM_BINS, 0, NUM_BINS).to(torch.int64)
+    zeros = (bits == 0).sum()
+    rest[0] += zeros
+    rest[1] += (bits < bound).sum() - zeros
+    rest[2] = torch.maximum(rest[2], torch.where(bits < _INF, bits, 0).max())

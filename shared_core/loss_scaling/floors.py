@@ -1,0 +1,217 @@
+"""The rising floor of enhanced scaling: published pairs of step and floor, or a floor that finds its own way."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from shared_core.errors import ConfigError
+from shared_core.ranks import all_reduce_
+
+if TYPE_CHECKING:
+    from shared_core.loss_scaling.config import LossScaleConfig
+
+Pairs = tuple[tuple[int, float], ...]
+
+# The published schedule first lifts the floor to 8192 with a scale that starts at 65536.
+_START = 1 / 8
+_STREAKS = 10
+
+
+def parse_floor(floor: str | Sequence[tuple[int, float]]) -> Pairs | Literal["auto"]:
+    """Return the floor as ``(step, floor)`` pairs, or ``"auto"``.
+
+    Args:
+        floor: ``"auto"``, pairs, or pairs as a text. Steps rise, floors do not fall.
+
+    Raises:
+        ConfigError: If it is none of these.
+
+    Source: Mellempudi et al., 2019, arXiv:1905.12334, section 3.1.
+
+    Example:
+        >>> parse_floor("40000:8192,150000:32768")
+        ((40000, 8192.0), (150000, 32768.0))
+    """
+    if floor == "auto":
+        return "auto"
+    rule = ConfigError(
+        "loss_scale: floor must be auto or pairs of step and floor, both rising, such as "
+        f"40000:8192,150000:32768, got {floor!r}"
+    )
+    try:
+        parts = [part.split(":") for part in floor.split(",")] if isinstance(floor, str) else list(floor)
+        pairs = tuple((_whole(step), float(value)) for step, value in parts)
+    except (TypeError, ValueError, OverflowError):
+        raise rule from None
+    good = all(step >= 0 and 0 < value < math.inf for step, value in pairs)
+    rising = all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(pairs))
+    if not (pairs and good and rising):
+        raise rule
+    return pairs
+
+
+def _whole(step: str | float) -> int:
+    number = float(step)
+    if number != int(number):
+        raise ValueError(step)
+    return int(number)
+
+
+def floor_text(floor: str | Sequence[tuple[int, float]] | None) -> str | None:
+    """Return a floor as the text that `parse_floor` reads.
+
+    Example:
+        >>> floor_text([(0, 64), (40000, 8192)])
+        '0:64.0,40000:8192.0'
+    """
+    if floor is None or isinstance(floor, str):
+        return floor
+    pairs = parse_floor(floor)
+    return pairs if isinstance(pairs, str) else ",".join(f"{step}:{value!r}" for step, value in pairs)
+
+
+def floor_at(pairs: Pairs, step: int) -> float:
+    """Return the floor at a step, 0 before the first pair.
+
+    Example:
+        >>> pairs = ((40000, 8192.0), (150000, 32768.0))
+        >>> [floor_at(pairs, step) for step in (39999, 40000, 200000)]
+        [0.0, 8192.0, 32768.0]
+    """
+    return max((value for at, value in pairs if at <= step), default=0.0)
+
+
+class FloorSchedule:
+    """The floor of ``(step, floor)`` pairs.
+
+    Args:
+        pairs: Of applied steps and floors.
+    """
+
+    def __init__(self, pairs: Pairs) -> None:
+        self._pairs = pairs
+
+    def at(self, step: int) -> float:
+        """Return the floor after that many applied steps."""
+        return floor_at(self._pairs, step)
+
+    def watch(self, loss: Any) -> None:
+        """Do nothing: the schedule does not look at losses."""
+
+    def end_step(self, *, skipped: bool, in_a_row: int, scale: float) -> None:
+        """Do nothing: the schedule knows the step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the pairs are options."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take nothing back."""
+
+
+class AutoFloor:
+    """A floor that rises by a doubling after each window of steps that trained well, and falls by one after others.
+
+    A window is good if its mean training loss is below that of the window before and fewer than a given share of its
+    steps overflowed. The floor never rises above the scale itself, so that it holds what the scale has proven and
+    provokes no overflow. Overflow in a row at the floor lowers it within the window, every `patience` steps: what no
+    longer fits must not end the run.
+
+    Args:
+        start: The first floor.
+        lowest: It never falls below this.
+        window: Steps of a window, skipped ones included.
+        overflows: Share of overflowing steps, in (0, 1], that makes a window a bad one.
+        patience: Skipped steps in a row at the floor after which it falls.
+    """
+
+    def __init__(self, *, start: float, lowest: float, window: int, overflows: float, patience: int) -> None:
+        self._lowest, self._window, self._overflows, self._patience = lowest, window, overflows, patience
+        self._value = max(torch.tensor(start).item(), lowest)  # as the scale has it, in float32
+        self._steps = self._skips = 0
+        self._sums: Tensor | None = None
+        self._mean_before: float | None = None
+
+    def at(self, step: int) -> float:
+        """Return the floor now, whatever the step."""
+        return self._value
+
+    def watch(self, loss: Any) -> None:
+        """Add a micro-batch's loss to the window's mean, on its device; what is not one finite number is left out."""
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            return
+        value = loss.detach().float().reshape(())
+        finite = value.isfinite()
+        if self._sums is None:
+            self._sums = value.new_zeros(2)
+        self._sums = self._sums.to(value.device)
+        self._sums += torch.stack((torch.where(finite, value, 0.0), finite.float()))
+
+    def end_step(self, *, skipped: bool, in_a_row: int, scale: float) -> None:
+        """Count a step taken or skipped at this scale, the same on all processes, and move the floor if it is time."""
+        self._steps += 1
+        self._skips += skipped
+        if skipped and scale <= self._value and in_a_row % self._patience == 0:
+            self._fall()
+            self._close(self._mean_before)
+        elif self._steps >= self._window:
+            mean = self._mean()
+            few = self._skips < self._overflows * self._steps
+            if few and mean is not None and self._mean_before is not None and mean < self._mean_before:
+                self._value = max(min(2 * self._value, scale), self._value)
+            elif not few or self._mean_before is not None:
+                self._fall()
+            self._close(mean)
+
+    def _fall(self) -> None:
+        self._value = max(self._value / 2, self._lowest)
+
+    def _close(self, mean: float | None) -> None:
+        self._steps = self._skips = 0
+        self._sums = None
+        self._mean_before = mean
+
+    def _mean(self) -> float | None:
+        if self._sums is None:
+            return None
+        total, count = all_reduce_(self._sums, "sum").tolist()
+        return total / count if count else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the floor and the window so far, as plain numbers."""
+        return {
+            "value": self._value,
+            "steps": self._steps,
+            "skips": self._skips,
+            "sums": None if self._sums is None else self._sums.tolist(),
+            "mean_before": self._mean_before,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned; an empty state starts anew."""
+        if not state:
+            return
+        self._value = max(float(state["value"]), self._lowest)
+        self._steps, self._skips = int(state["steps"]), int(state["skips"])
+        self._sums = None if state["sums"] is None else torch.tensor(state["sums"])
+        self._mean_before = state["mean_before"]
+
+
+def make_floor(config: LossScaleConfig) -> FloorSchedule | AutoFloor:
+    """Return the floor that the options ask for."""
+    pairs = parse_floor(config.floor or "auto")
+    if pairs != "auto":
+        return FloorSchedule(pairs)
+    return AutoFloor(
+        start=config.init_scale * _START,
+        lowest=config.min_scale,
+        window=config.floor_window,
+        overflows=config.floor_overflows,
+        patience=max(config.max_skips // _STREAKS, 1),
+    )

@@ -1,0 +1,248 @@
+"""Rounding of tensors to the values of any format, exact for float32 and float64 input."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from shared_core.errors import ConfigError, nearest
+from shared_core.numerics.formats import FORMATS, Format, lookup
+
+RoundingMode = Literal["nearest_even", "stochastic", "toward_zero"]
+
+INPUTS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+STORAGE = INPUTS | {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+
+
+def round_to(
+    x: Tensor,
+    format: str,
+    *,
+    mode: RoundingMode = "nearest_even",
+    saturate: bool = True,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Return `x` rounded to values of `format`.
+
+    With ``ulp`` the distance of the two values around x: ``nearest_even`` is ``ulp·ne(x/ulp)``, ties to the even code;
+    ``toward_zero`` is ``ulp·trunc(x/ulp)``; ``stochastic`` is ``ulp·(⌊x/ulp⌋ + Bernoulli(frac(x/ulp)))``, whose mean
+    is x. Posits to nearest follow their standard (the boundary is the posit one bit longer, nothing but zero becomes
+    zero), log8 rounds log2|x|, binary is the sign with +1 for zero and has no ``toward_zero``; stochastic binary has
+    the mean ``clamp(x, -1, 1)``.
+
+    Beyond the largest value a result is
+
+    - with ``saturate=True`` ± the largest value, in every format, and no longer unbiased;
+    - with ``saturate=False`` Inf in formats that have it, NaN in those that have only NaN (fp8_e4m3, e8m0, log8), and
+      ± the largest in those that have neither (fp4_e2m1, integers, ternary, binary) and in posits. ``toward_zero``
+      never leaves the finite values.
+
+    An infinite x stays infinite in formats that have Inf, whatever `saturate` is. In posits and e8m0 it becomes NaN;
+    elsewhere it goes where any value beyond the largest goes: **a check for Inf belongs before the rounding**. NaN
+    stays NaN, also where the format has no code for it. A negative x becomes NaN in e8m0 and 0 in unsigned integers.
+    The sign of zero is kept by floats and dropped by all others.
+
+    Args:
+        x: Any shape; float64, float32, bfloat16 or float16. Not changed.
+        format: Name in `FORMATS`.
+        mode: How to round.
+        saturate: What happens beyond the largest value, see above.
+        generator: Source of the stochastic mode's randomness, on x's device; torch's global one if None.
+
+    Returns:
+        The shape of `x`, detached. The dtype of `x` if that has every value a result can take, else float32 or float64.
+
+    Raises:
+        ConfigError: Unknown format or mode, a dtype that is no float, or a generator on another device.
+
+    Source: IEEE 754-2019, 4.3; OFP8 1.0, 5.2; Gupta et al. 2015, arXiv:1502.02551 (stochastic rounding).
+
+    Example:
+        >>> round_to(torch.tensor([0.3, 17.0, 500.0]), "fp8_e4m3").tolist()
+        [0.3125, 16.0, 448.0]
+        >>> round_to(torch.tensor([0.3, 1e5]), "fp16", mode="toward_zero").tolist()
+        [0.2998046875, 65504.0]
+        >>> round_to(torch.tensor([1e5, 500.0]), "fp8_e4m3", saturate=False).tolist()
+        [nan, nan]
+    """
+    row = lookup(format)
+    check_rounding(row, mode, x, generator)
+    x = x.detach()
+    source = FORMATS[INPUTS[x.dtype]]
+    if row.holds(source):
+        return x.clone()
+    dtype = x.dtype if source.holds(row) else torch.float32 if FORMATS["fp32"].holds(row) else torch.float64
+    work = x.to(torch.promote_types(dtype, torch.float32))
+    if row.kind == "float":
+        y, beyond = _round_float(work.abs(), row, mode, generator)
+    elif row.kind == "integer":
+        y, beyond = _round_integer(work, row, mode, generator), None
+    elif row.kind == "binary":
+        y, beyond = _round_binary(work, mode, generator), None
+    else:
+        y, beyond = _round_by_table(work.abs(), row, mode, generator)
+    if beyond is not None:
+        y = torch.where(beyond, row.largest if saturate or mode == "toward_zero" else _outside(row), y)
+        y = torch.where(work.isinf(), _of_infinity(row, saturate), y).copysign(work)
+    if row.kind == "scale":
+        y = y.abs().masked_fill_(work < 0, math.nan)
+    if row.kind != "float":
+        y = y + 0.0  # their only zero is +0
+    return y.masked_fill_(work.isnan(), math.nan).to(dtype)
+
+
+def stochastic_round_(
+    target: Tensor,
+    source: Tensor,
+    *,
+    format: str | None = None,
+    saturate: bool = True,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Write `source`, stochastically rounded, into `target` and return it: ``ulp·(⌊x/ulp⌋ + Bernoulli(frac(x/ulp)))``.
+
+    The mean of the result is the source, so updates smaller than half an ulp of a 16-bit weight are not lost: it trains
+    without an fp32 copy. NaN passes, and Inf where the format has it. With ``saturate=True`` a finite value beyond the
+    largest becomes the largest (there the mean is too small); otherwise as in `round_to`.
+
+    Args:
+        target: Changed in place; its dtype has every value of the format.
+        source: Same shape, usually float32; may be `target` itself.
+        format: Name in `FORMATS`; the target's own format if None.
+        saturate: Keep finite values finite.
+        generator: Source of the randomness, on the source's device; its state belongs to a checkpoint.
+
+    Raises:
+        ConfigError: Unknown format, or one that the target's dtype cannot hold; shapes that differ.
+
+    Source: Gupta et al. 2015, *Deep Learning with Limited Numerical Precision*, arXiv:1502.02551.
+
+    Example:
+        >>> weight = torch.zeros(1000, dtype=torch.bfloat16)
+        >>> update = torch.full((1000,), 1 + 2**-9)  # a quarter of the way from 1 to the next bfloat16
+        >>> _ = stochastic_round_(weight, update, generator=torch.Generator().manual_seed(0))
+        >>> sorted(set(weight.tolist())), round((weight > 1).float().mean().item(), 1)
+        ([1.0, 1.0078125], 0.2)
+    """
+    if target.dtype not in STORAGE:
+        raise ConfigError(f"stochastic_round_: target must have a float dtype, got {target.dtype}")
+    own = FORMATS[STORAGE[target.dtype]]
+    row = own if format is None else lookup(format)
+    if not own.holds(row):
+        raise ConfigError(f"stochastic_round_: target must hold every value of {row.name}, got {target.dtype}")
+    if target.shape != source.shape:
+        raise ConfigError(
+            f"stochastic_round_: source must have the target's shape {tuple(target.shape)}, got {tuple(source.shape)}"
+        )
+    with torch.no_grad():
+        if row.name == "bf16" and source.dtype == torch.float32:
+            check_rounding(row, "stochastic", source, generator)
+            return target.copy_(_to_bf16(source, saturate, generator))
+        rounded = round_to(source, row.name, mode="stochastic", saturate=saturate, generator=generator)
+        return target.copy_(rounded)
+
+
+def check_rounding(row: Format, mode: str, x: Tensor, generator: torch.Generator | None) -> None:
+    """Refuse a mode, a dtype or a generator that rounding to `row` cannot use."""
+    if mode not in get_args(RoundingMode):
+        raise ConfigError(
+            f"numerics: mode must be a known one, got {mode!r}{nearest(str(mode), get_args(RoundingMode))}"
+        )
+    if x.dtype not in INPUTS:
+        raise ConfigError(f"numerics: x must be float64, float32, bfloat16 or float16, got {x.dtype}; cast it first")
+    if generator is not None and generator.device.type != x.device.type:
+        raise ConfigError(f"numerics: generator must be on {x.device}, got {generator.device}")
+    if mode == "toward_zero" and row.kind == "binary":
+        raise ConfigError("numerics: mode must not be 'toward_zero' for binary, which has no zero to round toward")
+
+
+def binade(a: Tensor, row: Format) -> Tensor:
+    """Return the power of two at or below `a` >= 0, at least the format's smallest normal value."""
+    # The exponent field alone, as a float, is that power: no logarithm that could miss it by one.
+    if a.dtype == torch.float64:
+        power = (a.view(torch.int64) & 0x7FF0000000000000).view(torch.float64)
+    else:
+        power = (a.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return power.clamp_(min=row.smallest_normal)
+
+
+def _round_float(
+    a: Tensor, row: Format, mode: RoundingMode, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    # Scaling by powers of two is exact, so the one rounding is that of a number of ulps to an integer. Dividing by the
+    # binade first keeps every intermediate normal: an ulp itself may be subnormal, and its reciprocal infinite.
+    power = binade(a, row)
+    ulps = _round_to_integer(a / power * 2.0**row.mantissa_bits, mode, generator)
+    y = ulps * 2.0**-row.mantissa_bits * power
+    return y, y > row.largest
+
+
+def _round_integer(x: Tensor, row: Format, mode: RoundingMode, generator: torch.Generator | None) -> Tensor:
+    return _round_to_integer(x, mode, generator).clamp_(row.qmin, row.qmax)
+
+
+def _round_to_integer(x: Tensor, mode: RoundingMode, generator: torch.Generator | None) -> Tensor:
+    if mode == "nearest_even":
+        return x.round()
+    if mode == "toward_zero":
+        return x.trunc()
+    # x - floor(x) is exact; adding the random number to x before the floor would round it, and biases.
+    floor = x.floor()
+    return floor + (_uniform(x, generator) < x - floor)
+
+
+def _round_binary(x: Tensor, mode: RoundingMode, generator: torch.Generator | None) -> Tensor:
+    positive = x >= 0 if mode == "nearest_even" else _uniform(x, generator) < (x.double() + 1.0) / 2.0
+    return torch.where(positive, 1.0, -1.0).to(x.dtype)
+
+
+def _round_by_table(
+    a: Tensor, row: Format, mode: RoundingMode, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    # log8's irrational values are rounded to the dtype of the result first, or truncating one twice would lose a code.
+    values = torch.tensor(row.magnitudes, dtype=torch.float64, device=a.device).to(a.dtype).double()
+    last = len(row.magnitudes) - 1
+    exact = a.double()
+    if mode == "nearest_even":
+        index = nearest_magnitude(exact, row)
+    else:
+        index = torch.bucketize(exact, values, right=True).sub_(1).clamp_(min=0)
+    if mode == "stochastic":
+        low, high = values[index], values[(index + 1).clamp_(max=last)]
+        index = index + (_uniform(a, generator) * (high - low) < exact - low)
+    return values[index.clamp(max=last)].to(a.dtype), index > last
+
+
+def nearest_magnitude(a: Tensor, row: Format) -> Tensor:
+    """Return the code of the magnitude that float64 `a` >= 0 rounds to; one past the last code if beyond it."""
+    return torch.bucketize(a, torch.tensor(row.thresholds, dtype=torch.float64, device=a.device))
+
+
+def _to_bf16(x: Tensor, saturate: bool, generator: torch.Generator | None) -> Tensor:
+    # bfloat16 is the upper half of float32: a random lower half, added, carries with probability frac.
+    noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
+    y = (noise.add_(x.view(torch.int32)) & -(1 << 16)).view(torch.float32)
+    if saturate:
+        largest = FORMATS["bf16"].largest
+        y = y.clamp_(-largest, largest)
+    return torch.where(x.isfinite(), y, x)
+
+
+def _uniform(x: Tensor, generator: torch.Generator | None) -> Tensor:
+    # 53 bits: with float32's 24 a value of 2^-40 ulps would be rounded up 2^16 times too often.
+    return torch.rand(x.shape, dtype=torch.float64, device=x.device, generator=generator)
+
+
+def _outside(row: Format) -> float:
+    if row.kind == "posit" or row.overflow == "largest":
+        return row.largest
+    return math.inf if row.overflow == "inf" else math.nan
+
+
+def _of_infinity(row: Format, saturate: bool) -> float:
+    if row.kind in ("posit", "scale"):
+        return math.nan
+    return math.inf if row.overflow == "inf" else row.largest if saturate else _outside(row)
