@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from hf_eff._attach import attach as attach
     from hf_eff._technique_callback import EffCallback as EffCallback
     from hf_eff.distillation import Distillation as Distillation
+    from hf_eff.fp8 import Fp8 as Fp8
     from hf_eff.loss_scaling import LossScaling as LossScaling
     from hf_eff.pruning import Pruning as Pruning
     from hf_eff.quantization import QuantizationAwareTraining as QuantizationAwareTraining
@@ -24,6 +25,7 @@ _HOMES = {
     "EffTrainer": "trainer",
     "EffTrainerMixin": "trainer",
     "EffTrainingArguments": "training_args",
+    "Fp8": "fp8",
     "LossScaling": "loss_scaling",
     "ModelSoup": "soup",
     "Pruning": "pruning",

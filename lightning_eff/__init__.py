@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_eff._session_callback import EffCallback as EffCallback
     from lightning_eff.distillation import Distillation as Distillation
+    from lightning_eff.fp8 import Fp8 as Fp8
     from lightning_eff.loss_scaling import LossScalingPrecision as LossScalingPrecision
     from lightning_eff.pruning import Pruning as Pruning
     from lightning_eff.quantization import QuantizationAwareTraining as QuantizationAwareTraining
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Distillation": "distillation",
     "EffCallback": "_session_callback",
+    "Fp8": "fp8",
     "LossScalingPrecision": "loss_scaling",
     "ModelSoup": "soup",
     "Pruning": "pruning",

@@ -2,6 +2,7 @@
 
 from lightning_eff import Distillation as Distillation
 from lightning_eff import EffCallback as EffCallback
+from lightning_eff import Fp8 as Fp8
 from lightning_eff import ModelSoup as ModelSoup
 from lightning_eff import Pruning as Pruning
 from lightning_eff import QuantizationAwareTraining as QuantizationAwareTraining

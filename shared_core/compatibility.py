@@ -49,6 +49,14 @@ REFUSED: dict[tuple[str, str], str] = {
     ("qat", "fsdp1"): _FLAT,
     ("qat", "fsdp2"): _SHARDED,
     ("qat", "lbfgs"): _LBFGS,
+    ("qat", "fp8"): (
+        "both change the class of the same linear layers, and int8 rounding inside an FP8 product is neither; "
+        "train in FP8 first and then for int8, or drop one"
+    ),
+    ("fp8", "deepspeed"): _OWN,
+    ("fp8", "fsdp1"): "flat shards of FSDP1 have no rows or blocks left that could share a scale; use DDP",
+    ("fp8", "fsdp2"): "its scales have not been proven on sharded parameters yet; use DDP",
+    ("fp8", "lbfgs"): _LBFGS,
     ("distill", "manual_optimization"): (
         "training_step returns no loss that a soft term could join; call shared_core.distillation.kd_loss in it"
     ),

@@ -42,6 +42,7 @@ ROOMS = {
     for room in (
         Room("prune", "pruning", "PruneConfig", "Pruning"),
         Room("qat", "quantization", "QatConfig", "QuantizationAwareTraining"),
+        Room("fp8", "fp8", "Fp8Config", "Fp8Training"),
         Room("distill", "distillation", "DistillConfig", "Distillation"),
         Room("loss_scale", "loss_scaling", "LossScaleConfig", "LossScaling"),
         Room("soup", "soup", "SoupConfig", "ModelSoup"),

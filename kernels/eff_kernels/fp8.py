@@ -1,0 +1,208 @@
+"""FP8 matrices without checks of the caller's options, for hot paths: block maxima, scales, casts and products.
+
+Every matrix is (rows, contracted axis); a product is ``a @ b.t()``. Scales multiply a code back to its value:
+``value = code · scale``. A block (r, c) has one scale; 0 stands for the whole axis, so (0, 0) is one scale a tensor
+and (1, 0) one a row. Nothing here reads a value on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Block = tuple[int, int]
+Rounding = Literal["exact", "power_of_two", "mx"]
+
+
+class Scaled(NamedTuple):
+    """An FP8 matrix: codes (R, K) and scales, one a block, of shape (⌈R/r⌉, ⌈K/c⌉) in float32."""
+
+    codes: Tensor
+    scale: Tensor
+    block: Block
+
+
+def block_amax(x: Tensor, block: Block) -> Tensor:
+    """Return the largest magnitude of each block in float32; NaN where the block holds one.
+
+    Args:
+        x: (R, K) of any floating type, not empty.
+        block: Rows and columns of a block, 0 for all; a block at the edge may be smaller.
+
+    Example:
+        >>> block_amax(torch.tensor([[1.0, -3.0], [0.5, 2.0]]), (1, 0))
+        tensor([[3.],
+                [2.]])
+    """
+    if block == (0, 0):
+        low, high = torch.aminmax(x)
+        return torch.maximum(high, -low).float().reshape(1, 1)
+    rows, columns = (size or length for size, length in zip(block, x.shape, strict=True))
+    if (rows, columns) == (1, x.shape[1]):
+        return x.abs().amax(1, keepdim=True).float()
+    x = _padded(x, rows, columns).abs()
+    return x.view(x.shape[0] // rows, rows, x.shape[1] // columns, columns).amax((1, 3)).float()
+
+
+def block_scale(amax: Tensor, dtype: torch.dtype, rounding: Rounding) -> Tensor:
+    """Return ``s = max(amax, 2^-126·M)/M`` with M the largest value of `dtype`, or a power of two near it.
+
+    ``"power_of_two"`` takes the smallest power of two that is not below amax/M, so that nothing saturates.
+    ``"mx"`` takes ``2^(floor(log2 amax) - floor(log2 M))``, as the OCP microscaling formats do: what lies between
+    ``M·s`` and ``2^(emax + 1)·s`` saturates. NaN where `amax` is not finite: saturation would hide an overflow.
+
+    Args:
+        amax: Largest magnitudes, float32, any shape.
+        dtype: An FP8 type.
+        rounding: See above.
+
+    Example:
+        >>> amax = torch.tensor([448.0, 449.0])
+        >>> block_scale(amax, torch.float8_e4m3fn, "power_of_two").tolist()
+        [1.0, 2.0]
+        >>> block_scale(amax, torch.float8_e4m3fn, "mx").tolist()
+        [1.0, 1.0]
+    """
+    largest = torch.finfo(dtype).max
+    at_least = amax.clamp_min(2.0**-126 * largest)
+    if rounding == "exact":
+        scale = at_least / largest
+    else:
+        # exponents from the bit pattern: log2 and exp2 of vector libraries are not exact at powers of two
+        bits, limit = at_least.view(torch.int32), math.frexp(largest)
+        exponent = (bits >> 23) - 127 - (limit[1] - 1)
+        if rounding == "power_of_two":
+            exponent = exponent + ((bits & 0x7FFFFF) > round((2 * limit[0] - 1) * 2**23)).int()
+        scale = ((exponent.clamp(-126, 127) + 127) << 23).view(torch.float32)
+    return torch.where(torch.isfinite(amax), scale, math.nan)
+
+
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, block: Block) -> Scaled:
+    """Return ``cast(clamp(x/s, -M, M))``, rounded to nearest, halves to even; NaN stays NaN.
+
+    Args:
+        x: (R, K) of any floating type.
+        scale: One for each block, float32.
+        dtype: An FP8 type.
+        block: Rows and columns of a block, 0 for all.
+
+    Example:
+        >>> cast(torch.tensor([[1.0, 1.06]]), torch.tensor([[0.5]]), torch.float8_e4m3fn, (0, 0)).codes.float()
+        tensor([[2., 2.]])
+    """
+    largest = torch.finfo(dtype).max
+    # clamped first: torch's own conversion saturates in some versions and overflows in others (e5m2, torch < 2.12)
+    codes = (x.float() / _along(scale, block, x.shape)).clamp_(-largest, largest).to(dtype)
+    return Scaled(codes, scale, block)
+
+
+def dequantize(matrix: Scaled) -> Tensor:
+    """Return the values of an FP8 matrix in float32."""
+    return matrix.codes.float() * _along(matrix.scale, matrix.block, matrix.codes.shape)
+
+
+def check_scaled_mm_constraints(a: Scaled, b: Scaled) -> None:
+    """Refuse operands that FP8 tensor cores cannot multiply, on every device, so that CPU runs find it too.
+
+    Args:
+        a: (M, K).
+        b: (N, K), multiplied as its transpose.
+
+    Raises:
+        ValueError: If K differs, K or N is no multiple of 16, a matrix is not contiguous, or both are e5m2.
+
+    Source: the checks of torch's ``aten/src/ATen/native/cuda/ScaledBlas.cpp`` for compute capability 9.0.
+
+    Example:
+        >>> one = Scaled(torch.zeros(4, 24).to(torch.float8_e4m3fn), torch.ones(1, 1), (0, 0))
+        >>> check_scaled_mm_constraints(one, one)
+        Traceback (most recent call last):
+        ValueError: scaled matmul: K must be a multiple of 16, got 24
+    """
+    (m, k), (n, other) = a.codes.shape, b.codes.shape
+    if k != other:
+        raise ValueError(f"scaled matmul: a and b must have the same K, got {k} and {other}")
+    for name, size in (("K", k), ("N", n)):
+        if size % 16:
+            raise ValueError(f"scaled matmul: {name} must be a multiple of 16, got {size}")
+    if not (a.codes.is_contiguous() and b.codes.is_contiguous()):
+        raise ValueError(f"scaled matmul: operands must be contiguous along K, got shapes {(m, k)} and {(n, k)}")
+    if a.codes.dtype == b.codes.dtype == torch.float8_e5m2:
+        raise ValueError("scaled matmul: at most one operand may be e5m2, got two")
+
+
+def emulated_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype) -> Tensor:
+    """Return ``(Â·B̂ᵀ)·(s_a·s_b)``, accumulated in float32, on hardware that does not multiply FP8.
+
+    Where scales change along K, the product is that of the dequantised values.
+
+    Args:
+        a: (M, K).
+        b: (N, K).
+        out_dtype: Type of the result.
+
+    Example:
+        >>> a = cast(torch.full((1, 16), 3.0), torch.ones(1, 1), torch.float8_e4m3fn, (0, 0))
+        >>> emulated_mm(a, Scaled(a.codes.expand(16, 16).contiguous(), *a[1:]), torch.float32)[0, 0].item()
+        144.0
+    """
+    with torch.autocast(a.codes.device.type, enabled=False):
+        if a.scale.shape[1] == b.scale.shape[1] == 1 and a.block[1] == b.block[1] == 0:
+            product = a.codes.float() @ b.codes.float().t()
+            # one after the other: the product of two small scales may be 0 in float32
+            return product.mul_(a.scale).mul_(b.scale.t()).to(out_dtype)
+        return (dequantize(a) @ dequantize(b).t()).to(out_dtype)
+
+
+def scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype) -> Tensor:
+    """Return what `emulated_mm` returns, by torch's scaled matmul: one scale a tensor, or one a row, in both.
+
+    Where the device gives products with a scale a row in 16 bits only, a float32 result is rounded to bfloat16.
+
+    Args:
+        a: (M, K).
+        b: (N, K).
+        out_dtype: float32, bfloat16 or float16.
+    """
+    if a.block == (0, 0):
+        scale_a, scale_b, given = a.scale.reshape(()), b.scale.reshape(()), out_dtype
+    else:
+        narrow = out_dtype == torch.float32 and not _rows_in_float32(a.codes.device)
+        scale_a, scale_b, given = a.scale, b.scale.t(), torch.bfloat16 if narrow else out_dtype
+    product: Tensor = torch._scaled_mm(
+        a.codes, b.codes.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=given, use_fast_accum=False
+    )
+    return product.to(out_dtype)
+
+
+def _rows_in_float32(device: torch.device) -> bool:
+    # torch's ScaledBlas.cpp: cuBLAS 12.9 on compute capability 9.0; CUTLASS, used elsewhere, gives 16 bits
+    if device.type != "cuda":
+        return True
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    return cuda >= (12, 9) and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Return whether a device has FP8 tensor cores: NVIDIA of compute capability 8.9 and later."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    down, right = -x.shape[0] % rows, -x.shape[1] % columns
+    return F.pad(x, (0, right, 0, down)) if down or right else x.contiguous()
+
+
+def _along(scale: Tensor, block: Block, shape: torch.Size) -> Tensor:
+    if scale.shape[0] in (1, shape[0]) and scale.shape[1] == 1:
+        return scale
+    for axis in (0, 1):
+        if scale.shape[axis] > 1:
+            scale = scale.repeat_interleave(block[axis], axis)
+    return scale[: shape[0], : shape[1]]
