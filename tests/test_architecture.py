@@ -47,6 +47,18 @@ def test_no_import_points_upwards_or_sideways(floor, path):
         assert floor in ONLY_ON.get(name, {floor}), f"{path} imports {name}, which belongs to {ONLY_ON.get(name)}"
 
 
+def test_no_room_imports_another_room():
+    from shared_core.rooms import ROOMS
+
+    names = {room.name for room in ROOMS.values()}
+    for path in FLOORS["shared_core"].rglob("*.py"):
+        room = path.relative_to(FLOORS["shared_core"]).parts[0]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if room in names and isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shared_core."):
+                other = str(node.module).split(".")[1]
+                assert other == room or other not in names, f"{path} imports room {other}"
+
+
 def test_the_checker_sees_a_wrong_import(tmp_path):
     bad = tmp_path / "bad.py"
     bad.write_text("def f():\n    import transformers\n")

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError
+from shared_core.fast_paths import Undo, fast_paths_off, fast_paths_on
 from shared_core.fp8.config import Fp8Config
 from shared_core.fp8.convert import select_layers
 from shared_core.fp8.linear import PRODUCTS, Fp8Linear, LayerFp8, restore, swap
 from shared_core.fp8.scaling import ROLES, AmaxBank
-from shared_core.quantization.modules import Undo, fast_paths_off, fast_paths_on
 from shared_core.technique import Context, Technique
 
 

@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from shared_core.errors import ConfigError, MatchError
+from shared_core.fast_paths import fast_paths_off
 from shared_core.quantization.integer_modules import INTEGER, IntegerLayer
 from shared_core.quantization.modules import (
     STOCK,
     check_range,
-    fast_paths_off,
     find_layers,
     layer_range,
     restore,

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared_core.errors import ConfigError, MatchError, nearest
+from shared_core.fast_paths import fast_paths_off
 from shared_core.module_match import plain_name
 from shared_core.quantization.observers import LayerQuantizer, RangeBank
 
@@ -55,8 +56,6 @@ FAKE_QUANT: dict[type[nn.Module], type[nn.Module]] = {
 }
 STOCK: dict[type[nn.Module], type[nn.Module]] = {fake: stock for stock, fake in FAKE_QUANT.items()}
 
-Undo = list[tuple[nn.Module, str, Any]]
-
 
 def swap(module: nn.Module, quantizer: LayerQuantizer) -> None:
     """Make a stock layer fake-quantise; its parameters and keys stay as they are."""
@@ -69,35 +68,6 @@ def restore(module: nn.Module) -> None:
     if type(module) in STOCK:
         module.__class__ = STOCK[type(module)]
         del module.quantizer
-
-
-def fast_paths_off(model: nn.Module, layers: tuple[type[nn.Module], ...] = tuple(STOCK)) -> Undo:
-    """Switch off the fused evaluation of `nn.TransformerEncoder` where it would bypass a swapped layer.
-
-    In evaluation the fused path reads ``linear1.weight`` itself, so what is evaluated would be the float
-    model.
-
-    Returns:
-        What to set back, for `fast_paths_on`.
-    """
-    undo: Undo = []
-    for parent in model.modules():
-        if not any(isinstance(child, layers) for child in parent.modules()):
-            continue
-        name = {
-            nn.TransformerEncoderLayer: "activation_relu_or_gelu",
-            nn.TransformerEncoder: "use_nested_tensor",
-        }.get(type(parent))
-        if name is not None and hasattr(parent, name):
-            undo.append((parent, name, getattr(parent, name)))
-            setattr(parent, name, 0)
-    return undo
-
-
-def fast_paths_on(undo: Undo) -> None:
-    """Set back what `fast_paths_off` changed."""
-    for parent, name, value in undo:
-        setattr(parent, name, value)
 
 
 def layer_range(module: nn.Module) -> dict[str, Any] | None:
@@ -151,7 +121,7 @@ def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> n
         quantizer = LayerQuantizer(bank, index)
         quantizer.has_range = True
         swap(module, quantizer)
-    fast_paths_off(model)
+    fast_paths_off(model, tuple(STOCK))
     return model
 
 

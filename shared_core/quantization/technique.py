@@ -11,10 +11,11 @@ from eff_kernels import quantization as kernels
 from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError, ConfigError, TrainingError
+from shared_core.fast_paths import Undo, fast_paths_off, fast_paths_on
 from shared_core.module_match import plain_name
 from shared_core.positions import parse_position
 from shared_core.quantization.config import QatConfig
-from shared_core.quantization.modules import Undo, fast_paths_off, fast_paths_on, layer_range, restore, swap
+from shared_core.quantization.modules import STOCK, layer_range, restore, swap
 from shared_core.quantization.observers import LayerQuantizer, RangeBank
 from shared_core.quantization.selection import select_layers
 from shared_core.quantization.weights import bake_, weight_report
@@ -57,7 +58,7 @@ class QuantizationAwareTraining(Technique):
         for index, module in enumerate(self.layers.values()):
             vars(module).pop("quantized_range", None)  # of an earlier run
             swap(module, LayerQuantizer(self._bank, index))
-        self._undo = fast_paths_off(model)
+        self._undo = fast_paths_off(model, tuple(STOCK))
         ids = {id(module) for module in self.layers.values()}
         # a module that the model holds under two names has two keys in the state dict
         names = model.named_modules(remove_duplicate=False)
