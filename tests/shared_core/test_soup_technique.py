@@ -1,0 +1,223 @@
+"""A soup at the end of training: candidates through the trainer's own evaluation."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shared_core.errors import CheckpointError, ConfigError, EffError, MatchError
+from shared_core.soup import ModelSoup, SoupConfig, greedy_soup, uniform_soup
+from shared_core.technique import Context, SavedCheckpoint
+
+
+class RunServices:
+    """Checkpoints in memory, evaluated by a function of the model."""
+
+    def __init__(self, model, weights, metric):
+        self.model, self.weights, self.metric = model, weights, metric
+        self.said, self.evaluations, self.calibrations = [], 0, 0
+
+    def checkpoints(self):
+        return [SavedCheckpoint(Path(f"checkpoint-{step}"), step) for step in self.weights]
+
+    def load_weights(self, path):
+        return self.weights[int(path.name.rsplit("-", 1)[1])]
+
+    def evaluate(self):
+        self.evaluations += 1
+        return {"eval_loss": self.metric(self.model), "eval_runtime": 1.0}
+
+    def calibrate(self, num_batches):
+        self.calibrations += 1
+        self.model.train()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for _ in range(num_batches):
+                self.model(torch.randn(16, 3, generator=generator))
+
+    def say(self, text):
+        self.said.append(text)
+
+
+def a_run(metric=None, count=4, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    weights = {}
+    for step in range(10, 10 * count + 10, 10):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        model[1].num_batches_tracked.fill_(step)
+        weights[step] = {name: value.clone() for name, value in model.state_dict().items()}
+    metric = metric or (lambda model: float(model[0].weight.detach().square().sum()))
+    services = RunServices(model, weights, metric)
+    context = Context(model=model, services=services, step=10 * count)
+    return model, context, services, ModelSoup(SoupConfig(kind=options.pop("kind", "greedy"), **options))
+
+
+def test_the_model_holds_the_soup_of_its_checkpoints():
+    model, context, services, technique = a_run()
+    replaced = []
+    context.weights_replaced = lambda: replaced.append(1)
+    parameters = [id(parameter) for parameter in model.parameters()]
+    technique.begin(context)
+    technique.finish(model, context)
+    expected = greedy_soup(
+        list(services.weights.values()), lambda weights: float(weights["0.weight"].square().sum()), mode="min"
+    )
+    assert all(torch.equal(value, expected.state_dict[name]) for name, value in model.state_dict().items())
+    assert [id(parameter) for parameter in model.parameters()] == parameters
+    assert services.evaluations == 7
+    assert len(replaced) == 8
+    report = technique.report()
+    assert report["score"] == expected.score <= report["best_single"]
+    assert len(report["ingredients"]) == len(expected.ingredients)
+    assert "checkpoint-" in report["ingredients"][0]
+    assert "eval_loss" in services.said[-1]
+    json.dumps(report)
+
+
+def test_final_weights_are_an_ingredient_unless_saved():
+    model, context, _, technique = a_run(metric=lambda model: 1.0)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    technique.finish(model, context)
+    assert technique.report()["ingredients"][-1] == "final weights (step 40)"
+    assert technique.report()["candidates"] == 5
+
+
+def test_uniform_takes_all():
+    model, context, services, technique = a_run(kind="uniform")
+    technique.finish(model, context)
+    expected = uniform_soup(list(services.weights.values()))
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert services.evaluations == 0
+
+
+def test_last_and_first_usable_step():
+    model, context, services, technique = a_run(metric=lambda model: 1.0, last=2)
+    technique.finish(model, context)
+    assert technique.report()["ingredients"] == ["checkpoint-30", "checkpoint-40"]
+    model, context, services, technique = a_run(metric=lambda model: 1.0)
+    context.first_usable_step = 20
+    technique.finish(model, context)
+    assert technique.report()["ingredients"] == ["checkpoint-20", "checkpoint-30", "checkpoint-40"]
+    assert "1 checkpoints from before step 20" in services.said[0]
+    model, context, services, technique = a_run()
+    context.first_usable_step = 41
+    with pytest.raises(CheckpointError, match="at or after step 41"):
+        technique.finish(model, context)
+
+
+def test_one_checkpoint_is_the_result_and_none_is_an_error():
+    model, context, services, technique = a_run(count=1)
+    technique.finish(model, context)
+    assert torch.equal(model[0].weight, services.weights[10]["0.weight"])
+    assert "only ingredient" in services.said[0]
+    services.weights = {}
+    with pytest.raises(CheckpointError, match="save_steps"):
+        technique.finish(model, context)
+
+
+def test_a_metric_that_is_not_reported_is_refused():
+    model, context, _, technique = a_run(metric=lambda model: 1.0)
+    technique = ModelSoup(SoupConfig(kind="greedy", metric="eval_los"))
+    with pytest.raises(ConfigError, match="did you mean 'eval_loss'"):
+        technique.finish(model, context)
+
+
+def test_checkpoints_of_another_model_are_refused():
+    model, context, services, technique = a_run()
+    services.weights[20] = {**services.weights[20], "more": torch.ones(1)}
+    with pytest.raises(CheckpointError, match="more"):
+        technique.finish(model, context)
+    model, context, services, technique = a_run()
+    for weights in services.weights.values():
+        weights["0.weight"] = torch.ones(9, 3)
+    with pytest.raises(CheckpointError, match=r"shape.*\(9, 3\)"):
+        technique.finish(model, context)
+
+
+def test_batch_norm_is_estimated_anew_for_every_average():
+    model, context, services, technique = a_run(bn_batches=3)
+    technique.begin(context)
+    technique.finish(model, context)
+    assert services.calibrations == 8
+    assert model[1].momentum == 0.1
+    mean = model[1].running_mean.clone()
+    model[1].reset_running_stats()
+    model[1].momentum = None
+    services.calibrate(3)
+    assert torch.equal(model[1].running_mean, mean)
+    with pytest.raises(MatchError, match="without BatchNorm"):
+        technique.begin(Context(model=nn.Linear(2, 2), services=services))
+
+
+def test_a_tied_model_takes_checkpoints_that_hold_the_tie_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = Tied()
+    start = model.embed.weight.detach().clone()
+    weights = {step: {"head.weight": torch.full((5, 3), float(step))} for step in (1, 2)}
+    services = RunServices(model, weights, lambda model: 0.0)
+    technique = ModelSoup(SoupConfig(kind="greedy", last=2))
+    technique.finish(model, Context(model=model, services=services))
+    assert model.head.weight is model.embed.weight
+    assert technique.report()["candidates"] == 3
+    expected = uniform_soup([{"w": weights[1]["head.weight"]}, {"w": weights[2]["head.weight"]}, {"w": start}])
+    assert torch.equal(model.embed.weight, expected["w"])
+
+
+def test_a_bare_loop_is_told_before_training():
+    with pytest.raises(EffError, match="needs a trainer"):
+        ModelSoup(SoupConfig(kind="greedy")).begin(Context(model=nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("metric", "larger"),
+    [("eval_loss", False), ("val_loss", False), ("eval_accuracy", True), ("perplexity", False), ("val/wer", False),
+     ("eval_f1", True), ("valloss", False), ("eval_answer", True)],
+)  # fmt: skip
+def test_mode_auto(metric, larger):
+    assert SoupConfig(kind="greedy", metric=metric).larger_is_better == larger
+    assert SoupConfig(kind="greedy", metric=metric, mode="max").larger_is_better
+
+
+def _two_processes(rank, port_file, out):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
+    noise = 0.5 * rank  # each process sees other validation data, and would choose another soup
+
+    def metric(model):
+        return float((model[0].weight.detach() - noise).square().sum())
+
+    model, context, services, technique = a_run(metric=metric)
+    technique.finish(model, context)
+    torch.save({"state": model.state_dict(), "evaluations": services.evaluations}, f"{out}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_choose_what_the_main_process_measures(tmp_path):
+    import multiprocessing
+
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=_two_processes, args=(rank, tmp_path / "rendezvous", tmp_path)) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    model, run_context, services, technique = a_run(metric=lambda model: float(model[0].weight.detach().square().sum()))
+    technique.finish(model, run_context)
+    assert first["evaluations"] == second["evaluations"] == services.evaluations
+    for name, value in model.state_dict().items():
+        assert torch.equal(first["state"][name], value)
+        assert torch.equal(second["state"][name], value)
