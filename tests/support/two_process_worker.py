@@ -13,6 +13,7 @@ from shared_core import ranks
 def main(front_end: str, folder: Path, recipes: list[str]) -> None:
     for recipe in recipes:
         out = folder / recipe
+        out.mkdir(parents=True, exist_ok=True)  # the main process makes it, but perhaps later than this one saves
         options = {"batch_norm": False, "batch": 4, "optim": "sgd"}
         with states_at_finish() as states:
             if front_end == "hf":
