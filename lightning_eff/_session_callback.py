@@ -369,9 +369,7 @@ def _callbacks(trainer: Any) -> list[EffCallback]:
 
 
 def _scales_loss(plugin: Any) -> bool:
-    return type(plugin).__qualname__ == "LossScalingPrecision" or any(
-        kind.__qualname__ == "LossScalingPrecision" for kind in type(plugin).__mro__
-    )
+    return any(kind.__qualname__ == "LossScalingPrecision" for kind in type(plugin).__mro__)
 
 
 def _same(value: Any, baked: Any) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from soup_runs import runs, same_bits
 
 from shared_core.errors import CheckpointError, ConfigError
-from shared_core.soup import greedy_soup, path_json, path_plot, path_table, uniform_soup
+from shared_core.soup import greedy_soup, uniform_soup
 
 # --- averages ---------------------------------------------------------------------------------------------------------
 
@@ -393,21 +393,3 @@ def test_a_journal_of_another_search_is_refused(tmp_path, other):
         journal.write_text("{" if other == "damaged" else '{"a": 1}')
     with pytest.raises(CheckpointError, match="journal"):
         greedy_soup(members, lambda weights: 0.0, journal=journal, **arguments)
-
-
-# --- path -------------------------------------------------------------------------------------------------------------
-
-
-def test_path_as_table_json_and_plot(tmp_path):
-    from rich.console import Console
-
-    result = greedy_soup(runs(4), lambda weights: math.nan if weights["a"][0, 0] > 1e9 else 0.25)
-    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(path_table(result))
-    assert "soup of 4 of 4: 0.25" in console.export_text()
-    assert json.loads(path_json(result))["history"] == result.history
-    plot = path_plot(result, tmp_path / "path.png")
-    assert plot.read_bytes()[:4] == b"\x89PNG"
-
-
-# --- technique --------------------------------------------------------------------------------------------------------
