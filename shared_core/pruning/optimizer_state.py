@@ -13,7 +13,7 @@ from torch import Tensor
 def clear_moments_(
     optimizers: Iterable[torch.optim.Optimizer], weights: Mapping[str, Tensor], masks: Mapping[str, Tensor]
 ) -> None:
-    """Zero, in place, what the optimizers' states hold for pruned weights.
+    """Zero, in place, what the optimizers' states hold for weights that are not kept.
 
     That is every floating-point state tensor whose last dimensions are the weight's (moments, momentum,
     their maxima), and bitsandbytes' 8-bit codes, where zero is the position of 0.0 in the code book

@@ -100,6 +100,22 @@ def test_moments_of_pruned_weights_are_cleared_at_the_update(optimizer):
             assert moment[~zero].all()
 
 
+def test_a_later_update_clears_the_moments_of_newly_pruned_weights_alone():
+    model = make_net()
+    session, opt = make_session(
+        model, OPTIMIZERS["adamw"], schedule="linear", begin=2, end=6, every=4, initial_sparsity=0.3
+    )
+    named = dict(model.named_parameters())
+    train(session, opt, model, range(2))
+    before = zeros(model)
+    train(session, opt, model, range(2, 6))
+    for name, zero in zeros(model).items():
+        moment, newly = opt.state[named[name]]["exp_avg_sq"], zero & ~before[name]
+        assert newly.any()
+        assert not moment[newly].any()
+        assert moment[before[name]].any()
+
+
 def test_the_survivors_are_the_largest_weights_of_that_step():
     model, twin = make_net(), make_net()
     plain = OPTIMIZERS["sgd"](twin.parameters())
