@@ -59,6 +59,7 @@ class SessionCallback(TrainerCallback):
         self._own_scaler: tuple[Any, bool] | None = None
         self._training = self._baking = self._complete = self._unscaled = False
         self._scale_before: float | None = None
+        self._discarded = False
         self._resumed_from: Path | None = None
         self._new_session(recipe)
         self._wire()
@@ -105,6 +106,7 @@ class SessionCallback(TrainerCallback):
             "save_model": self._save_model,
             "_save": self._save,
             "_load_from_checkpoint": self._load_from_checkpoint,
+            "_load_optimizer_and_scheduler": self._load_optimizer_and_scheduler,
             "_load_best_model": self._load_best_model,
         }
         for name, outer in around.items():
@@ -206,6 +208,11 @@ class SessionCallback(TrainerCallback):
         if self.session.context is not None:
             load_renamed_(self.session.context.model, Path(folder))
 
+    def _load_optimizer_and_scheduler(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        if self.session.is_attached:
+            self.session.prepare_optimizers([inner_optimizer(self._trainer.optimizer)])
+        method(*args, **kwargs)
+
     def _load_best_model(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         method(*args, **kwargs)
         best = Path(str(self._trainer.state.best_model_checkpoint))
@@ -280,7 +287,9 @@ class SessionCallback(TrainerCallback):
     ) -> None:
         """Tell the session whether the step was applied."""
         self._complete = self._unscaled = False
-        accelerator = self._trainer.accelerator
+        accelerator, optimizer = self._trainer.accelerator, cast(Any, self._trainer.optimizer)
+        if self._discarded:
+            optimizer._is_overflow = self._discarded = False
         skipped = accelerator.optimizer_step_was_skipped
         if self._scale_before is not None and accelerator.scaler.get_scale() < self._scale_before:
             skipped = True
@@ -290,8 +299,9 @@ class SessionCallback(TrainerCallback):
             )
         if skipped:
             self.session.skipped_optimizer_step()
-        else:
-            self.session.after_optimizer_step()
+        elif not self.session.after_optimizer_step():
+            # accelerate knows of its scaler's skips alone; the learning rate must not move on this one either
+            optimizer._is_overflow = self._discarded = True
 
     def _put_scaler(self) -> None:
         technique = self.session.techniques.get("loss_scale")

@@ -61,7 +61,7 @@ class EffCallback(Callback):
         self._saved: Mapping[str, Any] | None = None
         self._final: Mapping[str, Any] | None = None
         self._stock_precision: Any = None
-        self._applied = False
+        self._applied = self._discarded = False
         self._validated_at = -1
 
     @property
@@ -172,6 +172,8 @@ class EffCallback(Callback):
         scaling: Any = self.session.techniques.get("loss_scale")
         if scaling is not None:
             trainer.precision_plugin.scaler = scaling.make_scaler(trainer.strategy.root_device.type)
+        if self._session.is_attached:
+            self._session.prepare_optimizers(trainer.optimizers)
         if self._resume is not None:
             self._resume.mark_fit_start()
 
@@ -200,7 +202,7 @@ class EffCallback(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Nothing was applied in this batch so far."""
-        self._applied = False
+        self._applied = self._discarded = False
 
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = original(*args, **kwargs)
@@ -216,8 +218,8 @@ class EffCallback(Callback):
             self.session.before_optimizer_step()
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._applied = True
-        self._session.after_optimizer_step()
+        self._applied = self._session.after_optimizer_step()
+        self._discarded = not self._applied
 
     def _lr_scheduler_step(self, original: Callable[..., None], scheduler: Any, metric: Any = None) -> None:
         by_step = any(
@@ -233,7 +235,7 @@ class EffCallback(Callback):
         if session is None:
             return
         window_ended = not trainer.fit_loop._should_accumulate()
-        if pl_module.automatic_optimization and window_ended and not self._applied:
+        if pl_module.automatic_optimization and window_ended and not (self._applied or self._discarded):
             session.skipped_optimizer_step()
         if trainer.log_every_n_steps and window_ended and trainer.global_step % trainer.log_every_n_steps == 0:
             for name, value in session.metrics().items():

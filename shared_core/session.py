@@ -27,7 +27,14 @@ from shared_core.technique import (
     overrides,
 )
 
-_VERBS = ("loss", "before_optimizer_step", "after_optimizer_step", "before_eval", "after_eval")
+_VERBS = (
+    "loss",
+    "before_optimizer_step",
+    "after_optimizer_step",
+    "skipped_optimizer_step",
+    "before_eval",
+    "after_eval",
+)
 
 
 class Session:
@@ -157,6 +164,13 @@ class Session:
             raise
         self.context = context
 
+    def prepare_optimizers(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Show the optimizers to the techniques before their saved state is loaded; needed for a resume alone."""
+        context = self._attached("prepare_optimizers")
+        context.optimizers = tuple(optimizers)
+        for technique in self.techniques.values():
+            technique.prepare_optimizers(context)
+
     def begin(
         self,
         optimizers: Iterable[torch.optim.Optimizer],
@@ -207,15 +221,29 @@ class Session:
     def before_optimizer_step(self) -> None:
         """Gradients are complete and unscaled, not yet clipped."""
         self._drive("before_optimizer_step")
+        context = self._attached("before_optimizer_step")
+        if context.discard_step:
+            # Without gradients every optimizer leaves weights and state alone, a fused one too.
+            for optimizer in context.optimizers:
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = None
 
-    def after_optimizer_step(self) -> None:
-        """An optimizer step was applied."""
-        self._attached("after_optimizer_step").step += 1
+    def after_optimizer_step(self) -> bool:
+        """Return whether the optimizer step was applied; one that a technique had discarded counts as skipped."""
+        context = self._attached("after_optimizer_step")
+        if context.discard_step:
+            self.skipped_optimizer_step()
+            return False
+        context.step += 1
         self._drive("after_optimizer_step")
+        return True
 
     def skipped_optimizer_step(self) -> None:
         """An optimizer step was skipped (overflow): nothing advances."""
         self.skipped += 1
+        self._drive("skipped_optimizer_step")
+        self._attached("skipped_optimizer_step").discard_step = False
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

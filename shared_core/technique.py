@@ -15,15 +15,17 @@ from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.positions import Position, parse_position
 
 # Attach: a factorised layer can be pruned, a pruned one quantised; what is left is cast and then checkpointed.
-# Loss: the task's, then distillation. After the step: masks, then averages, which must see masked weights.
+# Loss: the task's, then distillation. After the step: 16-bit weights from their copies, masks, then averages, which
+# must see masked weights.
 ORDER = (
-    "low_rank", "lora", "prune", "qat", "fp8", "checkpointing", "distill", "loss_scale", "dp", "average", "soup",
+    "matmul", "low_rank", "lora", "primary_weights", "prune", "qat", "fp8", "checkpointing", "distill", "loss_scale",
+    "dp", "average", "soup",
 )  # fmt: skip
 
 # Finish: the soup evaluates through live masks and quantisers, so it comes before quantisation bakes itself in;
 # pruning comes first because a schedule cut short takes its last update then.
-FINISH_ORDER = ("distill", "loss_scale", "dp", "average", "prune", "soup", "checkpointing", "fp8", "qat", "lora",
-                "low_rank")  # fmt: skip
+FINISH_ORDER = ("distill", "loss_scale", "dp", "average", "prune", "soup", "checkpointing", "fp8", "qat",
+                "primary_weights", "lora", "low_rank", "matmul")  # fmt: skip
 
 
 def in_order(keys: Iterable[str], order: tuple[str, ...] = ORDER) -> list[str]:
@@ -132,6 +134,9 @@ class Context:
     """``normalise(total, count)``: a sum over counted positions, averaged as this trainer averages the task loss."""
     weights_replaced: Callable[[], None] = lambda: None
     """Tells every technique that the weights came from elsewhere: masks are re-applied, ranges re-estimated."""
+    discard_step: bool = False
+    """A technique sets it in `before_optimizer_step`, equally on every rank, to have this step discarded: the session
+    drops all gradients, so that the optimizer changes nothing, and the step counts as skipped."""
     first_usable_step: int = 0
     """Checkpoints from before this step are no ingredients of a soup: their weights were not yet pruned or quantised.
     Techniques raise it in `begin` with ``max``."""
@@ -179,6 +184,9 @@ class Technique:
     def detach(self, model: nn.Module) -> None:
         """Give the model back its stock classes without touching a weight. Safe to call twice."""
 
+    def prepare_optimizers(self, context: Context) -> None:
+        """The optimizers exist; their saved state, if this is a resume, has not been loaded yet."""
+
     def begin(self, context: Context) -> None:
         """Resolve positions and make the first masks: the optimizer exists, saved state has been loaded."""
 
@@ -191,6 +199,9 @@ class Technique:
 
     def after_optimizer_step(self, context: Context) -> None:
         """The step was applied; ``context.step`` already counts it."""
+
+    def skipped_optimizer_step(self, context: Context) -> None:
+        """The step was skipped or discarded: nothing advances."""
 
     def before_eval(self, context: Context) -> None:
         """Validation starts."""
