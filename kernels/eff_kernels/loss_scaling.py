@@ -1,4 +1,4 @@
-"""The hot operation of loss scaling: one pass over gradients that counts magnitudes by power of two."""
+"""The hot operations of loss scaling: one pass over tensors that counts magnitudes by power of two."""
 
 from __future__ import annotations
 
@@ -95,3 +95,90 @@ def _count_on_device(bits: Tensor, bound: int, histogram: Tensor, rest: Tensor) 
     rest[0] += zeros
     rest[1] += (bits < bound).sum() - zeros
     rest[2] = torch.maximum(rest[2], torch.where(bits < _INF, bits, 0).max())
+
+
+class _Layout(NamedTuple):
+    """Where a binary float keeps its exponent."""
+
+    integer: torch.dtype
+    mantissa: int
+    exponent: int
+    bias: int
+
+
+_LAYOUTS = {
+    torch.float16: _Layout(torch.int16, 10, 5, 15),
+    torch.bfloat16: _Layout(torch.int16, 7, 8, 127),
+    torch.float32: _Layout(torch.int32, 23, 8, 127),
+    torch.float64: _Layout(torch.int64, 52, 11, 1023),
+}
+
+
+class Exponents(NamedTuple):
+    """Counts of ``⌊log2|x|⌋``, subnormal numbers resolved too."""
+
+    lowest: int
+    """log2 of the dtype's smallest subnormal number: the exponent of column 1."""
+    counts: Tensor
+    """int64 ``[columns]``, on the tensor's device: exact zeros, then one column an exponent from `lowest` up, then
+    infinities, then NaN."""
+
+
+@torch.no_grad()
+def count_exponents(tensor: Tensor) -> Exponents:
+    """Return how often each power of two occurs in a tensor: one pass over its bits, without a host read on a GPU.
+
+    The exponent of a normal number is a field of its bits; that of a subnormal one is its highest bit that is set.
+
+    Args:
+        tensor: float16, bfloat16, float32 or float64, any shape.
+
+    Raises:
+        TypeError: If the dtype is another one.
+
+    Example:
+        >>> lowest, counts = count_exponents(torch.tensor([0.0, 0.75, -3.0, 2.0**-24], dtype=torch.float16))
+        >>> lowest, {lowest + column - 1: count for column, count in enumerate(counts.tolist()) if count and column}
+        (-24, {-24: 1, -1: 1, 1: 1})
+    """
+    layout = _LAYOUTS.get(tensor.dtype)
+    if layout is None:
+        raise TypeError(f"count_exponents: dtype must be one of {', '.join(map(str, _LAYOUTS))}, got {tensor.dtype}")
+    columns = layout.mantissa + (1 << layout.exponent) + 1
+    counts = torch.zeros(columns, dtype=torch.int64, device=tensor.device)
+    on_cpu = tensor.device.type == "cpu"
+    count, size = (_exponents_on_cpu, _CPU_PIECE) if on_cpu else (_exponents_on_device, _DEVICE_PIECE)
+    magnitude = torch.iinfo(layout.integer).max
+    for piece in torch.split(tensor.detach().reshape(-1), size):
+        if piece.numel():
+            count(piece.view(layout.integer) & magnitude, layout, counts)
+    return Exponents(1 - layout.bias - layout.mantissa, counts)
+
+
+def _exponents_on_cpu(bits: Tensor, layout: _Layout, counts: Tensor) -> None:
+    smallest_normal, fields = 1 << layout.mantissa, 1 << layout.exponent
+    field = bits >> layout.mantissa
+    bins = torch.bincount(field.to(torch.uint8) if fields <= NUM_BINS else field, minlength=fields)
+    counts[layout.mantissa + 1 : -2] += bins[1:-1]
+    if special := int(bins[-1]):
+        nans = int((bits > (fields - 1) << layout.mantissa).sum())
+        counts[-2] += special - nans
+        counts[-1] += nans
+    if bins[0]:
+        counts[0] += bits.numel() - int(torch.count_nonzero(bits))
+        below = bits[(bits < smallest_normal) & (bits > 0)]
+        if below.numel():
+            counts[1 : layout.mantissa + 1] += torch.bincount(_highest_bit(below), minlength=layout.mantissa)
+
+
+def _exponents_on_device(bits: Tensor, layout: _Layout, counts: Tensor) -> None:
+    infinity = ((1 << layout.exponent) - 1) << layout.mantissa
+    normal = (bits >> layout.mantissa) + layout.mantissa + (bits > infinity)
+    column = torch.where(bits >> layout.mantissa > 0, normal, torch.where(bits > 0, _highest_bit(bits) + 1, 0))
+    # histc needs no host read where its range is given; bincount does
+    counts += torch.histc(column.float(), len(counts), 0, len(counts)).to(torch.int64)
+
+
+def _highest_bit(bits: Tensor) -> Tensor:
+    """Return ``⌊log2 bits⌋``; -1 for 0. What is below 2**53 is exact in float64."""
+    return torch.frexp(bits.double()).exponent.to(torch.int64) - 1

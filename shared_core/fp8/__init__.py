@@ -1,4 +1,4 @@
-"""FP8 training: linear layers whose three products per step are multiplied in 8-bit floating point."""
+"""FP8 training: linear layers whose three products per step are multiplied in 8-bit floating point, or narrower."""
 
 from shared_core.fp8.config import Fp8Config as Fp8Config
 from shared_core.fp8.convert import convert_to_fp8 as convert_to_fp8

@@ -9,10 +9,31 @@ import torch
 
 from shared_core.config import TechniqueConfig, option
 
+# recipe → formats of inputs and weights, and of gradients with respect to a layer's output
+_FORMATS: dict[str, tuple[str, str]] = {
+    "tensorwise": ("fp8_e4m3", "fp8_e5m2"),
+    "delayed": ("fp8_e4m3", "fp8_e5m2"),
+    "rowwise": ("fp8_e4m3", "fp8_e4m3"),
+    "blockwise": ("fp8_e4m3", "fp8_e4m3"),
+    "mx": ("fp8_e4m3", "fp8_e4m3"),
+    "s2fp8": ("fp8_e5m2", "fp8_e5m2"),
+    "hfp8": ("fp8_ibm", "fp8_e5m2"),
+    "mxfp4": ("fp4_e2m1", "fp4_e2m1"),
+    "nvfp4": ("fp4_e2m1", "fp4_e2m1"),
+    "int16": ("int16", "int16"),
+}
+_DTYPES = {
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "fp4_e2m1": torch.float4_e2m1fn_x2,
+    "int16": torch.int16,
+}
+_HYBRID = ("tensorwise", "delayed")  # recipes that may have another format for gradients
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8Config(TechniqueConfig):
-    """How linear layers multiply in FP8, forward and backward.
+    """How linear layers multiply in FP8, or in another narrow format, forward and backward.
 
     Example:
         >>> Fp8Config(recipe="delayed").gradient_dtype
@@ -24,31 +45,77 @@ class Fp8Config(TechniqueConfig):
     key: ClassVar[str] = "fp8"
     switch: ClassVar[str] = "recipe"
 
-    recipe: Literal["tensorwise", "delayed", "rowwise", "blockwise", "mx"] = option(
+    recipe: Literal[
+        "tensorwise", "delayed", "rowwise", "blockwise", "mx", "s2fp8", "hfp8", "mxfp4", "nvfp4", "int16"
+    ] = option(
         help="what shares a scale: tensorwise: a tensor; delayed: the same, from past steps; rowwise: a row, powers of "
-        "two; blockwise: 1x128 and 128x128; mx: 1x32, powers of two"
+        "two; blockwise: 1x128 and 128x128; mx: 1x32, powers of two; or, emulated: s2fp8, hfp8, mxfp4, nvfp4, int16"
     )
     format: Literal["auto", "hybrid", "e4m3"] = option(
         "auto",
-        help="hybrid: e4m3 forward, e5m2 gradients (tensorwise, delayed); e4m3: both; auto: hybrid where it is allowed",
+        help="hybrid: e4m3 forward, e5m2 gradients (tensorwise, delayed); e4m3: both; auto: what the recipe has",
     )
     amax_history: int = option(16, help="steps whose largest magnitude sets the next scale (delayed)", low=1, high=1024)
-    backend: Literal["auto", "emulated", "scaled_mm"] = option(
+    backend: Literal["auto", "emulated", "scaled_mm", "torchao"] = option(
         "auto",
-        help="auto: torch's scaled matmul on GPUs that multiply FP8, else the same numbers emulated; or always one",
+        help="auto: torch's scaled matmul on GPUs that multiply FP8, else the same numbers emulated; or always one; "
+        "torchao: its float8 training (tensorwise, rowwise)",
+    )
+    max_skips: int = option(
+        50, low=1, help="steps in a row discarded for NaN or infinity, after which training stops with an error"
     )
     include: tuple[str, ...] = option((), help="modules: name patterns, types, first, last; empty: all")
     skip: tuple[str, ...] = option((), help="modules to leave in high precision: name patterns, types, first, last")
 
     def validate(self) -> None:
         """Refuse a format or a backend that the recipe does not have."""
-        if self.format == "hybrid" and self.recipe not in ("tensorwise", "delayed"):
-            raise self._error("format", f"must be e4m3 (or auto) with recipe={self.recipe}")
-        if self.backend == "scaled_mm" and self.recipe in ("blockwise", "mx"):
+        if self.format == "hybrid" and self.recipe not in _HYBRID:
+            own = "e4m3 (or auto)" if self.forward_format == "fp8_e4m3" else "auto"
+            raise self._error("format", f"must be {own} with recipe={self.recipe}")
+        if self.format == "e4m3" and self.forward_format != "fp8_e4m3":
+            raise self._error("format", f"must be auto with recipe={self.recipe}, which has formats of its own")
+        if self.backend == "scaled_mm" and self.is_always_emulated:
             raise self._error("backend", f"must be emulated (or auto) with recipe={self.recipe}")
+        if self.backend == "torchao" and self.recipe not in ("tensorwise", "rowwise"):
+            own = "emulated (or auto)" if self.is_always_emulated else "auto, emulated or scaled_mm"
+            raise self._error("backend", f"must be {own} with recipe={self.recipe}, which torchao does not have")
+
+    @property
+    def forward_format(self) -> str:
+        """The name of the format of inputs and weights, as `shared_core.numerics.FORMATS` has it."""
+        return _FORMATS[self.recipe][0]
+
+    @property
+    def gradient_format(self) -> str:
+        """The name of the format of gradients with respect to a layer's output."""
+        return "fp8_e4m3" if self.format == "e4m3" else _FORMATS[self.recipe][1]
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The FP8 type of gradients with respect to a layer's output; inputs and weights are e4m3."""
-        hybrid = self.format != "e4m3" and self.recipe in ("tensorwise", "delayed")
-        return torch.float8_e5m2 if hybrid else torch.float8_e4m3fn
+        """The type of gradients with respect to a layer's output."""
+        return _DTYPES[self.gradient_format]
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether operands are FP8 codes with a scale a block, as scaled matmuls take them."""
+        return self.forward_format == "fp8_e4m3"
+
+    @property
+    def is_always_emulated(self) -> bool:
+        """Whether this recipe has no scaled matmul here, on any device."""
+        return self.recipe not in ("tensorwise", "delayed", "rowwise")
+
+    @property
+    def has_session_state(self) -> bool:
+        """Whether the recipe does something once per optimizer step, which only a session counts."""
+        return self.recipe in ("delayed", "hfp8", "int16")
+
+    @property
+    def needs_loss_scaling(self) -> bool:
+        """Whether gradients are cast without a scale of their own, so that small ones vanish without a loss scaler."""
+        return self.recipe == "hfp8"
+
+    @property
+    def backward_is_narrow(self) -> bool:
+        """Whether gradients are in e5m2, whose range is narrower than bf16's: a loss scaler is of use with bf16 too."""
+        return self.gradient_format == "fp8_e5m2" and self.recipe in (*_HYBRID, "hfp8")

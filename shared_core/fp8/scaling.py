@@ -3,14 +3,47 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shared_core.errors import CheckpointError
 from shared_core.ranks import all_reduce_
 
 ROLES = ("input", "weight", "gradient")
 _UNSEEN = -1.0
+
+
+class NonFiniteWatch:
+    """Whether the open step met NaN or infinity in a recorded operand: one flag on the device for all layers.
+
+    Example:
+        >>> watch = NonFiniteWatch()
+        >>> watch.see(torch.tensor([1.0, math.inf]))
+        >>> watch.take(), watch.take()
+        (True, False)
+    """
+
+    def __init__(self) -> None:
+        self.observing = False
+        self.flag = torch.zeros((), dtype=torch.int32)
+
+    def move_(self, device: torch.device) -> None:
+        """Move the flag."""
+        if device.type != "meta":
+            self.flag = self.flag.to(device)
+
+    def see(self, amax: Tensor) -> None:
+        """Raise the flag if a magnitude is not finite; no host read."""
+        self.flag.copy_(torch.maximum(self.flag, (~torch.isfinite(amax.detach()).all()).to(self.flag)))
+
+    def take(self) -> bool:
+        """Return the flag of all ranks and lower it; one collective and one host read."""
+        found = bool(all_reduce_(self.flag.clone(), "max"))
+        self.flag.zero_()
+        return found
 
 
 class AmaxBank:
@@ -42,12 +75,11 @@ class AmaxBank:
         self.window = torch.full((rows,), _UNSEEN)
         self.history = torch.zeros(rows, length)  # newest first; 0: nothing known
         self.largest = torch.zeros(rows)
-        self.non_finite = torch.zeros(rows, dtype=torch.int64)
 
     def move_(self, device: torch.device) -> None:
         """Move all rows; float32 stays float32 whatever the model is cast to."""
         if device.type != "meta":
-            for name in ("window", "history", "largest", "non_finite"):
+            for name in ("window", "history", "largest"):
                 setattr(self, name, getattr(self, name).to(device))
 
     def widen(self, layer: int, role: str, amax: Tensor) -> None:
@@ -68,14 +100,34 @@ class AmaxBank:
 
     def commit(self, window: Tensor) -> None:
         """Put a window in front of the histories; rows that saw nothing, or NaN or infinity, stay as they are."""
-        seen, finite = window != _UNSEEN, torch.isfinite(window)
+        moves = (window != _UNSEEN) & torch.isfinite(window)
         moved = torch.cat([window[:, None], self.history[:, :-1]], 1)
-        self.history.copy_(torch.where((seen & finite)[:, None], moved, self.history))
+        self.history.copy_(torch.where(moves[:, None], moved, self.history))
         self.largest.copy_(self.history.amax(1))
-        self.non_finite += seen & ~finite
         self.num_updates += 1
 
     def forget(self) -> None:
         """Empty the histories: the weights are others now."""
         self.history.zero_()
         self.largest.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the histories and the open window."""
+        return {"history": self.history.clone(), "window": self.window.clone(), "num_updates": self.num_updates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned.
+
+        Raises:
+            CheckpointError: If the histories are of another length.
+        """
+        length = self.history.shape[1]
+        if state["history"].shape[1] != length:
+            raise CheckpointError(
+                f"fp8: amax_history must be the saved {state['history'].shape[1]} steps, got {length}; "
+                "resume with the saved value"
+            )
+        self.history.copy_(state["history"])
+        self.window.copy_(state["window"])
+        self.largest.copy_(self.history.amax(1))
+        self.num_updates = int(state["num_updates"])

@@ -1,4 +1,4 @@
-"""FP8 training: swaps layers, moves the histories of delayed scaling once a step, leaves stock layers."""
+"""FP8 training: swaps layers, does what a recipe does once a step, discards steps with NaN, leaves stock layers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,26 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from shared_core.errors import CheckpointError
+from shared_core.errors import CheckpointError, TrainingError
 from shared_core.fast_paths import Undo, fast_paths_off, fast_paths_on
 from shared_core.fp8.config import Fp8Config
-from shared_core.fp8.convert import select_layers
-from shared_core.fp8.linear import PRODUCTS, Fp8Linear, LayerFp8, restore, swap
-from shared_core.fp8.scaling import ROLES, AmaxBank
+from shared_core.fp8.convert import Bank, convert_layer, select_layers
+from shared_core.fp8.hfp8 import round_update_, round_weights_
+from shared_core.fp8.int16 import SharedExponentBank
+from shared_core.fp8.linear import restore
+from shared_core.fp8.operators import PRODUCTS, LayerFp8
+from shared_core.fp8.scaling import ROLES, AmaxBank, NonFiniteWatch
+from shared_core.fp8.torchao_backend import emulates, follow_device, restore_from_torchao
+from shared_core.loss_dtype import LossDtype
+from shared_core.ranks import local_part
 from shared_core.technique import Context, Technique
 
 
 class Fp8Training(Technique):
     """Trains with linear layers whose forward and backward products multiply FP8 values.
 
-    Weights, optimizer state and checkpoints stay in the precision that they have; nothing is baked at the end.
+    Weights, optimizer state and checkpoints stay in the precision that they have; nothing is baked at the end. A step
+    that met NaN or infinity in a layer, on any rank, is discarded: no weight, optimizer state or history moves.
 
     Args:
         config: The options, already checked.
@@ -32,69 +39,143 @@ class Fp8Training(Technique):
     def __init__(self, config: Fp8Config) -> None:
         super().__init__(config)
         self.layers: dict[str, nn.Linear] = {}
+        self.sixteen_bit: set[str] = set()
         self.left_out: dict[str, str] = {}
-        self.states: dict[str, LayerFp8] = {}
-        self._bank: AmaxBank | None = None
+        self.states: dict[str, LayerFp8] = {}  # empty where torchao multiplies
+        self.discarded = 0
+        self._in_a_row = 0
+        self._native = False
+        self._watch = NonFiniteWatch()
+        self._loss_dtype = LossDtype()
+        self._bank: Bank | None = None
         self._pending: Tensor | None = None
         self._undo: Undo = []
 
     def attach(self, model: nn.Module, context: Context) -> None:
         """Swap the classes of the layers to multiply in FP8; remember nothing yet."""
-        config = self.config
-        self.layers, self.left_out = select_layers(model, config)
-        if config.recipe == "delayed":
-            self._bank = AmaxBank(len(self.layers), config.amax_history)
+        found = select_layers(model, self.config)
+        self.left_out = found.left_out
+        self.sixteen_bit = set(found.sixteen_bit)
+        self.layers = found.narrow | found.sixteen_bit
+        if self.config.recipe == "delayed":
+            self._bank = AmaxBank(len(self.layers), self.config.amax_history)
+        elif self.config.recipe == "int16":
+            self._bank = SharedExponentBank(len(self.layers))
         for index, (name, module) in enumerate(self.layers.items()):
-            self.states[name] = LayerFp8(config, self._bank, index)
-            swap(module, self.states[name])
-        self._undo = fast_paths_off(model, (Fp8Linear,))
+            layer = convert_layer(
+                module,
+                self.config,
+                index=index,
+                bank=self._bank,
+                watch=self._watch,
+                sixteen_bit=name in self.sixteen_bit,
+            )
+            if layer is not None:
+                self.states[name] = layer
+        self._undo = fast_paths_off(model, tuple({type(module) for module in self.layers.values()}))
 
     def detach(self, model: nn.Module) -> None:
         """Give the layers back their stock class."""
         for module in self.layers.values():
             restore(module)
+            restore_from_torchao(module)
         fast_paths_on(self._undo)
         self._undo = []
 
     def begin(self, context: Context) -> None:
         """Start to remember, and say aloud if FP8 is emulated."""
-        name, module = next(iter(self.layers.items()))
-        device = module.weight.device
+        device = next(iter(self.layers.values())).weight.device
+        if not self.states:
+            for module in self.layers.values():
+                follow_device(module, self.config)
+        self._watch.move_(device)
         if self._bank is not None:
             self._bank.move_(device)
-            self._bank.observing = True
-        if not self.states[name].uses_scaled_mm(device):
+        self._observe(True)
+        if self.config.recipe == "hfp8":
+            round_weights_([local_part(module.weight.detach()) for module in self.layers.values()])
+        self._native = not self._emulates(device)
+        if not self._native:
             reason = "as backend=emulated asks"
-            if self.config.backend == "auto":
-                able = self.config.recipe not in ("blockwise", "mx")
-                reason = (
-                    f"as {device.type} does not multiply FP8" if able else "as this recipe has no scaled matmul here"
-                )
+            if self.config.backend != "emulated":
+                reason = f"as {device.type} does not multiply FP8"
+                if self.config.is_always_emulated:
+                    reason = "as this recipe has no scaled matmul here"
             context.services.say(
-                f"efftrain: fp8: EMULATED, {reason}: products are computed in float32 on FP8 values, so the numbers "
-                "are those of FP8 training but every step is slower, not faster"
+                f"efftrain: fp8: EMULATED, {reason}: products are computed in float32 on {self.config.forward_format} "
+                "values, so the numbers are those of such training but every step is slower, not faster"
             )
 
+    def loss(self, task_loss: Tensor, context: Context) -> Tensor:
+        """Return the loss as it is; the first one tells what it was computed in."""
+        if self._loss_dtype.see(task_loss):
+            context.services.say(self._loss_dtype.warning())
+        return task_loss
+
     def before_optimizer_step(self, context: Context) -> None:
-        """Take the window of this step; a window already pending belongs to a skipped step and is dropped."""
+        """Take the window of this step, and have the step discarded if it met NaN or infinity on any rank.
+
+        A window already pending belongs to a skipped step and is dropped.
+
+        Raises:
+            TrainingError: After `max_skips` such steps in a row.
+        """
         if self._bank is not None:
             self._pending = self._bank.take_window()
+        if self._met_non_finite():
+            context.discard_step = True
+            self.discarded += 1
+            self._in_a_row += 1
+            if self._in_a_row >= self.config.max_skips:
+                raise TrainingError(
+                    f"fp8: operands and gradients must be finite at least once in {self.config.max_skips} steps "
+                    "(max_skips), got NaN or infinity in each of them; lower the learning rate, or look at the data"
+                )
+
+    def _met_non_finite(self) -> bool:
+        if not self.states:  # torchao's operands are out of sight, but what is not finite in them shows in gradients
+            for module in self.layers.values():
+                if module.weight.grad is not None:
+                    self._watch.see(local_part(module.weight.grad))
+        if self._bank is None or self._pending is None:
+            return self._watch.take()
+        # a bank's window has seen every operand, and its collective was joined already; int16 counts NaN last
+        bad = torch.isinf(self._pending) if isinstance(self._bank, AmaxBank) else self._pending[:, -1] > 0
+        return bool(bad.any())
 
     def after_optimizer_step(self, context: Context) -> None:
-        """Move the histories by the pending window."""
+        """Move the histories by the pending window; `hfp8` rounds the weights to its 16-bit grid."""
+        self._in_a_row = 0
         if self._bank is not None and self._pending is not None:
             self._bank.commit(self._pending)
             self._pending = None
+        if self.config.recipe == "hfp8":
+            # the run's generator is on the CPU, as part of the saved state; what it draws seeds the device's own
+            seed = int(torch.randint(2**62, (), generator=context.generator))
+            generator = torch.Generator(next(iter(self.layers.values())).weight.device).manual_seed(seed)
+            round_update_([local_part(module.weight.detach()) for module in self.layers.values()], generator)
+
+    def skipped_optimizer_step(self, context: Context) -> None:
+        """Drop the pending window."""
+        self._pending = None
 
     def before_eval(self, context: Context) -> None:
         """Stop remembering, also in a validation that puts layers into training mode."""
-        if self._bank is not None:
-            self._bank.observing = False
+        self._observe(False)
 
     def after_eval(self, context: Context) -> None:
         """Go on remembering."""
+        self._observe(True)
+
+    def _observe(self, observing: bool) -> None:
+        self._watch.observing = observing
         if self._bank is not None:
-            self._bank.observing = True
+            self._bank.observing = observing
+
+    def _emulates(self, device: torch.device) -> bool:
+        if not self.states:
+            return emulates(next(iter(self.layers.values())))
+        return not next(iter(self.states.values())).arithmetic.uses_scaled_mm(device)
 
     def weights_replaced(self, context: Context) -> None:
         """Forget the histories: those of other weights do not fit; the next scales are of current magnitudes."""
@@ -106,28 +187,28 @@ class Fp8Training(Technique):
         self.detach(model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the histories, the open window and counts; empty without delayed scaling."""
-        bank = self._bank
-        if bank is None:
-            return {}
+        """Return the histories with the open window, whether the open step met NaN, and counts."""
         return {
             "layers": list(self.layers),
-            "history": bank.history.clone(),
-            "window": bank.window.clone(),
-            "non_finite": bank.non_finite.clone(),
-            "num_updates": bank.num_updates,
+            "discarded": self.discarded,
+            "in_a_row": self._in_a_row,
+            "flag": self._watch.flag.clone(),
+            "loss": self._loss_dtype.state_dict(),
+            **({} if self._bank is None else {"bank": self._bank.state_dict()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the saved histories, each for the layer of its name; a run without delayed scaling has none.
+        """Take back what `state_dict` returned, histories each for the layer of its name.
 
         Raises:
             CheckpointError: If the state is of other layers, of another length, or damaged.
         """
-        bank = self._bank
-        if bank is None or not state:  # the recipe changed in between, which the session notes
-            return
         try:
+            self.discarded, self._in_a_row = int(state["discarded"]), int(state["in_a_row"])
+            self._watch.flag.copy_(state["flag"])
+            self._loss_dtype.load_state_dict(state["loss"])
+            if self._bank is None or "bank" not in state:  # the recipe changed in between, which the session notes
+                return
             names = list(state["layers"])
             if set(names) != set(self.layers):
                 odd = ", ".join(sorted(set(names) ^ set(self.layers))[:5])
@@ -135,52 +216,52 @@ class Fp8Training(Technique):
                     f"fp8: saved histories must be of the layers that are in FP8 now, but differ in {odd}; "
                     "resume with the include and skip of the saved run"
                 )
-            if state["history"].shape[1] != bank.history.shape[1]:
-                raise CheckpointError(
-                    f"fp8: amax_history must be the saved {state['history'].shape[1]} steps, "
-                    f"got {bank.history.shape[1]}; resume with the saved value"
-                )
             count = len(ROLES)
             rows = torch.tensor([names.index(name) * count + role for name in self.layers for role in range(count)])
-            saved = {key: state[key].cpu()[rows] for key in ("history", "window", "non_finite")}
-            bank.history.copy_(saved["history"])
-            bank.largest.copy_(bank.history.amax(1))
-            bank.window.copy_(saved["window"])
-            bank.non_finite.copy_(saved["non_finite"])
-            bank.num_updates = int(state["num_updates"])
+            self._bank.load_state_dict(
+                {
+                    key: value.cpu()[rows] if isinstance(value, Tensor) and value.dim() else value
+                    for key, value in state["bank"].items()
+                }
+            )
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError, ValueError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"fp8: state must be one that fp8 saved, got {error!r}") from error
 
     def metrics(self) -> dict[str, float]:
-        """Return how many layers multiply in FP8."""
-        return {"fp8/layers": float(len(self.layers))}
+        """Return how many layers multiply in FP8, and how many steps were discarded for NaN or infinity."""
+        return {"fp8/layers": float(len(self.layers)), "fp8/discarded_steps": float(self.discarded)}
 
     def report(self) -> dict[str, Any]:
         """Return which layers multiplied in FP8, how often and by what, and what was left out and why."""
-        layers = [self._layer_report(name, module) for name, module in self.layers.items()]
+        layers = [self._layer_report(index, name, module) for index, (name, module) in enumerate(self.layers.items())]
         return {
             "recipe": self.config.recipe,
-            "forward_format": "e4m3",
-            "gradient_format": "e5m2" if self.config.gradient_dtype == torch.float8_e5m2 else "e4m3",
+            "backend": "torchao" if self.config.backend == "torchao" else "efftrain",
+            "forward_format": self.config.forward_format,
+            "gradient_format": self.config.gradient_format,
             "layers": len(layers),
             "native_layers": sum(entry["native"] for entry in layers),
-            **({} if self._bank is None else {"non_finite_windows": int(self._bank.non_finite.sum())}),
+            "discarded_steps": self.discarded,
+            **self._loss_dtype.report(),
             "left_out": dict(self.left_out),
             "per_layer": layers,
         }
 
-    def _layer_report(self, name: str, module: nn.Linear) -> dict[str, Any]:
-        state = self.states[name]
-        entry: dict[str, Any] = {
-            "name": name,
-            "weights": module.weight.numel(),
+    def _layer_report(self, index: int, name: str, module: nn.Linear) -> dict[str, Any]:
+        entry: dict[str, Any] = {"name": name, "weights": module.weight.numel()}
+        if self.config.recipe == "hfp8":
+            entry["sixteen_bit"] = name in self.sixteen_bit
+        state = self.states.get(name)
+        if state is None:  # torchao does not count; it multiplies as it was told at the start
+            return entry | {"by": "torchao", "native": self._native and module.weight.device.type == "cuda"}
+        entry |= {
             # native means on hardware that multiplies FP8, and seen to be called, not only asked for
             "native": bool(state.scaled) and not state.emulated and module.weight.device.type == "cuda",
             "scaled_mm": {product: state.scaled[product] for product in PRODUCTS},
             "emulated": {product: state.emulated[product] for product in PRODUCTS},
         }
-        if self._bank is not None:
-            entry["amax"] = {role: self._bank.past(state.index, role, torch.device("cpu")).item() for role in ROLES}
+        if isinstance(self._bank, AmaxBank):
+            entry["amax"] = {role: self._bank.past(index, role, torch.device("cpu")).item() for role in ROLES}
         return entry

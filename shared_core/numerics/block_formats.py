@@ -1,0 +1,237 @@
+"""Formats whose blocks share a scale, MX and NVFP4: codes and scales, and the values that they stand for."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shared_core.errors import ConfigError, nearest
+from shared_core.numerics.encoding import encode
+from shared_core.numerics.formats import FORMATS
+from shared_core.numerics.rounding import INPUTS, RoundingMode, binade, round_to
+
+Element = Literal["fp4_e2m1", "fp8_e4m3", "fp8_e5m2"]
+
+ELEMENTS = ("fp4_e2m1", "fp8_e4m3", "fp8_e5m2")
+NVFP4_GROUP = 16
+_FP4, _E4M3 = FORMATS["fp4_e2m1"], FORMATS["fp8_e4m3"]
+# Smaller ones would make the reciprocal of the smallest combined scale, 2^-6 times this, infinite in float32.
+_SMALLEST_TENSOR_SCALE = 2.0**-121
+
+
+class Blocks(NamedTuple):
+    """A tensor in a block format: bit patterns as uint8, read as `decode` reads them.
+
+    Args:
+        codes: Elements, in the shape of the tensor.
+        scale: One a block, in that shape but for the axis: e8m0 (MX) or fp8_e4m3 (NVFP4).
+        tensor_scale: The second scale of NVFP4, float32 of no dimensions; None in MX.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    tensor_scale: Tensor | None = None
+
+
+def mx_round_to(
+    x: Tensor,
+    element: Element = "fp4_e2m1",
+    *,
+    group_size: int = 32,
+    axis: int = -1,
+    mode: RoundingMode = "nearest_even",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Return `x` rounded to a microscaling format: ``s·round(x/s)`` with one power of two `s` a block.
+
+    ``s = 2^(floor(log2 amax) - emax)``, clamped to [2^-126, 2^127], with emax the exponent of the element's largest
+    value; what lies beyond that value saturates. A ragged last block is as if filled up with zeros, a block of zeros
+    stays zero, and **a block that holds a NaN or an infinity becomes NaN as a whole**: it has no scale, and saturation
+    would hide an overflow.
+
+    Equal, bit for bit, to torchao's ``MXTensor.to_mx(...).dequantize()`` with the floor rule while amax is finite and
+    at least ``2^(emax - 126)``. Below, torchao 0.18 divides by 2^-126 but multiplies by 2^-127.
+
+    Args:
+        x: At least one axis; float64, float32, bfloat16 or float16. Not changed.
+        element: Format of the elements.
+        group_size: Length of a block.
+        axis: Where the blocks lie, in a matrix product the contracted axis.
+        mode: How elements round, see `round_to`.
+        generator: Source of the stochastic mode's randomness, on x's device.
+
+    Returns:
+        The shape and dtype of `x`, which holds every result, detached.
+
+    Raises:
+        ConfigError: Unknown element or mode, a dtype that is no float, no axis, or a group size below 1.
+
+    Source: OCP Microscaling Formats (MX) 1.0, 6.3; Rouhani et al. 2023, arXiv:2310.10537.
+
+    Example:
+        >>> mx_round_to(torch.tensor([1.0, 0.3, 7.0, -0.1])).tolist()
+        [1.0, 0.5, 6.0, -0.0]
+        >>> mx_round_to(torch.tensor([1.0, 0.3, 7.0, -0.1]), "fp8_e4m3", group_size=2).tolist()
+        [1.0, 0.3125, 7.0, -0.1015625]
+    """
+    blocks = _blocks("mx_round_to", x, group_size, axis)
+    scale = _mx_scale(blocks, element)
+    values = round_to(blocks / scale, element, mode=mode, generator=generator)
+    return _joined(values * scale, x, axis).to(x.dtype)
+
+
+def mx_encode(x: Tensor, element: Element = "fp4_e2m1", *, group_size: int = 32, axis: int = -1) -> Blocks:
+    """Return codes and e8m0 scales of `x`, whose values are those of `mx_round_to`.
+
+    The scale of a block that holds a NaN or an infinity is NaN, 255.
+
+    Args:
+        x: See `mx_round_to`.
+        element: Format of the elements.
+        group_size: Length of a block.
+        axis: Where the blocks lie.
+
+    Raises:
+        ConfigError: As `mx_round_to`.
+
+    Example:
+        >>> codes, scale, _ = mx_encode(torch.tensor([1.0, 0.3, 7.0, -0.1]))
+        >>> codes.tolist(), scale.tolist()  # 1, 0.5, 6, -0 times 2^(127 - 127)
+        ([2, 1, 7, 8], [127])
+    """
+    blocks = _blocks("mx_encode", x, group_size, axis)
+    scale = _mx_scale(blocks, element)
+    return Blocks(
+        _joined(encode(blocks / scale, element), x, axis), encode(scale, "e8m0").squeeze(-1).movedim(-1, axis)
+    )
+
+
+def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
+    """Return NVFP4's scale of a tensor, ``s_t = amax/(448·6)``: its largest block has the largest block scale.
+
+    At least 2^-121, so that a tensor of zeros stays zero and the reciprocals of scales stay finite; NaN where `amax`
+    is not finite.
+
+    Args:
+        amax: Largest magnitude of the tensor.
+
+    Returns:
+        float32, in the shape of `amax`.
+
+    Source: NVIDIA 2025, *Pretraining Large Language Models with NVFP4*, arXiv:2509.25149.
+
+    Example:
+        >>> nvfp4_tensor_scale(torch.tensor(2688.0)).item()
+        1.0
+    """
+    return _usable(amax.detach().float() / (_E4M3.largest * _FP4.largest))
+
+
+def nvfp4_round_to(x: Tensor, *, per_tensor_scale: Tensor | None, axis: int = -1) -> Tensor:
+    """Return `x` rounded to NVFP4: ``s·fp4(x/s)`` with ``s = s_t·e4m3(amax_block/(6·s_t))`` for each 16 elements.
+
+    Block scales are clamped to [2^-6, 448], the normal values of e4m3; what lies beyond the largest element saturates.
+    A ragged last block is as if filled up with zeros, and zeros stay zero. **A block that holds a NaN or an infinity
+    becomes NaN as a whole**, and so does the tensor if its scale is not finite, as that of such a tensor is.
+
+    Equal, bit for bit, to torchao's ``NVFP4Tensor.to_nvfp4(x, per_tensor_scale=s_t).dequantize(torch.float32)`` while
+    x is finite and s_t at least 2^-121; smaller tensor scales are raised to that.
+
+    Args:
+        x: At least one axis; float64, float32, bfloat16 or float16. Not changed.
+        per_tensor_scale: s_t, one positive value on x's device, see `nvfp4_tensor_scale`; None takes that of x.
+        axis: Where the blocks lie, in a matrix product the contracted axis.
+
+    Returns:
+        The shape of `x`, detached; float32, or float64 for float64 (a product of scales does not fit 16 bits).
+
+    Raises:
+        ConfigError: A dtype that is no float, no axis, or a tensor scale of more than one value.
+
+    Source: NVIDIA 2025, *Pretraining Large Language Models with NVFP4*, arXiv:2509.25149.
+
+    Example:
+        >>> nvfp4_round_to(torch.tensor([6.0, 1.2, -0.3, 0.2]), per_tensor_scale=torch.tensor(1.0)).tolist()
+        [6.0, 1.0, -0.5, 0.0]
+    """
+    blocks = _blocks("nvfp4_round_to", x, NVFP4_GROUP, axis)
+    scale, tensor_scale = _nvfp4_scales(blocks, per_tensor_scale)
+    values = round_to(blocks * (1.0 / tensor_scale / scale), "fp4_e2m1")
+    return _joined(values * (tensor_scale * scale), x, axis)
+
+
+def nvfp4_encode(x: Tensor, *, per_tensor_scale: Tensor | None, axis: int = -1) -> Blocks:
+    """Return codes, e4m3 block scales and the tensor scale of `x`, whose values are those of `nvfp4_round_to`.
+
+    The scale of a block that holds a NaN or an infinity is NaN.
+
+    Args:
+        x: See `nvfp4_round_to`.
+        per_tensor_scale: See `nvfp4_round_to`.
+        axis: Where the blocks lie.
+
+    Raises:
+        ConfigError: As `nvfp4_round_to`.
+
+    Example:
+        >>> codes, scale, _ = nvfp4_encode(torch.tensor([6.0, 1.2, -0.3]), per_tensor_scale=torch.tensor(1.0))
+        >>> codes.tolist(), scale.tolist()  # 6, 1, -0.5 times 1.0
+        ([7, 2, 9], [56])
+    """
+    blocks = _blocks("nvfp4_encode", x, NVFP4_GROUP, axis)
+    scale, tensor_scale = _nvfp4_scales(blocks, per_tensor_scale)
+    codes = encode(blocks * (1.0 / tensor_scale / scale), "fp4_e2m1")
+    return Blocks(
+        _joined(codes, x, axis), encode(scale, "fp8_e4m3").squeeze(-1).movedim(-1, axis), tensor_scale.float()
+    )
+
+
+def _blocks(where: str, x: Tensor, group_size: int, axis: int) -> Tensor:
+    if x.dtype not in INPUTS:
+        raise ConfigError(f"{where}: x must be float64, float32, bfloat16 or float16, got {x.dtype}; cast it first")
+    if not -x.dim() <= axis < x.dim():
+        raise ConfigError(f"{where}: axis must be one of x's {x.dim()} axes, got {axis}")
+    if not group_size >= 1:
+        raise ConfigError(f"{where}: group_size must be at least 1, got {group_size}")
+    x = x.detach().movedim(axis, -1)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    groups = -(-x.shape[-1] // group_size)
+    x = F.pad(x, (0, groups * group_size - x.shape[-1]))
+    return x.reshape(*x.shape[:-1], groups, group_size)
+
+
+def _joined(blocks: Tensor, x: Tensor, axis: int) -> Tensor:
+    return blocks.flatten(-2)[..., : x.shape[axis]].movedim(-1, axis)
+
+
+def _mx_scale(blocks: Tensor, element: str) -> Tensor:
+    if element not in ELEMENTS:
+        raise ConfigError(f"mx: element must be one of {ELEMENTS}, got {element!r}{nearest(str(element), ELEMENTS)}")
+    amax = blocks.abs().amax(-1, keepdim=True)
+    emax = math.frexp(FORMATS[element].largest)[1] - 1
+    scale = (binade(amax, FORMATS["fp32"]) * 2.0**-emax).clamp_(2.0**-126, 2.0**127)
+    return torch.where(amax.isfinite(), scale, math.nan)
+
+
+def _nvfp4_scales(blocks: Tensor, per_tensor_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    amax = blocks.abs().amax(-1, keepdim=True)
+    if per_tensor_scale is None:
+        whole = amax.amax() if amax.numel() else amax.new_zeros(())
+        tensor_scale = nvfp4_tensor_scale(whole)
+    elif per_tensor_scale.numel() == 1:
+        tensor_scale = _usable(per_tensor_scale.detach().float().reshape(()))
+    else:
+        shape = tuple(per_tensor_scale.shape)
+        raise ConfigError(f"nvfp4: per_tensor_scale must be one value, got shape {shape}; call it once for each tensor")
+    tensor_scale = tensor_scale.to(blocks.dtype)
+    # Two divisions, and later a product with the reciprocal: the float32 roundings of torchao and of the GPU kernels.
+    relative = (amax / _FP4.largest / tensor_scale).clamp(_E4M3.smallest_normal, _E4M3.largest)
+    return round_to(torch.where(amax.isfinite(), relative, math.nan), "fp8_e4m3"), tensor_scale
+
+
+def _usable(tensor_scale: Tensor) -> Tensor:
+    return torch.where(tensor_scale.isfinite(), tensor_scale.clamp_min(_SMALLEST_TENSOR_SCALE), math.nan)
