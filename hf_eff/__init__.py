@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from hf_eff.distillation import Distillation as Distillation
     from hf_eff.fp8 import Fp8 as Fp8
     from hf_eff.loss_scaling import LossScaling as LossScaling
+    from hf_eff.matmul_precision import MatmulPrecision as MatmulPrecision
+    from hf_eff.primary_weights import PrimaryWeights as PrimaryWeights
     from hf_eff.pruning import Pruning as Pruning
     from hf_eff.quantization import QuantizationAwareTraining as QuantizationAwareTraining
     from hf_eff.soup import ModelSoup as ModelSoup
@@ -27,7 +29,9 @@ _HOMES = {
     "EffTrainingArguments": "training_args",
     "Fp8": "fp8",
     "LossScaling": "loss_scaling",
+    "MatmulPrecision": "matmul_precision",
     "ModelSoup": "soup",
+    "PrimaryWeights": "primary_weights",
     "Pruning": "pruning",
     "QuantizationAwareTraining": "quantization",
     "attach": "_attach",

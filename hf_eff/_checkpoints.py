@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -43,8 +44,9 @@ def damage(folder: Path) -> str | None:
     """
     if not folder.is_dir():
         return "is no folder"
+    shards = sorted(folder.glob(f"{FSDP_MODEL_NAME}_*/.metadata"))  # written last
     try:
-        if not any((folder / name).exists() for name in _ADAPTER_FILES):
+        if not shards and not any((folder / name).exists() for name in _ADAPTER_FILES):
             open_ingredient(folder).close()
         for adapter in filter(Path.exists, (folder / name for name in _ADAPTER_FILES)):
             open_ingredient(adapter).close()
@@ -55,8 +57,8 @@ def damage(folder: Path) -> str | None:
         load_state(folder)
     except CheckpointError as error:
         return str(error)
-    for file in sorted(folder.glob("*.pt*")):
-        if file.suffix in (".pt", ".pth") and not zipfile.is_zipfile(file):
+    for file in (*sorted(folder.glob("*.pt*")), folder / f"{FSDP_MODEL_NAME}.bin", folder / f"{OPTIMIZER_NAME}.bin"):
+        if file.is_file() and file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file):
             return f"{file.name} is truncated or not a checkpoint"
     return None
 

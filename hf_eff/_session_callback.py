@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hf_eff._checkpoints import damage, load_renamed_, newest_whole, step_of
 from hf_eff._services import TrainerServices
-from hf_eff._surroundings import check_outputs, inner_optimizer, is_peft, surroundings
+from hf_eff._surroundings import check_outputs, inner_optimizer, is_peft, lost_sharding, surroundings
 from hf_eff._window import Window
 from shared_core import compatibility
 from shared_core.distillation import Distillation
@@ -180,6 +180,8 @@ class SessionCallback(TrainerCallback):
         """Restore the state of a resumed run and begin."""
         session = self.session
         compatibility.check(session.recipe, surroundings(self._trainer))
+        if (lost := lost_sharding(self._trainer)) is not None:
+            session.note(lost)
         self._services.saved_steps = []
         if self._resumed_from is not None:
             saved = load_state(self._resumed_from)
@@ -205,20 +207,33 @@ class SessionCallback(TrainerCallback):
 
     def _load_from_checkpoint(self, method: Callable[..., Any], folder: Any, *args: Any, **kwargs: Any) -> None:
         method(folder, *args, **kwargs)
-        if self.session.context is not None:
-            load_renamed_(self.session.context.model, Path(folder))
+        self._load_renamed(Path(folder))
+
+    def _load_renamed(self, folder: Path) -> None:
+        # FSDP has files of its own, under the model's own names
+        if self.session.context is not None and not self._trainer.is_fsdp_enabled:
+            load_renamed_(self.session.context.model, folder)
 
     def _load_optimizer_and_scheduler(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         if self.session.is_attached:
             self.session.prepare_optimizers([inner_optimizer(self._trainer.optimizer)])
-        method(*args, **kwargs)
+        if not self._trainer.is_fsdp_enabled:
+            method(*args, **kwargs)
+            return
+        # torch (2.13) first makes the state that it loads into by a step with zero gradients and learning rate, which
+        # accelerate (1.15) hands to the scaler, and that fails before the first loss
+        optimizer = cast(Any, self._trainer.optimizer)
+        scaler, optimizer.scaler = optimizer.scaler, None
+        try:
+            method(*args, **kwargs)
+        finally:
+            optimizer.scaler = scaler
 
     def _load_best_model(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         method(*args, **kwargs)
         best = Path(str(self._trainer.state.best_model_checkpoint))
         session = self.session
-        if session.context is not None:
-            load_renamed_(session.context.model, best)
+        self._load_renamed(best)
         session.note(f"the model is the best one, {best.name}, not that of the last step")
         session.load_state_dict(load_state(best))
         for technique in session.techniques.values():

@@ -48,11 +48,23 @@ def surroundings(trainer: Trainer) -> set[str]:
         "unequal_ranks": args.world_size > 1 and not args.average_tokens_across_devices,
         "lbfgs": isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.LBFGS),
         "tpu": is_torch_xla_available(),
+        "tensor_parallel": bool(getattr(trainer.model, "is_distributed_loading_by_transformers", False)),
     }
     if trainer.is_fsdp_enabled:
         version = getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1)
         holds["fsdp2" if version == 2 else "fsdp1"] = True
     return {key for key, value in holds.items() if value}
+
+
+def lost_sharding(trainer: Trainer) -> str | None:
+    """Return a line if FSDP was asked for and accelerate, which then says nothing, trains in plain DDP instead."""
+    asked = bool(trainer.args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if not asked or trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled:
+        return None
+    return (
+        f"FSDP was asked for, but accelerate does not shard here (distributed type "
+        f"{trainer.accelerator.distributed_type.value}): every process holds the whole model, as in DDP"
+    )
 
 
 def check_outputs(trainer: Trainer, recipe: Recipe) -> None:

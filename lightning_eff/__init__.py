@@ -7,6 +7,8 @@ if TYPE_CHECKING:
     from lightning_eff.distillation import Distillation as Distillation
     from lightning_eff.fp8 import Fp8 as Fp8
     from lightning_eff.loss_scaling import LossScalingPrecision as LossScalingPrecision
+    from lightning_eff.matmul_precision import MatmulPrecision as MatmulPrecision
+    from lightning_eff.primary_weights import PrimaryWeights as PrimaryWeights
     from lightning_eff.pruning import Pruning as Pruning
     from lightning_eff.quantization import QuantizationAwareTraining as QuantizationAwareTraining
     from lightning_eff.soup import ModelSoup as ModelSoup
@@ -16,7 +18,9 @@ _HOME = {
     "EffCallback": "_session_callback",
     "Fp8": "fp8",
     "LossScalingPrecision": "loss_scaling",
+    "MatmulPrecision": "matmul_precision",
     "ModelSoup": "soup",
+    "PrimaryWeights": "primary_weights",
     "Pruning": "pruning",
     "QuantizationAwareTraining": "quantization",
 }

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_eff._wrapped import Wrapped
-from shared_core.ranks import rank, world_size
+from shared_core.ranks import local_part, rank, world_size
 from shared_core.state_file import rng_state, set_rng_state
 
 
@@ -59,7 +59,7 @@ class ExactResume:
         gradients = None
         if self._is_inside_window():
             named = self._trainer.lightning_module.named_parameters()
-            gradients = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+            gradients = {name: local_part(parameter.grad) for name, parameter in named if parameter.grad is not None}
         mine: dict[str, Any] = {
             "rng": rng_state(),
             "iter_rng": self._iter_rng,
@@ -159,7 +159,12 @@ class ExactResume:
         if not gradients or not self._is_inside_window():
             return
         for name, parameter in self._trainer.lightning_module.named_parameters():
-            if name in gradients:
+            if name not in gradients:
+                continue
+            if hasattr(parameter, "to_local"):  # sharded: what was saved is this process's part
+                parameter.grad = torch.zeros_like(parameter)
+                local_part(parameter.grad).copy_(gradients[name])
+            else:
                 parameter.grad = gradients[name].to(parameter.device, copy=True)
 
 

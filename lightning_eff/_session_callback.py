@@ -97,8 +97,8 @@ class EffCallback(Callback):
             self._saved = self._final
         EffCallback.num_started += 1
         self._resume = ExactResume(trainer, self.session.note)
-        self._use_scaling_precision(trainer)
         check(recipe, _surroundings.surroundings(trainer, pl_module))
+        self._use_scaling_precision(trainer)
         around = (
             ("configure_model", self._configure_model),
             ("on_save_checkpoint", self._save_weights),
@@ -124,11 +124,12 @@ class EffCallback(Callback):
     def _use_scaling_precision(self, trainer: Any) -> None:
         config = self._session.recipe.get("loss_scale")
         plugin = trainer.precision_plugin
-        if config is None or _scales_loss(plugin) or str(plugin.precision).startswith("bf16"):
+        if config is None or _scales_loss(plugin):
             return
         if type(plugin).__name__ not in ("Precision", "MixedPrecision"):
             raise CompatibilityError(
-                f"loss_scale: precision plugin must be Lightning's 32-true or 16-mixed, got {type(plugin).__name__}; "
+                "loss_scale: precision plugin must be Lightning's 32-true, 16-mixed or bf16-mixed, "
+                f"got {type(plugin).__name__}; "
                 "pass plugins=LossScalingPrecision(...) instead of precision="
             )
         made = precision_class(namespace_of(trainer))(precision=plugin.precision, **config.to_dict())

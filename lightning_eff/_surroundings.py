@@ -21,6 +21,8 @@ def surroundings(trainer: Any, model: Any) -> set[str]:
     """Return the keys of `shared_core.compatibility.SURROUNDINGS` that hold; optimizers count once they exist."""
     kinds = {kind.__name__ for kind in type(trainer.strategy).__mro__}
     found = {key for name, key in _STRATEGIES.items() if name in kinds}
+    if "fsdp2" in found and trainer.strategy.device_mesh["tensor_parallel"].size() > 1:
+        found.add("tensor_parallel")
     if str(trainer.precision_plugin.precision).startswith("bf16"):
         found.add("bf16")
     if not model.automatic_optimization:

@@ -3,7 +3,9 @@
 from lightning_eff import Distillation as Distillation
 from lightning_eff import EffCallback as EffCallback
 from lightning_eff import Fp8 as Fp8
+from lightning_eff import MatmulPrecision as MatmulPrecision
 from lightning_eff import ModelSoup as ModelSoup
+from lightning_eff import PrimaryWeights as PrimaryWeights
 from lightning_eff import Pruning as Pruning
 from lightning_eff import QuantizationAwareTraining as QuantizationAwareTraining
 from lightning_eff._namespaces import LIGHTNING

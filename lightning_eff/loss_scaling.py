@@ -34,21 +34,23 @@ def precision_class(namespace: str) -> Any:
         too, where ``precision="16-mixed"`` silently becomes bf16. Skipped steps move no schedule and no learning rate.
 
         Args:
-            precision: 16-mixed runs forward under fp16 autocast; 32-true scales the loss of an fp32 model.
+            precision: 16-mixed runs forward under fp16 autocast; 32-true scales the loss of an fp32 model; bf16-mixed
+                runs under bf16 autocast, which fp8 with gradients in e5m2 alone has a use for.
             device: Device type of autocast; by default that of the Trainer.
         """
 
         def __init__(
             self,
-            precision: Literal["16-mixed", "32-true"] = "16-mixed",
+            precision: Literal["16-mixed", "32-true", "bf16-mixed"] = "16-mixed",
             device: str | None = None,
             **options: Any,
         ) -> None:
-            if precision not in ("16-mixed", "32-true"):
+            if precision not in ("16-mixed", "32-true", "bf16-mixed"):
                 raise ConfigError(
-                    f"loss_scale: precision must be one of 16-mixed, 32-true, got {precision!r}; bf16 needs no scaling"
+                    f"loss_scale: precision must be one of 16-mixed, 32-true, bf16-mixed, got {precision!r}"
                 )
             self.config = LossScaleConfig.from_dict({"kind": "dynamic", **options})
+            # Lightning refuses any scaler with bf16-mixed; which autocast it enters is asked of `precision` each time
             super().__init__("16-mixed", device or "cpu", scaler=LossScaler(**self.config.scaler_options()))
             self.precision = precision
             self._device_given = device
@@ -65,8 +67,8 @@ def precision_class(namespace: str) -> Any:
 
         @contextlib.contextmanager
         def forward_context(self) -> Iterator[None]:
-            """Enable fp16 autocast, unless the model runs in fp32."""
-            with self.autocast_context_manager() if self.precision == "16-mixed" else contextlib.nullcontext():
+            """Enable fp16 or bf16 autocast, unless the model runs in fp32."""
+            with self.autocast_context_manager() if self.precision != "32-true" else contextlib.nullcontext():
                 yield
 
         def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:

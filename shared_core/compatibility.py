@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from shared_core.errors import CompatibilityError
 from shared_core.rooms import ROOMS
@@ -19,6 +20,7 @@ SURROUNDINGS = {
     "several_optimizers": "more than one optimizer",
     "data_parallel": "torch.nn.DataParallel",
     "unequal_ranks": "average_tokens_across_devices=False with several processes",
+    "tensor_parallel": "tensor parallelism, or a model that was sharded while it was loaded",
     "tpu": "XLA",
 }
 
@@ -31,7 +33,8 @@ _LBFGS = "LBFGS moves the weights many times in one step, and nothing holds in b
 REFUSED: dict[tuple[str, str], str] = {
     ("loss_scale", "bf16"): (
         "bf16 has fp32's exponent range, so gradients do not underflow and a scale only adds skipped steps; "
-        "drop loss_scale or train in fp16"
+        "drop loss_scale or train in fp16. It is allowed where fp8 casts gradients to e5m2, whose range is narrower: "
+        "fp8 recipe tensorwise, delayed or hfp8 with loss_scale format fp8_e5m2"
     ),
     ("loss_scale", "deepspeed"): _OWN,
     (
@@ -41,6 +44,12 @@ REFUSED: dict[tuple[str, str], str] = {
     ("loss_scale", "manual_optimization"): (
         "with manual optimisation your code calls optimizer.step itself; pass LossScaler to it directly"
     ),
+    ("primary_weights", "deepspeed"): _OWN,
+    ("primary_weights", "fsdp1"): _FLAT,
+    ("primary_weights", "fsdp2"): (
+        "FSDP2 keeps an fp32 copy by itself: load the model in float32 and give it a mixed-precision policy"
+    ),
+    ("primary_weights", "lbfgs"): _LBFGS,
     ("prune", "deepspeed"): _OWN,
     ("prune", "fsdp1"): _FLAT,
     ("prune", "fsdp2"): _SHARDED,
@@ -55,7 +64,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ),
     ("fp8", "deepspeed"): _OWN,
     ("fp8", "fsdp1"): "flat shards of FSDP1 have no rows or blocks left that could share a scale; use DDP",
-    ("fp8", "fsdp2"): "its scales have not been proven on sharded parameters yet; use DDP",
     ("fp8", "lbfgs"): _LBFGS,
     ("distill", "manual_optimization"): (
         "training_step returns no loss that a soft term could join; call shared_core.distillation.kd_loss in it"
@@ -82,12 +90,46 @@ REFUSED: dict[tuple[str, str], str] = {
         "start one process per device (torchrun)"
         for key in ROOMS
     },
+    **{
+        (key, "tensor_parallel"): "its layers hold parts of a weight in forward too, and it has not been run with "
+        "them; use DDP or FSDP version 2"
+        for key in ROOMS
+        if key != "matmul"
+    },
     **{(key, "tpu"): "it has not been run on XLA devices" for key in ROOMS},
 }
 
 
+def _scales_e5m2(recipe: Mapping[str, Any]) -> bool:
+    fp8 = recipe.get("fp8")
+    return fp8 is not None and fp8.backward_is_narrow and recipe["loss_scale"].format == "fp8_e5m2"
+
+
+# A refused pair → what a recipe must hold for it to be allowed all the same; the reason tells it in words.
+ALLOWED_IF: dict[tuple[str, str], Callable[[Mapping[str, Any]], bool]] = {("loss_scale", "bf16"): _scales_e5m2}
+
+
+def _by_option(recipe: Mapping[str, Any]) -> list[str]:
+    """Return a line for each technique that is refused, or needs another, because of an option of its own."""
+    lines = []
+    fp8, qat = recipe.get("fp8"), recipe.get("qat")
+    if fp8 is not None and fp8.needs_loss_scaling and "loss_scale" not in recipe:
+        lines.append(
+            f"fp8 with recipe {fp8.recipe} needs loss_scale: gradients are cast without a scale of their own, and "
+            "small ones would vanish; add --loss_scale_kind dynamic --loss_scale_format fp8_e5m2"
+        )
+    if qat is not None and "soup" in recipe and qat.range in ("lsq", "lsq_plus", "pact"):
+        lines.append(
+            f"qat with range {qat.range} cannot be combined with soup: the average of weights has no learned scales of "
+            "its own; use an observed range, such as ema, which a soup estimates anew"
+        )
+    return lines
+
+
 def refusal(first: str, second: str) -> str | None:
     """Return why two techniques, or a technique and a surrounding, cannot be combined; None if they can.
+
+    The reason also tells the options under which they can, if there are such.
 
     Example:
         >>> refusal("prune", "qat") is None, refusal("loss_scale", "bf16") is None
@@ -99,18 +141,29 @@ def refusal(first: str, second: str) -> str | None:
 def check(keys: Iterable[str], surroundings: Iterable[str] = ()) -> None:
     """Refuse a combination that cannot be right, before any work.
 
+    Args:
+        keys: A recipe, whose options decide too, or recipe keys alone, which meet no condition.
+        surroundings: Keys of `SURROUNDINGS` that hold.
+
     Raises:
-        CompatibilityError: Naming both sides and the reason, for every refused pair.
+        CompatibilityError: Naming both sides and the reason, for every refused pair, and what a recipe lacks.
     """
+    recipe = keys if isinstance(keys, Mapping) else None
     keys = list(keys)
     pairs = [*itertools.combinations(keys, 2), *itertools.product(keys, surroundings)]
-    refused = [(first, second, reason) for first, second in pairs if (reason := refusal(first, second))]
-    if refused:
-        lines = [
-            f"{first} cannot be combined with {SURROUNDINGS.get(second, second)}: {reason}"
-            for first, second, reason in refused
-        ]
+    lines = [
+        f"{first} cannot be combined with {SURROUNDINGS.get(second, second)}: {reason}"
+        for first, second in pairs
+        if (reason := refusal(first, second)) and not _is_allowed(first, second, recipe)
+    ]
+    lines += _by_option(recipe) if recipe is not None else []
+    if lines:
         raise CompatibilityError("recipe: " + "\n".join(lines))
+
+
+def _is_allowed(first: str, second: str, recipe: Mapping[str, Any] | None) -> bool:
+    condition = ALLOWED_IF.get((first, second)) or ALLOWED_IF.get((second, first))
+    return recipe is not None and condition is not None and condition(recipe)
 
 
 def matrix() -> list[dict[str, str]]:

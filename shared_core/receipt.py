@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shared_core.atomic import atomic_write
+from shared_core.hardware import matmul_environment
 
 RECEIPT_FILE = "eff_receipt.json"
 
@@ -27,12 +28,13 @@ def _version(distribution: str) -> str | None:
 
 
 def environment() -> dict[str, Any]:
-    """Return versions and device, as a receipt records them."""
+    """Return versions, device and what it multiplies, as a receipt records them."""
     libraries = ("efftrain", "torch", "transformers", "accelerate", "pytorch-lightning", "lightning")
     return {
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
         "libraries": {name: found for name in libraries if (found := _version(name))},
+        **matmul_environment(),
     }
 
 

@@ -40,6 +40,8 @@ class Room:
 ROOMS = {
     room.key: room
     for room in (
+        Room("matmul", "matmul_precision", "MatmulPrecisionConfig", "MatmulPrecision"),
+        Room("primary_weights", "primary_weights", "PrimaryWeightsConfig", "PrimaryWeights"),
         Room("prune", "pruning", "PruneConfig", "Pruning"),
         Room("qat", "quantization", "QatConfig", "QuantizationAwareTraining"),
         Room("fp8", "fp8", "Fp8Config", "Fp8Training"),

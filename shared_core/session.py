@@ -27,14 +27,8 @@ from shared_core.technique import (
     overrides,
 )
 
-_VERBS = (
-    "loss",
-    "before_optimizer_step",
-    "after_optimizer_step",
-    "skipped_optimizer_step",
-    "before_eval",
-    "after_eval",
-)
+_STEP = ("before_optimizer_step", "after_optimizer_step", "skipped_optimizer_step")
+_VERBS = ("loss", *_STEP, "before_eval", "after_eval")
 
 
 class Session:
@@ -223,11 +217,8 @@ class Session:
         self._drive("before_optimizer_step")
         context = self._attached("before_optimizer_step")
         if context.discard_step:
-            # Without gradients every optimizer leaves weights and state alone, a fused one too.
             for optimizer in context.optimizers:
-                for group in optimizer.param_groups:
-                    for parameter in group["params"]:
-                        parameter.grad = None
+                optimizer.zero_grad()  # to None: without gradients it leaves weights and state alone, fused too
 
     def after_optimizer_step(self) -> bool:
         """Return whether the optimizer step was applied; one that a technique had discarded counts as skipped."""

@@ -134,6 +134,9 @@ class Context:
     """``normalise(total, count)``: a sum over counted positions, averaged as this trainer averages the task loss."""
     weights_replaced: Callable[[], None] = lambda: None
     """Tells every technique that the weights came from elsewhere: masks are re-applied, ranges re-estimated."""
+    widen_gradients: Callable[[torch.optim.Optimizer], None] | None = None
+    """Set by a technique that updates 16-bit parameters in float32: makes an optimizer's gradients float32, so that a
+    scaler can unscale them."""
     discard_step: bool = False
     """A technique sets it in `before_optimizer_step`, equally on every rank, to have this step discarded: the session
     drops all gradients, so that the optimizer changes nothing, and the step counts as skipped."""

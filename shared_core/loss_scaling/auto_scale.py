@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from shared_core.ranks import local_part
+
 if TYPE_CHECKING:
     from shared_core.loss_scaling.config import LossScaleConfig
 
@@ -46,14 +48,14 @@ class AutoScale:
     scale alone: a storm of bad batches says nothing about the range of good ones.
 
     Args:
-        config: The options ``format``, ``margin``, ``smoothing`` (β), ``backoff_factor``, ``growth_interval`` and
-            ``min_scale``.
+        config: The options ``format``, ``margin``, ``smoothing`` (β), ``backoff_factor``, ``growth_interval``,
+            ``init_scale`` and ``min_scale``.
     """
 
     def __init__(self, config: LossScaleConfig) -> None:
         self._format, self._margin, self._smoothing = config.format, config.margin, config.smoothing
         self._backoff, self._interval = config.backoff_factor, config.growth_interval
-        self._min_scale = config.min_scale
+        self._min_scale, self._init_scale = config.min_scale, config.init_scale
         self._peak: float | None = None
         self._extra = self._good = self._streak = 0
 
@@ -76,11 +78,14 @@ class AutoScale:
         self._good += 1
         if self._good >= self._interval:
             self._good, self._extra = 0, self._extra // 2
-        if amax == 0:
-            return scale
-        now = math.log2(amax)
-        past = now if self._peak is None else self._smoothing * self._peak + (1 - self._smoothing) * now
-        self._peak = max(now, past)
+        if amax > 0:
+            now = math.log2(amax)
+            past = now if self._peak is None else self._smoothing * self._peak + (1 - self._smoothing) * now
+            self._peak = max(now, past)
+        if self._peak is None:
+            # nothing but zeros so far: perhaps all was flushed
+            return max(scale, self._clamped(min(_exponent(self._init_scale), _exponent(scale) + 1)))
+        # of a step of zeros too: after a storm the scale may be so low that every gradient is flushed
         wanted = largest_exponent(self._peak, self._format, self._margin) - self._extra
         return self._clamped(min(wanted, _exponent(scale) + 1))
 
@@ -118,12 +123,6 @@ def largest_magnitude(groups: Iterable[Sequence[Tensor]], device: torch.device |
         return torch.zeros((), device=device)
     # Inf and NaN have a flag of their own; NaN in a maximum over processes would be undefined
     return torch.stack(norms).max().nan_to_num(nan=0.0, posinf=0.0)
-
-
-def local_part(grad: Any) -> Tensor:
-    """Return this process's part of a gradient that FSDP2 has sharded, any other as it is."""
-    part: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
-    return part
 
 
 def _exponent(scale: float) -> int:

@@ -10,7 +10,7 @@ from shared_core.loss_scaling.floors import floor_at, parse_floor
 
 FLOAT32_MAX = 3.4028234663852886e38
 MIN_SCALE = 2.0**-14
-_TELEMETRY = ("telemetry_every", "flush_every")
+_TELEMETRY = ("telemetry_every", "flush_every", "histogram_every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,11 @@ class LossScaleConfig(TechniqueConfig):
     )
     flush_every: int = option(
         0, low=0, help="repeat a backward in fp32 every so many applied steps and count flushed gradients; 0: never"
+    )
+    histogram_every: int = option(
+        0,
+        low=0,
+        help="count log2 of weights, activations, gradients and updates every so many applied steps; 0: never",
     )
 
     def validate(self) -> None:

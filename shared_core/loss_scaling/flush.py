@@ -18,11 +18,12 @@ class FlushProbe:
     """Repeats one micro-batch's forward and backward with fp32 activation gradients, and counts what was flushed.
 
     Under autocast flushed gradients arrive as exact zeros, which no later count can tell from true ones. The second
-    pass has autocast off, but every module's output is rounded to the dtype that it had, so that both backwards see
-    the same activations (up to the order of sums); it starts from the very gradients of the model's outputs that the
-    first one got, scale included. For that micro-batch the model hands its outputs out in fp32, as accelerate always
-    does: else the first gradient would be flushed before anyone saw it. Parameters, their gradients, buffers and the
-    random state stay as they are. It costs one more forward and backward, and the memory of the activation gradients.
+    pass has autocast off, but every module without children hands on the values that it had, so that both backwards
+    see the same activations and take the same branch of every ReLU; it starts from the very gradients of the model's
+    outputs that the first one got, scale included. For that micro-batch the model hands its outputs out in fp32, as
+    accelerate always does: else the first gradient would be flushed before anyone saw it. Parameters, their gradients,
+    buffers and the random state stay as they are. It costs one more forward and backward, and the memory of the
+    activations and their gradients.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -52,7 +53,7 @@ class FlushProbe:
         self._waiting, self._recording = [], []
         self._called: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None
         self._rng: Any = None
-        self._dtypes: list[torch.dtype] = []
+        self._values: list[Tensor] = []
         self._names: list[str] = []
         self._grads: dict[int, Tensor] = {}
         self._ends: dict[int, Tensor] = {}
@@ -106,7 +107,7 @@ class FlushProbe:
         for tensor in _tensors(output):
             index = len(self._names)
             self._names.append(name)
-            self._dtypes.append(tensor.dtype)
+            self._values.append(tensor.detach().clone())  # it may be changed in place
             _keep_gradient(tensor, self._grads, index)
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
@@ -173,17 +174,15 @@ class FlushProbe:
         exact: dict[int, Tensor] = {}
         indices = itertools.count()
 
-        def rounded(module: nn.Module, inputs: Any, output: Any) -> Any:
+        def repeated(module: nn.Module, inputs: Any, output: Any) -> Any:
             numbers = [next(indices) for _ in _tensors(output)]
-            dtypes = [self._dtypes[number] for number in numbers]
             if isinstance(output, Tensor) and output.requires_grad:
-                # rounded forward, exact backward; a new tensor, so that a later change in place finds this one's hook
-                output = output + (output.detach().to(dtypes[0]).to(output.dtype) - output.detach())
+                output = _WithValues.apply(output, self._values[numbers[0]])  # type: ignore[no-untyped-call]
             for number, tensor in zip(numbers, _tensors(output), strict=True):
                 _keep_gradient(tensor, exact, number)
             return output
 
-        handles = [module.register_forward_hook(rounded) for _, module in self._leaves(model)]
+        handles = [module.register_forward_hook(repeated) for _, module in self._leaves(model)]
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         device = next(model.parameters()).device
         try:
@@ -226,6 +225,16 @@ class FlushProbe:
         if state:
             self.step = state["step"]
             self.layers = {name: (lost, seen) for name, (lost, seen) in state["layers"].items()}
+
+
+class _WithValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, values: Tensor) -> Tensor:
+        return values.to(output.dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
 def _keep_gradient(tensor: Tensor, into: dict[int, Tensor], index: int) -> None:

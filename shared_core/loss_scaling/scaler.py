@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -139,6 +139,8 @@ class LossScaler(GradScaler):
         """Whether the latest call of `step` was skipped, whichever optimizer it was for."""
         self.scale_range: tuple[float, float] | None = None
         """Lowest and highest scale that a step was taken or skipped at; None before the first."""
+        self.widen_gradients: Callable[[torch.optim.Optimizer], None] | None = None
+        """Makes an optimizer's fp16 gradients float32 before they are unscaled; in fp16 they would underflow again."""
         self._in_a_row: dict[int, int] = {}
         self._restored_in_a_row: list[int] = []
         self._seen: list[tuple[bool, float, float]] = []
@@ -281,6 +283,8 @@ class LossScaler(GradScaler):
 
         Written anew for speed: torch 2.13 reads ``param.grad`` up to six times for every parameter.
         """
+        if self.widen_gradients is not None:
+            self.widen_gradients(optimizer)
         grouped: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for param in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
             grad = param.grad
@@ -359,7 +363,8 @@ class LossScaler(GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        # ids of optimizers mean nothing elsewhere
+        # a session's method and ids of optimizers mean nothing elsewhere
+        state["widen_gradients"] = None
         state["_in_a_row"], state["_restored_in_a_row"] = (
             {},
             [*self._in_a_row.values(), *self._restored_in_a_row],

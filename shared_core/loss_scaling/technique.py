@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, TrainingError
+from shared_core.loss_dtype import LossDtype
 from shared_core.loss_scaling.config import LossScaleConfig
 from shared_core.loss_scaling.flush import FlushProbe
+from shared_core.loss_scaling.histogram_probe import HistogramProbe
 from shared_core.loss_scaling.scaler import LossScaler
 from shared_core.loss_scaling.telemetry import UnderflowTelemetry
 from shared_core.technique import Context, Technique
@@ -33,6 +35,10 @@ class LossScaling(Technique):
         """The latest measurement of underflow."""
         self.flush = FlushProbe()
         """The latest count of flushed activation gradients."""
+        self.histograms = HistogramProbe(config.format)
+        """The latest histograms of weights, activations, gradients and updates."""
+        self.loss_dtype = LossDtype()
+        """What the first training loss was computed in."""
         self._steps_at_begin = 0
         self._flush_due = False
 
@@ -49,21 +55,38 @@ class LossScaling(Technique):
         return scaler
 
     def begin(self, context: Context) -> None:
-        """Note how many steps the scaler has seen."""
+        """Note how many steps the scaler has seen; let it unscale the gradients of 16-bit parameters."""
         self._steps_at_begin = self.scaler.num_steps
+        self.scaler.widen_gradients = context.widen_gradients
         if self.config.flush_every:
             self.flush.watch(context.model)
             self._arm_flush(context)
+        if self.config.histogram_every:
+            self.histograms.watch(context.model)
+            self._arm_histograms(context)
 
     def detach(self, model: nn.Module) -> None:
-        """Remove the hooks of the flush count."""
+        """Remove the hooks of the flush count and of the histograms."""
         self.flush.leave()
+        self.histograms.leave()
+        self.scaler.widen_gradients = None
 
     def _arm_flush(self, context: Context) -> None:
         every = self.config.flush_every
         self._flush_due = bool(every) and context.step % every == 0 and self.flush.step != context.step
         if self._flush_due:
             self.flush.arm()
+
+    def _arm_histograms(self, context: Context) -> None:
+        every = self.config.histogram_every
+        if every and context.step % every == 0 and self.histograms.step != context.step:
+            self.histograms.arm()
+
+    def loss(self, task_loss: Tensor, context: Context) -> Tensor:
+        """Return the loss as it is; the first one tells what it was computed in."""
+        if self.loss_dtype.see(task_loss):
+            context.services.say(self.loss_dtype.warning())
+        return task_loss
 
     def before_optimizer_step(self, context: Context) -> None:
         """Measure underflow if it is time; a step that overflows leaves it to the next one."""
@@ -74,6 +97,8 @@ class LossScaling(Technique):
             self._flush_due = not self.flush.measure(context.step) and self.flush.is_watching
             if self._flush_due:
                 self.flush.arm()
+        if self.histograms.is_armed:
+            self.histograms.before_step(self.scaler.get_scale(), context.step)
 
     def after_optimizer_step(self, context: Context) -> None:
         """Raise `TrainingError` if the step went past the scaler: nothing would be scaled."""
@@ -83,6 +108,13 @@ class LossScaling(Technique):
                 "scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()"
             )
         self._arm_flush(context)
+        if self.histograms.is_armed:
+            self.histograms.after_step()
+        self._arm_histograms(context)
+
+    def skipped_optimizer_step(self, context: Context) -> None:
+        """Leave the histograms to the next step: there is no update to count."""
+        self._arm_histograms(context)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaler's state and the latest measurements."""
@@ -90,6 +122,8 @@ class LossScaling(Technique):
             "scaler": self.scaler.state_dict(),
             "telemetry": self.telemetry.state_dict(),
             "flush": self.flush.state_dict(),
+            "histograms": self.histograms.state_dict(),
+            "loss": self.loss_dtype.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -97,6 +131,8 @@ class LossScaling(Technique):
         self.scaler.load_state_dict(state["scaler"])
         self.telemetry.load_state_dict(state.get("telemetry", {}))
         self.flush.load_state_dict(state.get("flush", {}))
+        self.histograms.load_state_dict(state.get("histograms", {}))
+        self.loss_dtype.load_state_dict(state.get("loss", {}))
 
     def metrics(self) -> dict[str, float]:
         """Return the scale, the number of skipped steps, and the latest underflow, zero share and head-room."""
@@ -105,6 +141,7 @@ class LossScaling(Technique):
             "loss_scale/skipped": float(self.scaler.skipped_steps),
             **self.telemetry.metrics(),
             **self.flush.metrics(),
+            **self.histograms.metrics(),
         }
 
     def report(self) -> dict[str, Any]:
@@ -119,6 +156,8 @@ class LossScaling(Technique):
             "lowest_scale": low,
             "highest_scale": high,
             **floor,
+            **self.loss_dtype.report(),
             **self.telemetry.report(),
             **self.flush.report(),
+            **self.histograms.report(),
         }

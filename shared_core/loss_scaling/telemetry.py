@@ -11,8 +11,8 @@ import torch
 from eff_kernels.loss_scaling import NUM_BINS, count_magnitudes
 from torch import Tensor
 
-from shared_core.loss_scaling.auto_scale import FORMATS, local_part
-from shared_core.ranks import all_reduce_
+from shared_core.loss_scaling.auto_scale import FORMATS
+from shared_core.ranks import all_reduce_, local_part
 
 _FLOAT32 = torch.finfo(torch.float32)
 _BIAS = 127  # column k of the histogram starts at 2**(k - 127)

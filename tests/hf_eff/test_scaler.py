@@ -117,3 +117,45 @@ def test_a_second_training_does_not_keep_the_first_ones_scaler(make, tmp_path):
     assert trainer.optimizer.scaler is not first
     session = trainer.callback_handler.callbacks[0].session
     assert session.receipt()["techniques"]["loss_scale"]["steps"] == 8
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.05])
+def test_fp8_with_narrow_gradients_is_scaled_under_bf16_too(make, tmp_path, bf16, max_grad_norm):
+    recipe = {
+        "fp8": {"recipe": "tensorwise"},
+        "loss_scale": {"kind": "dynamic", "init_scale": 1024.0, "format": "fp8_e5m2"},
+    }
+    trainer, applied, session = train(make, tmp_path, recipe, bf16=bf16, max_grad_norm=max_grad_norm)
+    assert trainer.dtypes == [torch.bfloat16 if bf16 else torch.float32] * 3
+    told = session.receipt()["techniques"]["loss_scale"]
+    assert (told["steps"], told["skipped_steps"], told["format"]) == (3, 0, "fp8_e5m2")
+    if max_grad_norm:
+        assert max(applied.norms) <= 0.05 * (1 + 1e-5)
+    else:
+        assert trainer.raw[0] == pytest.approx(applied.norms[0] * 1024, rel=1e-6)
+    assert trainer.accelerator.scaler is None
+
+
+def test_an_overflow_under_bf16_advances_nothing(make, tmp_path):
+    recipe = {"fp8": {"recipe": "delayed"}, "loss_scale": {"kind": "dynamic", "format": "fp8_e5m2"}}
+    _, applied, session = train(make, tmp_path, recipe, Overflowing, bf16=True, learning_rate=0.1)
+    assert (session.receipt()["steps"]["skipped"], session.receipt()["steps"]["applied"]) == (1, 2)
+    assert applied.rates[0] == 0.1
+
+
+def test_fp8_that_needs_a_scaler_is_refused_without_one(make, tmp_path):
+    with pytest.raises(CompatibilityError, match="needs loss_scale"):
+        attach(make.trainer(tmp_path), {"fp8": {"recipe": "hfp8"}})
+
+
+def test_histograms_of_one_micro_batch_and_the_dtype_of_the_loss(make, tmp_path):
+    recipe = {"loss_scale": {"kind": "static", "init_scale": 8.0, "histogram_every": 2}}
+    trainer, _, session = train(make, tmp_path, recipe, gradient_accumulation_steps=2, fp16=True)
+    told = session.receipt()["techniques"]["loss_scale"]
+    assert (told["loss_dtype"], told["softmax_dtype"]) == ("float32", "float32")
+    assert told["histograms"]["measured_step"] == 2
+    classifier = told["histograms"]["activations"]["layers"]["classifier"]
+    assert classifier["elements"] == 4 * 4  # rows of one micro-batch, classes
+    count = sum(parameter.numel() for parameter in trainer.model.parameters())
+    assert told["histograms"]["weights"]["elements"] == told["histograms"]["updates"]["elements"] == count

@@ -110,7 +110,7 @@ def test_other_precisions_are_refused_by_name(precision, match, tmp_path):
 
 def test_bad_options():
     with pytest.raises(ConfigError, match="precision must be one of"):
-        lightning_eff.LossScalingPrecision(precision="bf16-mixed")
+        lightning_eff.LossScalingPrecision(precision="16-true")
     with pytest.raises(ConfigError, match="growth_factor"):
         lightning_eff.LossScalingPrecision(growth_factor=0.5)
     with pytest.raises(ConfigError, match="did you mean 'init_scale'"):
@@ -140,3 +140,54 @@ def test_the_plugin_alone_resumes_its_scale(tmp_path):
     resumed, again = trained(tmp_path / "8.ckpt", seed=9)
     assert difference(whole, resumed) == []
     assert scaler == again
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_fp8_with_narrow_gradients_is_scaled_under_bf16_too(precision, alone, tmp_path):
+    seen = {}
+
+    class Look(module_class(BOTH[0])):
+        def forward(self, x):
+            logits = self.net(x)
+            seen["dtype"] = logits.dtype
+            return logits
+
+    def after_backward(trainer):
+        seen.setdefault("scaled", trainer.lightning_module.net[4].bias.grad.clone())
+
+    def before_step(trainer):
+        seen.setdefault("unscaled", trainer.lightning_module.net[4].bias.grad.clone())
+
+    recipe = {"fp8": {"recipe": "tensorwise", "include": ["net.3"]}}
+    scaling = {"init_scale": 1024.0, "format": "fp8_e5m2"}
+    options = {"precision": precision}
+    if alone:  # the plugin instead of `precision`
+        options = {"plugins": lightning_eff.LossScalingPrecision(precision=precision, **scaling)}
+    else:
+        recipe["loss_scale"] = {"kind": "dynamic", **scaling}
+    look = hook_callback(BOTH[0], on_after_backward=after_backward, on_before_optimizer_step=before_step)
+    callback = EffCallback(recipe)
+    module = Look(width=16)
+    module.net[3] = torch.nn.Linear(16, 16)  # of a size that FP8 has
+    fit(make_trainer(tmp_path, callbacks=[callback, look], **options), module)
+    assert seen["dtype"] is (torch.bfloat16 if precision == "bf16-mixed" else torch.float32)
+    torch.testing.assert_close(seen["scaled"], seen["unscaled"] * 1024.0)
+    told = callback.receipt["techniques"]["loss_scale"]
+    assert (told["steps"], told["format"], told["loss_dtype"]) == (18, "fp8_e5m2", "float32")
+
+
+def test_the_plugin_alone_is_refused_with_plain_bf16(tmp_path):
+    plugin = lightning_eff.LossScalingPrecision(precision="bf16-mixed", format="fp8_e5m2")
+    with pytest.raises(CompatibilityError, match="plain bf16 mixed precision"):
+        fit(make_trainer(tmp_path, plugins=plugin), make_module())
+
+
+def test_histograms_of_one_micro_batch(tmp_path):
+    callback = EffCallback({"loss_scale": {"kind": "static", "init_scale": 8, "histogram_every": 4}})
+    fit(make_trainer(tmp_path, callbacks=[callback], accumulate_grad_batches=2), make_module())
+    told = callback.receipt["techniques"]["loss_scale"]["histograms"]
+    assert told["measured_step"] == 8
+    assert told["activations"]["layers"]["net.4"]["elements"] == 4 * 4  # rows of one micro-batch, classes
+    assert told["activation_gradients"]["layers"]["net.4"]["elements"] == 4 * 4
+    assert told["updates"]["elements"] == told["gradients"]["elements"] == 8 * 16 + 16 + 32 + 16 * 4 + 4

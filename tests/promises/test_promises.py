@@ -11,6 +11,7 @@ from promise_table import (
     PAIRS,
     TECHNIQUES,
     TOGETHER,
+    VARIANTS,
     DigitsNet,
     eval_examples,
     make_net,
@@ -30,12 +31,14 @@ STOCK = {type(module) for module in DigitsNet().modules()} | {nn.Identity}
 
 
 @pytest.mark.parametrize(
-    "keys", [*((key,) for key in TRAINED), tuple(key for key in TOGETHER if key != "soup")], ids="+".join
+    "keys",
+    [*((key,) for key in [*TRAINED, *VARIANTS]), tuple(key for key in TOGETHER if key != "soup")],
+    ids="+".join,
 )
 def test_parity_of_bare_loop_lightning_and_hf(keys, tmp_path):
     bare = run_bare(recipe_of(*keys))
     for name, run in FRONT_ENDS.items():
-        other = run(recipe_of(*keys), tmp_path / name)
+        other = run(recipe_of(*keys), tmp_path / name, **({"seed": 0} if name == "hf" else {}))
         assert difference(bare.weights, other.weights) is None, name
         assert other.receipt["steps"]["applied"] == bare.receipt["steps"]["applied"] == NUM_STEPS
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from promise_drivers import difference, run_hf, run_lightning, saved_state
-from promise_table import EVERYTHING, NUM_STEPS, TECHNIQUES, TOGETHER, recipe_of
+from promise_table import EVERYTHING, NUM_STEPS, TECHNIQUES, TOGETHER, VARIANTS, recipe_of
 
 # Four steps an epoch: 2 and 6 lie inside an epoch and on schedule edges, 4 on an epoch's edge, 1 before anything began.
 STOPS = (1, 2, 4, 5, 6)
-ROWS = [*((key,) for key in EVERYTHING), TOGETHER]
+ROWS = [*((key,) for key in [*EVERYTHING, *VARIANTS]), TOGETHER]
 
 
 def copied(whole, stop, folder):

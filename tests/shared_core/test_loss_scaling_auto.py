@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import math
 from fractions import Fraction
 
@@ -65,6 +66,24 @@ def test_it_goes_down_at_once_and_up_one_doubling_a_step(fused, unscale):
     assert loop.step(1.0) == largest_scale(1.0) == 2.0**13
     assert [loop.step(0.25) for _ in range(3)] == [2.0**14, 2.0**15, 2.0**15]
     assert loop.step(0.0) == 2.0**15  # nothing can be told from zeros
+
+
+def test_it_rises_again_from_a_scale_at_which_everything_is_flushed():
+    loop = Loop(growth_interval=5)
+    loop.step(0.25)
+    for _ in range(40):  # a storm
+        loop.step(0.25, bad=INF)
+    assert loop.scaler.get_scale() < 1
+    scales = [loop.step(0.0) for _ in range(60)]  # flushed to zero, all of them
+    assert all(later <= 2 * earlier for earlier, later in itertools.pairwise(scales))
+    assert scales[-1] == largest_scale(0.25)
+
+
+def test_zeros_from_the_start_raise_no_scale_above_the_first():
+    loop = Loop(init_scale=1024.0)
+    for _ in range(3):
+        loop.step(1.0, bad=INF)
+    assert [loop.step(0.0) for _ in range(5)] == [256.0, 512.0, 1024.0, 1024.0, 1024.0]
 
 
 def test_the_smoothed_peak_rises_at_once_and_decays_as_written():

@@ -64,7 +64,7 @@ def _optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
 
 def run_bare(recipe: Any, *, accumulate: int = 1, batch_norm: bool = True, optim: str = "adamw_torch") -> Result:
     """A plain loop that divides the loss by the number of micro-batches, as both trainers do."""
-    model = make_net(batch_norm=batch_norm)
+    model = make_net(batch_norm=batch_norm, recipe=recipe)
     session = Session(recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe))
     session.attach(model)
     optimizer = _optimizer(optim, model.parameters())
@@ -140,7 +140,7 @@ def hf_trainer(
         "dataloader_num_workers": 0,
     }
     trainer = InOrder(
-        model=make_net(dropout, batch_norm=batch_norm),
+        model=make_net(dropout, batch_norm=batch_norm, recipe=recipe),
         args=TrainingArguments(**(options | more)),
         train_dataset=train_examples(),
         eval_dataset=eval_examples(),
@@ -163,19 +163,21 @@ def run_hf(recipe: Any, folder: Path, *, resume: Path | str | bool | None = None
     return Result(dict(trainer.model.state_dict()), receipt, saved, trainer.model)
 
 
-def lightning_module(dropout: float = 0.0, batch_norm: bool = True, optim: str = "adamw_torch") -> Any:
+def lightning_module(
+    dropout: float = 0.0, batch_norm: bool = True, optim: str = "adamw_torch", recipe: tuple[str, ...] = ()
+) -> Any:
     """The same net in a LightningModule."""
     import pytorch_lightning as pl
 
-    return _module_class(pl)(dropout, batch_norm, optim)
+    return _module_class(pl)(dropout, batch_norm, optim, recipe)
 
 
 def _module_class(pl: Any) -> Any:
     class DigitsModule(pl.LightningModule):
-        def __init__(self, dropout: float, batch_norm: bool, optim: str) -> None:
+        def __init__(self, dropout: float, batch_norm: bool, optim: str, recipe: tuple[str, ...]) -> None:
             super().__init__()
             self.save_hyperparameters()
-            self.net = make_net(dropout, batch_norm=batch_norm)
+            self.net = make_net(dropout, batch_norm=batch_norm, recipe=recipe)
 
         def training_step(self, batch: Any, index: int) -> Tensor:
             return self.net(**batch)["loss"]
@@ -242,7 +244,7 @@ def run_lightning(
         )
     if plugin:
         hooks.insert(0, EffCallback(recipe))
-    module = lightning_module(dropout, batch_norm, optim)
+    module = lightning_module(dropout, batch_norm, optim, tuple(recipe))
     trainer = pl.Trainer(
         **(
             {

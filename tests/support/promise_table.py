@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,8 @@ class Row:
     options: dict[str, Any]
     exempt: frozenset[str] = field(default_factory=frozenset)
     needs_teacher: bool = False
+    in_16_bit: bool = False
+    """Whether the model is loaded in bf16; every recipe with such a row then runs in bf16."""
 
     def recipe(self) -> dict[str, Any]:
         options = dict(self.options)
@@ -49,20 +52,38 @@ TECHNIQUES = {
             {"recipe": "delayed", "amax_history": 3, "include": ["first"]},
             exempt=frozenset({"accumulation", "two_processes"}),
         ),
+        # A forward in bf16 rounds sums over the micro-batch, and DDP averages bf16 gradients: weights agree to a few
+        # ulps of bf16, not to 1e-6. What must be equal, tests/shared_core tests.
+        Row(
+            "primary_weights",
+            {"kind": "stochastic_rounding"},
+            exempt=frozenset({"accumulation", "two_processes"}),
+            in_16_bit=True,
+        ),
+        Row("matmul", {"precision": "high"}),
     )
+}
+# Other options of techniques that keep other state: resumed and compared as well, not paired.
+VARIANTS = {
+    "qat-lsq": Row("qat", {"scheme": "int8", "range": "lsq_plus", "begin": 2, "freeze_observers": 6}),
+    "qat-kl": Row("qat", {"scheme": "int8", "range": "kl", "begin": 2, "freeze_observers": 6}),
+    "qat-int4": Row("qat", {"scheme": "int8_dynamic_int4_weight", "begin": 3, "rounding": "stochastic"}),
+    "fp8-int16": Row("fp8", {"recipe": "int16", "include": ["first"]}),
+    "primary-copy": Row("primary_weights", {"kind": "fp32_copy"}, in_16_bit=True),
 }
 EVERYTHING = tuple(TECHNIQUES)
 PAIRS = [(a, b) for i, a in enumerate(EVERYTHING) for b in EVERYTHING[i + 1 :] if not refusal(a, b)]
 # The most that one run can hold: a row joins unless an earlier one refuses it.
 TOGETHER: tuple[str, ...] = ()
 for _key in EVERYTHING:
-    TOGETHER += () if any(refusal(_key, other) for other in TOGETHER) else (_key,)
+    _alone = TECHNIQUES[_key].in_16_bit or any(refusal(_key, other) for other in TOGETHER)
+    TOGETHER += () if _alone else (_key,)
 
 
 def recipe_of(*keys: str) -> dict[str, Any]:
     recipe: dict[str, Any] = {}
     for key in keys:
-        recipe |= TECHNIQUES[key].recipe()
+        recipe |= (TECHNIQUES | VARIANTS)[key].recipe()
     return recipe
 
 
@@ -78,16 +99,17 @@ class DigitsNet(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        features = torch.relu(self.norm(self.conv(x))).flatten(1)
+        features = torch.relu(self.norm(self.conv(x.to(self.head.weight.dtype)))).flatten(1)
         logits = self.head(self.dropout(torch.relu(self.hidden(features))))
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return {"logits": logits} if loss is None else {"loss": loss, "logits": logits}
 
 
-def make_net(dropout: float = 0.0, *, seed: int = 0, batch_norm: bool = True) -> DigitsNet:
+def make_net(dropout: float = 0.0, *, seed: int = 0, batch_norm: bool = True, recipe: Iterable[str] = ()) -> DigitsNet:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return DigitsNet(dropout, batch_norm=batch_norm)
+        net = DigitsNet(dropout, batch_norm=batch_norm)
+    return net.bfloat16() if any(TECHNIQUES[key].in_16_bit for key in recipe) else net
 
 
 def make_teacher() -> DigitsNet:

@@ -1,0 +1,67 @@
+"""What this machine's matrix multiplication can do, and what it does: capabilities are asked, precision is measured."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from eff_kernels.fp8 import multiplies_fp8
+
+_SIZE = 256
+
+
+def matmul_hardware(device: torch.device | str | None = None) -> dict[str, bool]:
+    """Return whether a device has instructions that multiply ``tf32``, ``bf16`` and ``fp8``.
+
+    TF32 and bf16: NVIDIA of compute capability 8.0 and later; FP8: 8.9 and later; bf16 on CPU: AVX-512 BF16, AMX or
+    their Arm counterpart.
+
+    Args:
+        device: By default the first CUDA device, or else the CPU.
+    """
+    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if where.type == "cuda":
+        recent = torch.version.hip is None and torch.cuda.get_device_capability(where) >= (8, 0)
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return {"tf32": recent, "bf16": bf16, "fp8": multiplies_fp8(where)}
+    if where.type != "cpu":
+        return {"tf32": False, "bf16": False, "fp8": False}
+    able = torch.cpu.get_capabilities()
+    names = ("avx512_bf16", "amx_bf16", "bf16")
+    return {"tf32": False, "bf16": any(bool(able.get(name)) for name in names), "fp8": False}
+
+
+@torch.no_grad()
+def float32_matmul_format(device: torch.device | str) -> Literal["float32", "tf32", "bf16"]:
+    """Return the format that float32 matrix products on a device round their factors to now, by measuring it.
+
+    No table of devices tells it: on CPUs with bf16 instructions oneDNN may still multiply in float32. Products of
+    ``1 + 2^-12`` (more bits than TF32's 10) and ``1 + 2^-9`` (more than bfloat16's 7) with a unit matrix show it.
+
+    Example:
+        >>> before = torch.get_float32_matmul_precision()
+        >>> torch.set_float32_matmul_precision("highest")
+        >>> float32_matmul_format("cpu")
+        'float32'
+        >>> torch.set_float32_matmul_precision(before)
+    """
+    where = torch.device(device)
+    unit = torch.eye(_SIZE, device=where)
+    with torch.autocast(where.type, enabled=False):
+        kept = [bool((torch.full_like(unit, x) @ unit == x).all()) for x in (1 + 2.0**-12, 1 + 2.0**-9)]
+    if kept[0]:
+        return "float32"
+    return "tf32" if kept[1] else "bf16"
+
+
+def float32_matmul_precision() -> str:
+    """Return torch's setting for float32 products; ``"mixed"`` where torch cannot say, since newer switches are set."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "mixed"
+
+
+def matmul_environment() -> dict[str, Any]:
+    """Return what a receipt tells of matrix products: torch's setting, and which formats the hardware multiplies."""
+    return {"float32_matmul_precision": float32_matmul_precision(), "multiplies": matmul_hardware()}

@@ -1,0 +1,143 @@
+"""The precision of float32 matrix products: TF32 or bf16 where the hardware has them, told where it has not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.config import TechniqueConfig, option
+from shared_core.hardware import float32_matmul_format, float32_matmul_precision, matmul_hardware
+from shared_core.loss_dtype import LossDtype
+from shared_core.technique import Context, Technique
+
+_BACKENDS: Any = torch.backends  # half of it has no annotations
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulPrecisionConfig(TechniqueConfig):
+    """Options of the precision of float32 products: ``--matmul_precision`` as a flag, ``matmul:`` in a recipe.
+
+    Example:
+        >>> MatmulPrecisionConfig(precision="high").precision
+        'high'
+    """
+
+    key: ClassVar[str] = "matmul"
+    switch: ClassVar[str] = "precision"
+
+    precision: Literal["highest", "high", "medium"] = option(
+        help="highest: float32; high: TF32 (10 bits) where the GPU has it; medium: on a CPU also bfloat16 (7 bits)"
+    )
+
+
+class MatmulPrecision(Technique):
+    """Sets torch's ``float32_matmul_precision`` for one run, measures what it does here, and puts it back.
+
+    Args:
+        config: The options.
+    """
+
+    key: ClassVar[str] = "matmul"
+    config: MatmulPrecisionConfig
+
+    def __init__(self, config: MatmulPrecisionConfig) -> None:
+        super().__init__(config)
+        self.loss_dtype = LossDtype()
+        """What the first training loss was computed in."""
+        self.previous: str | None = None
+        """Torch's setting before this run; ``"mixed"`` if its newer switches were set. None before `attach`."""
+        self._switches: tuple[str, str] | None = None
+        self._device = torch.device("cpu")
+        self._format: str | None = None
+
+    def attach(self, model: nn.Module, context: Context) -> None:
+        """Set the precision, for evaluation too."""
+        self.previous = float32_matmul_precision()
+        self._switches = _newer_switches()
+        torch.set_float32_matmul_precision(self.config.precision)
+
+    def detach(self, model: nn.Module) -> None:
+        """Put torch's setting back."""
+        if self._switches is None:
+            return
+        if self.previous in ("highest", "high", "medium"):
+            torch.set_float32_matmul_precision(self.previous)
+        else:
+            torch.set_float32_matmul_precision("highest")  # overwrites the newer switches, so these come second
+            _set_newer_switches(self._switches)
+        self._switches = None
+
+    def begin(self, context: Context) -> None:
+        """Measure a product on the model's device, and say aloud if the setting changes nothing there."""
+        parameter = next(context.model.parameters(), None)
+        self._device = parameter.device if parameter is not None else torch.device("cpu")
+        self._format = float32_matmul_format(self._device)
+        if not self.is_active:
+            context.services.say(f"efftrain: matmul: {self.config.precision} is INACTIVE: {self._reason()}")
+
+    def loss(self, task_loss: Tensor, context: Context) -> Tensor:
+        """Return the loss as it is; the first one tells what it was computed in."""
+        if self.loss_dtype.see(task_loss):
+            context.services.say(self.loss_dtype.warning())
+        return task_loss
+
+    @property
+    def is_active(self) -> bool:
+        """Whether products are computed in what was asked for: measured, not looked up. False before `begin`."""
+        if self.config.precision == "highest":
+            return self._format == "float32"
+        return self._format in ("tf32", "bf16")
+
+    def _reason(self) -> str:
+        device, asked = self._device, self.config.precision
+        if asked == "highest":
+            return f"products on {device.type} are still rounded to {self._format}"
+        still = f"float32 products on {device.type} stay float32, because"
+        if device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(device)
+            return f"{still} compute capability {major}.{minor} has no TF32 (8.0 and later have)"
+        if device.type != "cpu":
+            return f"{still} this device has no such switch"
+        if asked == "high":
+            return f"{still} a CPU has no TF32; medium allows bfloat16 where oneDNN uses it"
+        if not (_BACKENDS.mkldnn.is_available() and _BACKENDS.mkldnn.enabled):
+            return f"{still} oneDNN is not there or switched off"
+        if not matmul_hardware(device)["bf16"]:
+            return f"{still} this CPU has no bf16 instructions"
+        return f"{still} oneDNN does not use this CPU's bf16 instructions for them"
+
+    def finish(self, model: nn.Module, context: Context) -> None:
+        """Put torch's setting back; weights need no baking."""
+        self.detach(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the loss was computed in; all else is measured anew."""
+        return {"loss": self.loss_dtype.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.loss_dtype.load_state_dict(state.get("loss", {}))
+
+    def report(self) -> dict[str, Any]:
+        """Return what was asked for, what was before, what products were really computed in, and the loss's dtypes."""
+        return {
+            "requested": self.config.precision,
+            "previous": self.previous,
+            "device": self._device.type,
+            "active": self.is_active,
+            "products_in": self._format,
+            **({} if self.is_active or self._format is None else {"reason": self._reason()}),
+            **self.loss_dtype.report(),
+        }
+
+
+def _newer_switches() -> tuple[str, str]:
+    return _BACKENDS.cuda.matmul.fp32_precision, _BACKENDS.mkldnn.matmul.fp32_precision
+
+
+def _set_newer_switches(values: tuple[str, str]) -> None:
+    _BACKENDS.cuda.matmul.fp32_precision, _BACKENDS.mkldnn.matmul.fp32_precision = values

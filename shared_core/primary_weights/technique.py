@@ -1,0 +1,356 @@
+"""Primary weights: float32 values take the 16-bit parameters' place in the optimizer while it steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
+from shared_core.numerics import stochastic_round_
+from shared_core.primary_weights.config import PrimaryWeightsConfig
+from shared_core.primary_weights.gradients import WideGradients
+from shared_core.primary_weights.optimizer_swap import HALF, moments, replace_parameters_, trained_in_16_bit
+from shared_core.technique import Context, Technique
+
+
+class PrimaryWeights(Technique):
+    """Updates models whose parameters are fp16 or bf16 in float32.
+
+    A 16-bit weight w moves only by updates of at least half an ulp: ``2^-12·|w|`` to ``2^-11·|w|`` in fp16,
+    ``2^-9·|w|`` to ``2^-8·|w|`` in bf16. Smaller ones are lost. Here each step computes ``P ← optimizer(P, g)`` in
+    float32, gradients and moments included, and then ``w ← round(P)``. With ``fp32_copy`` P is kept from step to
+    step; with ``stochastic_rounding`` it is w itself, and the rounding is drawn so that its mean is P.
+
+    Modules, parameters and checkpoints stay as they are: P is in the optimizers only between
+    `before_optimizer_step` and `after_optimizer_step`, which must surround the optimizer's step.
+
+    Args:
+        config: The options.
+
+    Source: Micikevicius et al., 2018, arXiv:1710.03740, section 3.1; the rounding: Gupta et al., 2015,
+    arXiv:1502.02551.
+
+    Example:
+        >>> from shared_core.recipe import Recipe
+        >>> from shared_core.session import Session
+        >>> model = nn.ParameterList([nn.Parameter(torch.ones(1, dtype=torch.bfloat16))])
+        >>> session = Session(Recipe.from_dict({"primary_weights": {"kind": "fp32_copy"}}))
+        >>> session.attach(model)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> session.begin([optimizer], total_steps=100)
+        >>> for _ in range(100):  # bfloat16's neighbour of 1 is 0.00390625 away
+        ...     model[0].grad = torch.full((1,), 1e-3)
+        ...     session.before_optimizer_step()
+        ...     optimizer.step()
+        ...     _ = session.after_optimizer_step()
+        >>> model[0].item()
+        0.8984375
+    """
+
+    key: ClassVar[str] = "primary_weights"
+    config: PrimaryWeightsConfig
+
+    def __init__(self, config: PrimaryWeightsConfig) -> None:
+        super().__init__(config)
+        self._model: nn.Module | None = None
+        self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        self._primary: dict[Tensor, Tensor] = {}
+        self._gradients = WideGradients()
+        self._is_in = False
+        self._handed: dict[Tensor, tuple[Tensor | None, int]] = {}
+        self._small_updates: dict[str, int] = {}
+        self._state: Mapping[str, Any] | None = None
+
+    # -- start and end
+
+    def attach(self, model: nn.Module, context: Context) -> None:
+        """Check that there is something to do.
+
+        Raises:
+            MatchError: If no trainable parameter is fp16 or bf16.
+        """
+        self._model = model
+        # Lightning's 16-true and bf16-true cast the model only after this; `begin` looks again
+        if context.front_end != "lightning":
+            _check_match(model.parameters())
+
+    def prepare_optimizers(self, context: Context) -> None:
+        """Take the parameters' place until `begin`: torch casts moments that it loads to their format."""
+        self._put_back()
+        self._optimizers = context.optimizers
+        self._put_in()
+
+    def begin(self, context: Context) -> None:
+        """Make or restore the copies, and let gradients be accumulated in float32.
+
+        Raises:
+            MatchError: If no optimizer trains a 16-bit parameter.
+            CompatibilityError: If an optimizer is LBFGS.
+            CheckpointError: If saved copies or moments are not those of these parameters in float32.
+        """
+        self._put_back()
+        self._optimizers = context.optimizers
+        for optimizer in self._optimizers:
+            if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
+                raise CompatibilityError(
+                    "primary_weights: optimizer must not be LBFGS, which runs the model again within a step, before "
+                    "its weights are rounded; use SGD or AdamW"
+                )
+        groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
+        _check_match(parameter for group in groups for parameter in group)
+        state, self._state = self._state, None
+        parameters = list(trained_in_16_bit(self._optimizers))
+        self._widen_moments(parameters, None if state is None else state["moments"])
+        self._gradients.begin(parameters)
+        context.widen_gradients = self._widen_gradients
+        if self.config.kind == "fp32_copy":
+            saved = {} if state is None else state["copies"]
+            names = self._names()
+            self._primary = {parameter: self._follow(parameter) for parameter in parameters}
+            for parameter, primary in self._primary.items():
+                if names[parameter] in saved:
+                    _restore_(primary, saved[names[parameter]], names[parameter])
+
+    def detach(self, model: nn.Module) -> None:
+        """Give the optimizers their parameters back, and those their gradients' format; the state stays readable."""
+        self._put_back()
+        if self._optimizers:
+            self._state = self.state_dict()
+            self._gradients.end(trained_in_16_bit(self._optimizers))
+        self._primary, self._optimizers = {}, ()
+
+    @torch.no_grad()
+    def weights_replaced(self, context: Context) -> None:
+        """Make the copies anew: what they hold beyond 16 bit belonged to other weights."""
+        for parameter, primary in self._primary.items():
+            primary.copy_(parameter)
+
+    # -- the step
+
+    def before_optimizer_step(self, context: Context) -> None:
+        """Put float32 values and gradients into the optimizers, for clipping and the step."""
+        self._put_back()
+        self._optimizers = context.optimizers
+        self._put_in()
+        for parameter, primary in self._primary.items():
+            self._gradients.widen(parameter)
+            primary.grad = parameter.grad
+            self._handed[parameter] = (parameter.grad, parameter._version)
+
+    @torch.no_grad()
+    def after_optimizer_step(self, context: Context) -> None:
+        """Write the new values, rounded, into the parameters.
+
+        Raises:
+            TrainingError: If the optimizer did not step on what was handed to it.
+        """
+        self._check_step()
+        every = self.config.telemetry_every
+        if every and (context.step - 1) % every == 0:
+            self._count_small_updates(context.step)
+        if self.config.kind == "fp32_copy":
+            for parameter, primary in self._primary.items():
+                parameter.copy_(primary)
+        else:
+            self._round_stochastically(context.generator)
+        self._put_back()
+
+    def skipped_optimizer_step(self, context: Context) -> None:
+        """Put the parameters back as they were."""
+        self._put_back()
+        self._gradients.give_back()
+
+    @torch.no_grad()
+    def _put_in(self) -> None:
+        self._primary = {parameter: self._follow(parameter) for parameter in trained_in_16_bit(self._optimizers)}
+        self._is_in = True
+        for optimizer in self._optimizers:
+            replace_parameters_(optimizer, self._primary)
+
+    def _put_back(self) -> None:
+        """Undo `_put_in`, whatever happened since; otherwise nothing happens."""
+        if not self._is_in:
+            return
+        back = {primary: parameter for parameter, primary in self._primary.items()}
+        for optimizer in self._optimizers:
+            replace_parameters_(optimizer, back)
+        for parameter in self._handed:
+            primary = self._primary[parameter]
+            if primary.grad is None:
+                parameter.grad = None  # the optimizer's zero_grad reached the primary alone
+            primary.grad = None
+        self._handed, self._is_in = {}, False
+        self._gradients.give_back()
+        if self.config.kind == "stochastic_rounding":
+            self._primary = {}
+
+    @torch.no_grad()
+    def _follow(self, parameter: Tensor) -> Tensor:
+        """Return a parameter's float32 values; a copy takes over what others changed since it was rounded."""
+        primary = self._primary.get(parameter)
+        if primary is None:
+            return nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+        # Bits, so that a NaN equals itself; on a CPU asking first is ten times faster than `where` (torch 2.13).
+        rounded, current = primary.to(parameter.dtype).view(torch.int16), parameter.view(torch.int16)
+        if parameter.device.type == "cpu" and torch.equal(rounded, current):
+            return primary
+        return primary.copy_(torch.where(rounded == current, primary, parameter))
+
+    def _round_stochastically(self, generator: torch.Generator) -> None:
+        # One number a step from the run's own generator, which lies on the CPU and is equal on all processes.
+        seed = int(torch.randint(2**62, (), generator=generator))
+        devices = {parameter.device for parameter in self._primary}
+        generators = {device: torch.Generator(device).manual_seed(seed) for device in devices}
+        # In the model's order, not the optimizer's: trainers group parameters differently, and must draw alike.
+        names = self._names()
+        order = {name: place for place, name in enumerate(dict(self._model.named_parameters()) if self._model else ())}
+        for parameter in sorted(self._primary, key=lambda p: order.get(names[p], len(order))):
+            stochastic_round_(parameter, self._primary[parameter], generator=generators[parameter.device])
+
+    def _check_step(self) -> None:
+        if not self._is_in:
+            raise TrainingError(
+                "primary_weights: before_optimizer_step must come before the optimizer's step, got a step without it; "
+                "call session.before_optimizer_step() when the gradients are complete"
+            )
+        problem = None
+        for parameter, (gradient, version) in self._handed.items():
+            if parameter.grad is not None and parameter.grad is not gradient:
+                problem = (
+                    "gradients must be changed in place once before_optimizer_step has been called, got a new tensor "
+                    "in parameter.grad, which the optimizer has not seen; use mul_, copy_ and the like"
+                )
+            if parameter._version != version:
+                problem = (
+                    "the optimizer must update the tensors in its param_groups, got a 16-bit parameter that changed "
+                    "during the step; use an optimizer that reads its param_groups, and change weights after the step"
+                )
+        if problem is not None:
+            self._put_back()
+            raise TrainingError(f"primary_weights: {problem}")
+
+    def _widen_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in trained_in_16_bit([optimizer]):
+            self._gradients.widen(parameter)
+
+    def _widen_moments(self, parameters: list[Tensor], saved: str | None) -> None:
+        for optimizer in self._optimizers:
+            for parameter in parameters:
+                for name, value in moments(optimizer, parameter).items():
+                    if value.dtype not in HALF or saved == "16 bit":  # an optimizer that keeps them so by itself
+                        continue
+                    if saved == "float32":
+                        raise CheckpointError(
+                            f"primary_weights: the optimizer's saved state must be loaded in float32, got {name} in "
+                            f"{_name(value.dtype)}; call session.prepare_optimizers(optimizers) before "
+                            "optimizer.load_state_dict"
+                        )
+                    optimizer.state[parameter][name] = value.float()
+
+    # -- state and figures
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the copies by parameter name, and the format of the optimizer's moments."""
+        if self._state is not None:
+            return dict(self._state)
+        names = self._names()
+        is_16_bit = {
+            value.dtype in HALF
+            for optimizer in self._optimizers
+            for parameter in (*self._primary, *self._primary.values(), *trained_in_16_bit([optimizer]))
+            for value in moments(optimizer, parameter).values()
+        }
+        copies = self._primary if self.config.kind == "fp32_copy" else {}
+        return {
+            "copies": {names[parameter]: primary.detach() for parameter, primary in copies.items()},
+            "moments": "none" if not is_16_bit else "float32" if False in is_16_bit else "16 bit",
+            "small_updates": dict(self._small_updates),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep a saved state until `begin`.
+
+        Raises:
+            CheckpointError: If it is not of this technique.
+        """
+        try:
+            self._small_updates = {key: int(value) for key, value in state["small_updates"].items()}
+            self._state = {"copies": dict(state["copies"]), "moments": str(state["moments"])}
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise CheckpointError(
+                f"primary_weights: state must be one that primary_weights saved, got {error!r}"
+            ) from error
+        self._state["small_updates"] = self._small_updates
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``primary_weights/small_updates``, the share of updates that 16 bit alone would have lost."""
+        share = _share(self._small_updates)
+        return {} if share is None else {"primary_weights/small_updates": share}
+
+    def report(self) -> dict[str, Any]:
+        """Return what was updated in float32, what was left alone, and what 16 bit alone would have lost."""
+        parameters = list(trained_in_16_bit(self._optimizers))
+        others = [] if self._model is None else [*{*self._model.parameters()} - {*parameters}]
+        return {
+            "kind": self.config.kind,
+            "parameters": len(parameters),
+            "elements": sum(parameter.numel() for parameter in parameters),
+            "format": ", ".join(sorted({_name(parameter.dtype) for parameter in parameters})),
+            "copy_bytes": sum(primary.numel() * primary.element_size() for primary in self._primary.values()),
+            "left_alone": dict(
+                Counter(_name(other.dtype) + ("" if other.requires_grad else ", frozen") for other in others)
+            ),
+            "gradients": "reduced in 16 bit" if self._gradients.reduced_in_16_bit else "accumulated in float32",
+            "small_updates": _share(self._small_updates),
+            "small_updates_step": self._small_updates.get("step"),
+        }
+
+    def _count_small_updates(self, step: int) -> None:
+        """Count the elements with a gradient, and those of them whose nearest 16-bit value is the old one."""
+        updated = small = 0
+        for parameter, primary in self._primary.items():
+            if primary.grad is not None:
+                has_gradient = primary.grad.to_dense() != 0
+                updated += int(has_gradient.count_nonzero())
+                small += int((has_gradient & (primary.to(parameter.dtype) == parameter)).count_nonzero())
+        self._small_updates = {"step": step, "updated": updated, "small": small}
+
+    def _names(self) -> dict[Tensor, str]:
+        # weights of a loss, say, are in an optimizer but not in the model
+        places = [*trained_in_16_bit(self._optimizers), *self._primary]
+        names = {parameter: f"optimizer parameter {place}" for place, parameter in enumerate(dict.fromkeys(places))}
+        if self._model is not None:
+            names.update({parameter: name for name, parameter in self._model.named_parameters()})
+        return names
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _share(counted: Mapping[str, int]) -> float | None:
+    return counted["small"] / max(counted["updated"], 1) if counted else None
+
+
+def _check_match(parameters: Iterable[Tensor]) -> None:
+    dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
+    if dtypes.isdisjoint(HALF):
+        raise MatchError(
+            "primary_weights: the model must be loaded in 16 bit, with trainable float16 or bfloat16 parameters, got "
+            f"{', '.join(sorted(map(_name, dtypes))) or 'none that are trainable'}; load it so or drop "
+            "primary_weights: autocast leaves parameters in float32, which need no copy"
+        )
+
+
+@torch.no_grad()
+def _restore_(primary: Tensor, saved: Tensor, name: str) -> None:
+    if saved.shape != primary.shape or saved.dtype != torch.float32:
+        raise CheckpointError(
+            f"primary_weights: the saved copy of {name} must be float32 of shape {tuple(primary.shape)}, got "
+            f"{_name(saved.dtype)} of {tuple(saved.shape)}; resume with the model that wrote the checkpoint"
+        )
+    primary.copy_(saved)

@@ -1,0 +1,112 @@
+"""Models loaded in 16 bit in the Hugging Face Trainer, updated in float32."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from hf_eff import attach
+from hf_eff.primary_weights import PrimaryWeights
+from shared_core.errors import MatchError
+from shared_core.state_file import load_state
+
+SETTINGS = {
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+}
+SCALED = {"loss_scale": {"kind": "dynamic", "init_scale": 2.0**24, "growth_interval": 2}}
+
+
+def build(make, folder, dtype, recipe, **settings):
+    model = make.classifier().to(dtype)
+    trainer = make.trainer(folder, model=model, data=make.examples(10), **{**SETTINGS, **settings})
+    return trainer, attach(trainer, recipe)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor"])
+@pytest.mark.parametrize(
+    ("dtype", "kind", "more", "settings"),
+    [
+        (torch.bfloat16, "fp32_copy", {}, {}),
+        (torch.bfloat16, "stochastic_rounding", {"prune": {"sparsity": 0.5, "begin": 1, "end": 7, "every": 2}}, {}),
+        (torch.bfloat16, "fp32_copy", {}, {"bf16": True}),
+        (torch.float16, "fp32_copy", SCALED, {"fp16": True}),
+    ],
+    ids=["copy", "drawn+prune", "autocast", "fp16+scale"],
+)
+def test_resume_is_exact(make, tmp_path, optim, dtype, kind, more, settings):
+    recipe = {"primary_weights": {"kind": kind, "telemetry_every": 2}, **more}
+    straight, whole = build(make, tmp_path / "straight", dtype, recipe, optim=optim, **settings)
+    straight.train()
+    for stop in (2, 5):
+        stopped, _ = build(make, tmp_path / f"stopped{stop}", dtype, recipe, optim=optim, **settings)
+        name = f"checkpoint-{stop}"
+        shutil.copytree(tmp_path / "straight" / name, tmp_path / f"stopped{stop}" / name)
+        stopped.train(resume_from_checkpoint=True)
+        for one, other in zip(straight.model.parameters(), stopped.model.parameters(), strict=True):
+            assert one.dtype == dtype
+            assert torch.equal(one, other)
+        states = [trainer.optimizer.optimizer.state_dict()["state"] for trainer in (straight, stopped)]
+        for index, state in states[0].items():
+            for key, value in state.items():
+                if torch.is_tensor(value):
+                    assert torch.equal(value, states[1][index][key])
+                    assert value.dtype == torch.float32
+        copies = [
+            load_state(tmp_path / run / "checkpoint-8")["techniques"]["primary_weights"]["copies"]
+            for run in ("straight", f"stopped{stop}")
+        ]
+        assert copies[0].keys() == copies[1].keys()
+        assert bool(copies[0]) == (kind == "fp32_copy")
+        assert all(torch.equal(copies[0][key], copies[1][key]) for key in copies[0])
+    saved = load_file(tmp_path / "straight" / "checkpoint-8" / "model.safetensors")
+    assert all(value.dtype == dtype for value in saved.values())
+    assert whole.receipt()["steps"]["applied"] + whole.skipped == 8
+    if more is SCALED:
+        assert whole.skipped > 0
+
+
+def test_a_small_learning_rate_needs_the_copy(make, tmp_path):
+    """AdamW moves a weight by 1e-5 a step: half an ulp of bf16 is 6e-5 where weights are 0.02."""
+    moved = {}
+    for name, recipe in {
+        "without": {},
+        "copy": {"primary_weights": {"kind": "fp32_copy", "telemetry_every": 1}},
+        "drawn": {"primary_weights": {"kind": "stochastic_rounding"}},
+    }.items():
+        settings = {"learning_rate": 1e-5, "lr_scheduler_type": "constant", "optim": "adamw_torch", "max_steps": 20}
+        trainer, session = build(make, tmp_path / name, torch.bfloat16, recipe, **settings, save_steps=100)
+        start = make.classifier().to(torch.bfloat16).classifier.weight
+        trainer.train()
+        moved[name] = (trainer.model.classifier.weight != start).float().mean().item()
+        if name == "copy":
+            assert session.receipt()["techniques"]["primary_weights"]["small_updates"] > 0.5
+    assert moved["without"] < 0.3
+    assert min(moved["copy"], moved["drawn"]) > 0.5
+
+
+def test_the_norm_and_the_clipped_gradients_are_those_that_step(make, tmp_path):
+    runs = []
+    for clip in (1e-3, 1e9):
+        trainer = make.trainer(
+            tmp_path / str(clip), model=make.classifier().to(torch.bfloat16), data=make.examples(10),
+            callbacks=[PrimaryWeights(kind="fp32_copy")], optim="sgd", max_grad_norm=clip, max_steps=1,
+            learning_rate=1.0, lr_scheduler_type="constant", save_strategy="steps", save_steps=1,
+        )  # fmt: skip
+        before = [p.detach().float() for p in trainer.model.parameters()]
+        trainer.train()
+        copies = load_state(tmp_path / str(clip) / "checkpoint-1")["techniques"]["primary_weights"]["copies"]
+        moved = [copies[name] - old for (name, _), old in zip(trainer.model.named_parameters(), before, strict=True)]
+        runs.append(torch.cat([move.flatten() for move in moved]).norm().item())
+    assert runs[0] == pytest.approx(1e-3, rel=1e-2)
+    assert runs[1] > 0.1
+
+
+def test_a_float32_model_is_refused_before_training(make, tmp_path):
+    trainer = make.trainer(tmp_path, model=nn.Sequential(make.classifier())[0])
+    with pytest.raises(MatchError, match="must be loaded in 16 bit"):
+        attach(trainer, {"primary_weights": {"kind": "fp32_copy"}})
