@@ -9,6 +9,7 @@ help:
 	@echo "make check        ruff, format check, mypy; rewrites nothing"
 	@echo "make fmt          rewrite files with ruff"
 	@echo "make bench        measure speed and memory beside the peers (CPU)"
+	@echo "make replicas     train the replicas of published results on CPU (10 minutes), write their table"
 	@echo "make docs         rewrite the generated tables in docs/"
 
 $(VENV)/.examples: pyproject.toml constraints.txt
@@ -43,8 +44,11 @@ fmt: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/run.py
 
+replicas: $(VENV)/.dev
+	$(BIN)/python benchmarks/replicas.py
+
 docs: $(VENV)/.dev
 	$(BIN)/python docs/tables.py
 
-.PHONY: help quickstart test test-long check fmt bench docs
+.PHONY: help quickstart test test-long check fmt bench replicas docs
 .DEFAULT_GOAL := help

@@ -1,0 +1,145 @@
+"""Run the replicas of published accuracy results and write one table: ``python benchmarks/replicas.py [NAME ...]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from measure import Row, device, python, today, versions
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+NAMES = ("loss_scaling", "fp8", "quantization")
+
+METHOD = """\
+Accuracies, flush shares and losses, no times: fixed seeds, variants of a seed see the same start and the same batches.
+"Prototype" is what a separate, plain torch prototype of the same experiment had measured before; the targets rest on
+it. ± is the standard deviation over seeds. Written by `make replicas`; other machines sum in another order, so the last
+digits will differ."""
+
+
+class Runs:
+    """The results of single runs, told as they come, and kept in a file so that a stopped benchmark can go on.
+
+    Args:
+        file: One line of JSON for each finished run; None keeps nothing.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file
+        lines = file.read_text().splitlines() if file is not None and file.exists() else []
+        self._done: dict[str, dict[str, Any]] = dict(json.loads(line) for line in lines)
+
+    def of(self, name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the result of a run, from the file if it was finished earlier."""
+        if name not in self._done:
+            self._done[name] = run()
+            if self._file is not None:
+                with self._file.open("a") as lines:
+                    lines.write(json.dumps([name, self._done[name]]) + "\n")
+            told = {key: value for key, value in self._done[name].items() if not isinstance(value, list | dict)}
+            print(f"{name}: {json.dumps(told)}", flush=True)
+        return self._done[name]
+
+
+class Measure(Protocol):
+    """What a replica offers."""
+
+    def __call__(self, quick: bool, runs: Runs) -> list[Row]:
+        """Return its rows."""
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """Return mean ± standard deviation, without the latter for a single value."""
+    centre = mean(values)
+    if len(values) == 1:
+        return f"{centre:.{digits}f}"
+    deviation = (sum((value - centre) ** 2 for value in values) / (len(values) - 1)) ** 0.5
+    return f"{centre:.{digits}f} ± {deviation:.{digits}f}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as a Markdown table; a replica's peer is the prototype."""
+    verdict = {True: "yes", False: "**no**", None: ""}
+    lines = ["| what | reached | prototype | target | met |", "|---|---|---|---|---|"]
+    lines += [f"| {row.what} | {row.ours} | {row.peer} | {row.target} | {verdict[row.met]} |" for row in rows]
+    return "\n".join(lines)
+
+
+def main(measure: Measure) -> None:
+    """Run one replica as a program: ``--quick`` for a look, ``--keep FILE`` to go on later, ``--json FILE``."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="a few steps, one seed: to see that it runs")
+    parser.add_argument("--keep", type=Path, help="keep finished runs here; those that are there are not run again")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = measure(arguments.quick, Runs(arguments.keep))
+    print(table(rows))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows]))
+
+
+def replicated(name: str, quick: bool, keep: Path | None) -> list[Row]:
+    """Run one replica in a process of its own and return its rows."""
+    with tempfile.TemporaryDirectory(prefix="eff-replica-") as folder:
+        file = Path(folder) / "rows.json"
+        command = python(str(HERE / f"replica_{name}.py"), "--json", str(file), *["--quick"] * quick)
+        if keep is not None:
+            keep.mkdir(parents=True, exist_ok=True)
+            command += ["--keep", str(keep / f"{name}.jsonl")]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
+        return [Row(**row) for row in json.loads(file.read_text())]
+
+
+def run_all() -> int:
+    """Return 1 if a replica could not run; a target that is missed is a result, not a failure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all by default")
+    parser.add_argument("--quick", action="store_true", help="a look in a minute; writes no result file")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep finished runs here and go on from them")
+    arguments = parser.parse_args()
+    names = arguments.names or NAMES
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        parser.error(f"NAME must be one of {', '.join(NAMES)}, got {unknown[0]}")
+    sections, failed = [], []
+    for name in names:
+        print(f"== {name}", flush=True)
+        try:
+            rows = replicated(name, arguments.quick, arguments.keep)
+        except subprocess.CalledProcessError as error:
+            failed.append(name)
+            print(f"replica {name} failed: {error}", file=sys.stderr, flush=True)
+            continue
+        sections.append(f"## {name}\n\n{table(rows)}")
+    if sections and not arguments.quick:
+        print(f"\nwrote {write(sections, names)}")
+    return 1 if failed else 0
+
+
+def write(sections: Sequence[str], names: Sequence[str]) -> Path:
+    suffix = "" if set(names) == set(NAMES) else "-" + "-".join(names)
+    file = RESULTS / f"{today()}-replicas{suffix}.md"
+    installed = ", ".join(f"{name} {number}" for name, number in versions().items())
+    head = f"# Replicas, {today()}\n\nDevice: {device()}, CPU, one thread. {installed}.\n\n{METHOD}"
+    RESULTS.mkdir(exist_ok=True)
+    file.write_text("\n\n".join([head, *sections]) + "\n", encoding="utf-8")
+    return file
+
+
+if __name__ == "__main__":
+    sys.exit(run_all())
