@@ -9,7 +9,7 @@ help:
 	@echo "make check        ruff, format check, mypy; rewrites nothing"
 	@echo "make fmt          rewrite files with ruff"
 	@echo "make bench        measure speed and memory beside the peers (CPU)"
-	@echo "make replicas     train the replicas of published results on CPU (10 minutes), write their table"
+	@echo "make replicas     train the replicas of published results on CPU (20 minutes), write their table"
 	@echo "make docs         rewrite the generated tables in docs/"
 
 $(VENV)/.examples: pyproject.toml constraints.txt

@@ -1,7 +1,8 @@
-"""What quantization-aware training adds to a step of a small transformer, beside torchao and torch.ao."""
+"""What quantization-aware training adds to a step of a small transformer, and how fast int8 inference then is."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torchao.quantization import quantize_
 from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 
 from shared_core import Recipe, Session
+from shared_core.quantization import conversion_report, convert, quantize
 
 HEADS = 6
 
@@ -95,12 +97,69 @@ def cost(width: int, tokens: int, rounds: int) -> Row:
     )
 
 
+CONVERTED = {
+    "int8 weight-only": ("int8_weight", torch.float32),
+    "int8 dynamic": ("int8_dynamic", torch.float32),
+    "int8 dynamic on bf16": ("int8_dynamic", torch.bfloat16),
+    "int8 static": ("int8", torch.float32),
+}
+
+
+def inference(width: int, tokens: int, rounds: int, compiled: bool) -> list[Row]:
+    """Return a row for each converted model, beside the same model in fp32 and bf16."""
+    inputs = torch.randn(tokens // 64, 64, width)
+    plain = transformer(width).eval()
+    models: dict[str, tuple[nn.Module, torch.dtype]] = {
+        "fp32": (plain, torch.float32),
+        "bf16": (copy.deepcopy(plain).bfloat16(), torch.bfloat16),
+    }
+    for name, (scheme, dtype) in CONVERTED.items():
+        quantized = quantize(models["bf16" if dtype == torch.bfloat16 else "fp32"][0], scheme, [inputs.to(dtype)])
+        models[name] = convert(quantized, backend="torchao"), dtype
+    calls = {name: forward_of(model, inputs.to(dtype), compiled) for name, (model, dtype) in models.items()}
+    exact = calls["fp32"]()
+    times = interleaved(calls, rounds=rounds, warmup=3)
+    rows = []
+    for name in CONVERTED:
+        noise = (calls[name]().float() - exact).square().mean()
+        kernels = {entry["kernel"] for entry in conversion_report(models[name][0]).values()}
+        against = {peer: ratio(times, name, peer) for peer in ("fp32", "bf16")}
+        rows.append(
+            Row(
+                f"{name} inference at {tokens} tokens, 8.9 M parameters, "
+                f"{'torch.compile with freezing' if compiled else 'eager'} ({'; '.join(sorted(kernels))})",
+                f"{milliseconds(times, name)}; {10 * torch.log10(exact.square().mean() / noise).item():.0f} dB to fp32",
+                f"fp32 {milliseconds(times, 'fp32')}, bf16 {milliseconds(times, 'bf16')}",
+                f"{against['fp32'].text()} of fp32, {against['bf16'].text()} of bf16",
+                target="ahead of bf16",
+                met=against["bf16"].median < 1,
+            )
+        )
+    return rows
+
+
+def forward_of(model: nn.Module, inputs: Tensor, compiled: bool) -> Callable[[], Tensor]:
+    # an option of this call alone: the weights become constants, packed once
+    call = torch.compile(model, options={"freezing": True}) if compiled else model
+
+    @torch.no_grad()
+    def forward() -> Tensor:
+        output: Tensor = call(inputs)
+        return output
+
+    return forward
+
+
 def measure(quick: bool) -> list[Row]:
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     if quick:
-        return [cost(96, 128, rounds=2)]
-    return [cost(384, 256, rounds=15), cost(384, 2048, rounds=5)]
+        return [cost(96, 128, rounds=2), *inference(96, 128, rounds=2, compiled=False)]
+    rows = [cost(384, 256, rounds=15), cost(384, 2048, rounds=5)]
+    for tokens in (64, 512):
+        for compiled in (False, True):
+            rows += inference(384, tokens, rounds=15, compiled=compiled)
+    return rows
 
 
 if __name__ == "__main__":

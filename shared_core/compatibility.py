@@ -109,9 +109,17 @@ def _scales_e5m2(recipe: Mapping[str, Any]) -> bool:
 ALLOWED_IF: dict[tuple[str, str], Callable[[Mapping[str, Any]], bool]] = {("loss_scale", "bf16"): _scales_e5m2}
 
 
-def _by_option(recipe: Mapping[str, Any]) -> list[str]:
+def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[str]:
     """Return a line for each technique that is refused, or needs another, because of an option of its own."""
     lines = []
+    scaling = recipe.get("loss_scale")
+    if scaling is not None and scaling.flush_every:
+        lines += [
+            f"loss_scale with flush_every cannot be combined with {SURROUNDINGS[sharded]}: the backward that it repeats "
+            "does not gather sharded weights; histogram_every shows small gradients too"
+            for sharded in ("fsdp1", "fsdp2")
+            if sharded in surroundings
+        ]
     fp8, qat = recipe.get("fp8"), recipe.get("qat")
     if fp8 is not None and fp8.needs_loss_scaling and "loss_scale" not in recipe:
         lines.append(
@@ -149,14 +157,14 @@ def check(keys: Iterable[str], surroundings: Iterable[str] = ()) -> None:
         CompatibilityError: Naming both sides and the reason, for every refused pair, and what a recipe lacks.
     """
     recipe = keys if isinstance(keys, Mapping) else None
-    keys = list(keys)
+    keys, surroundings = list(keys), list(surroundings)
     pairs = [*itertools.combinations(keys, 2), *itertools.product(keys, surroundings)]
     lines = [
         f"{first} cannot be combined with {SURROUNDINGS.get(second, second)}: {reason}"
         for first, second in pairs
         if (reason := refusal(first, second)) and not _is_allowed(first, second, recipe)
     ]
-    lines += _by_option(recipe) if recipe is not None else []
+    lines += _by_option(recipe, surroundings) if recipe is not None else []
     if lines:
         raise CompatibilityError("recipe: " + "\n".join(lines))
 

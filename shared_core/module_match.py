@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from shared_core.errors import MatchError, nearest
 
@@ -33,6 +33,17 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in drop)
 
 
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return a module's class, without what FSDP2 makes of it when it shards the module.
+
+    Example:
+        >>> own_class(nn.Linear(2, 2)).__name__
+        'Linear'
+    """
+    first, *others = type(module).__bases__
+    return others[0] if others and first.__name__ == "FSDPModule" else type(module)
+
+
 def match_modules(
     model: nn.Module,
     types: tuple[type[nn.Module], ...],
@@ -51,7 +62,7 @@ def match_modules(
         include: Name patterns (``"encoder.*"``), type names (``"Conv2d"``), ``"first"``, ``"last"``; empty: all.
             A pattern must match a module that the technique can handle.
         skip: The same; wins over `include`. A pattern here must match some module of the model.
-        min_size: Smallest ``weight.numel()``.
+        min_size: Smallest number of weights.
 
     Raises:
         MatchError: If nothing is left, or a pattern matches nothing.
@@ -70,7 +81,7 @@ def match_modules(
     def hit(pattern: str, found: Matched) -> bool:
         if pattern in _PLACES:
             return found is able[_PLACES.index(pattern) * -1]
-        return fnmatch.fnmatchcase(found.name, pattern) or type(found.module).__name__ == pattern
+        return fnmatch.fnmatchcase(found.name, pattern) or own_class(found.module).__name__ == pattern
 
     include, skip = list(include), list(skip)
     for pattern in include:
@@ -87,8 +98,7 @@ def match_modules(
         for found in able
         if (not include or any(hit(pattern, found) for pattern in include))
         and not any(hit(pattern, found) for pattern in skip)
-        and getattr(found.module, "weight", None) is not None
-        and found.module.weight.numel() >= max(min_size, 1)  # type: ignore[operator, union-attr]
+        and _num_weights(found.module) >= max(min_size, 1)
     ]
     if not chosen:
         raise MatchError(
@@ -96,3 +106,11 @@ def match_modules(
             f"include={include}, skip={skip}, min_size={min_size}"
         )
     return chosen
+
+
+def _num_weights(module: nn.Module) -> int:
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, Tensor):
+        return weight.numel()
+    # a recurrent layer has several, ``weight_ih_l0`` and so on
+    return sum(value.numel() for name, value in module.named_parameters(recurse=False) if name.startswith("weight"))

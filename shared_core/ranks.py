@@ -40,6 +40,12 @@ def broadcast_(tensor: Tensor, source: int = 0) -> Tensor:
     return tensor
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds: all of it unless FSDP2 has sharded it."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
 def any_rank(flag: bool, device: torch.device | str = "cpu") -> bool:
     """Return whether `flag` is true on any process; every process must call it."""
     if world_size() == 1:

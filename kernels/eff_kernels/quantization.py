@@ -38,7 +38,16 @@ def symmetric_scale(weight: Tensor, axis: int | None, qmax: int) -> Tensor:
         # two reductions: aminmax along a dimension is not vectorised on CPU (torch 2.13: 18 times slower)
         dims = [dim for dim in range(weight.dim()) if dim != axis % weight.dim()]
         low, high = (weight.amin(dims), weight.amax(dims)) if dims else (weight, weight)
-    amax = torch.maximum(high, -low).to(compute_dtype(weight.dtype))
+    return scale_of_largest(torch.maximum(high, -low).to(compute_dtype(weight.dtype)), qmax)
+
+
+def scale_of_largest(amax: Tensor, qmax: int) -> Tensor:
+    """Return ``amax / qmax``, 1 where that is 0, never so small that ``amax / scale`` exceeds `qmax`; any shape.
+
+    Example:
+        >>> scale_of_largest(torch.tensor([2.54, 0.0]), 127)
+        tensor([0.0200, 1.0000])
+    """
     scale = amax / qmax
     # a quotient rounded down would push the largest weight an ulp outside, and the gate would take its
     # gradient
@@ -46,7 +55,7 @@ def symmetric_scale(weight: Tensor, axis: int | None, qmax: int) -> Tensor:
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 
 
-def affine_qparams(minimum: Tensor, maximum: Tensor, qmin: int, qmax: int) -> tuple[Tensor, Tensor]:
+def affine_qparams(minimum: Tensor, maximum: Tensor, qmin: int | Tensor, qmax: int | Tensor) -> tuple[Tensor, Tensor]:
     """Return (scale, zero point) for the range widened to contain 0.
 
     ``s = (max - min) / (qmax - qmin)``, 1 for an empty range; ``z = clamp(ne(qmin - min/s), qmin, qmax)``.
@@ -54,8 +63,8 @@ def affine_qparams(minimum: Tensor, maximum: Tensor, qmin: int, qmax: int) -> tu
     Args:
         minimum: Smallest values, any shape.
         maximum: Largest values, the same shape.
-        qmin: Smallest code.
-        qmax: Largest code, above `qmin`.
+        qmin: Smallest code; of each range, if a float64 tensor.
+        qmax: Largest code, above `qmin`; likewise.
 
     Returns:
         The scale in `compute_dtype` of the inputs, the zero point in int32.
@@ -71,11 +80,30 @@ def affine_qparams(minimum: Tensor, maximum: Tensor, qmin: int, qmax: int) -> tu
     high = maximum.to(wide).clamp(min=0)
     scale = ((high - low) / (qmax - qmin)).to(dtype)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    zero_point = torch.round(qmin - low / scale.to(wide)).clamp(qmin, qmax)
+    codes: tuple[Any, Any] = (qmin, qmax)  # torch's annotations know no mixture of numbers and tensors
+    zero_point = torch.round(qmin - low / scale.to(wide)).clamp(*codes)
     return scale, zero_point.nan_to_num(0.0).to(torch.int32)
 
 
-def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> Tensor:
+def round_codes(values: Tensor, noise: Tensor | None = None) -> Tensor:
+    """Return `values`, which may change, rounded: halves to even, or stochastically, ``floor(v) + [u < v - floor(v)]``.
+
+    Args:
+        values: float32 or float64, any shape.
+        noise: u, uniform in [0, 1), of the shape of `values`; None rounds to nearest.
+
+    Example:
+        >>> round_codes(torch.tensor([2.5, 2.25, -0.25]), torch.tensor([0.4, 0.4, 0.4]))
+        tensor([3., 2., 0.])
+    """
+    if noise is None:
+        return values.round_()
+    low = values.floor()
+    # floor(v + u) would round v + u first, and at large v that is a bias
+    return low + (noise < values - low)
+
+
+def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, noise: Tensor | None = None) -> Tensor:
     """Return ``clamp(ne(x/s) + z, qmin, qmax) - z``: whole numbers in `compute_dtype`, NaN for NaN.
 
     Args:
@@ -84,6 +112,7 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int)
         zero_point: Broadcasts with `x`, whole numbers of any type.
         qmin: Smallest code.
         qmax: Largest code.
+        noise: As in `round_codes`.
 
     Example:
         >>> quantize(torch.tensor([0.5, 1.2, 9.0]), torch.tensor(1.0), torch.tensor(2), -8, 7)
@@ -91,7 +120,7 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int)
     """
     # Widened first: bfloat16 divided by a float32 scalar tensor would be bfloat16. A true division by a
     # tensor: CUDA multiplies by 1/s where s is a number, which moves ties, and ONNX divides.
-    codes = (x.to(compute_dtype(x.dtype)) / scale).round_()
+    codes = round_codes(x.to(compute_dtype(x.dtype)) / scale, noise)
     # clamp with two tensor bounds is not vectorised on CPU (torch 2.13: 7 times slower than with one)
     codes.clamp_min_((qmin - zero_point).to(codes.dtype))
     return codes.clamp_max_((qmax - zero_point).to(codes.dtype))
@@ -109,32 +138,51 @@ def _outside(bound: int, up: bool, dtype: torch.dtype) -> float:
     return bound + step if up else bound - step
 
 
+def pass_inside(grad: Tensor, codes: Tensor, qmin: int, qmax: int) -> Tensor:
+    """Return `grad` where ``qmin <= codes <= qmax`` or the code is NaN, and zero elsewhere; both of one type.
+
+    Example:
+        >>> pass_inside(torch.ones(3), torch.tensor([-8.0, 7.0, 7.1]), -8, 7)
+        tensor([1., 1., 0.])
+    """
+    # one fused pass where a mask takes four; it opens strictly between its bounds: take the next numbers
+    low, high = _outside(qmin, False, codes.dtype), _outside(qmax, True, codes.dtype)
+    passed: Tensor = torch.ops.aten.hardtanh_backward(grad, codes, low, high)
+    return passed
+
+
 class _FakeQuantize(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, rounded_gate: bool) -> Tensor:
-        return quantize(x, scale, zero_point, qmin, qmax).mul_(scale).to(x.dtype)
+    def forward(
+        x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, rounded_gate: bool, noise: Tensor | None
+    ) -> Tensor:
+        return quantize(x, scale, zero_point, qmin, qmax, noise).mul_(scale).to(x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, scale, zero_point, *ctx.rest = inputs
-        ctx.save_for_backward(x, scale, zero_point)
+        x, scale, zero_point, *ctx.rest, noise = inputs
+        ctx.save_for_backward(x, scale, zero_point, noise if ctx.rest[2] else None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, zero_point = ctx.saved_tensors
+        x, scale, zero_point, noise = ctx.saved_tensors
         qmin, qmax, rounded_gate = ctx.rest
         codes = x.to(compute_dtype(x.dtype)) / scale
-        codes = (codes.round() if rounded_gate else codes) + zero_point
-        # one fused pass where a mask takes four; it opens strictly between its bounds: take the next numbers
-        low, high = _outside(qmin, False, codes.dtype), _outside(qmax, True, codes.dtype)
-        grad = torch.ops.aten.hardtanh_backward(grads[0].to(codes.dtype), codes, low, high)
-        return grad.to(x.dtype), None, None, None, None, None
+        codes = (round_codes(codes, noise) if rounded_gate else codes) + zero_point
+        grad = pass_inside(grads[0].to(codes.dtype), codes, qmin, qmax)
+        return grad.to(x.dtype), None, None, None, None, None, None
 
 
 def fake_quantize(
-    x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, rounded_gate: bool = False
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    qmin: int,
+    qmax: int,
+    rounded_gate: bool = False,
+    noise: Tensor | None = None,
 ) -> Tensor:
     """Return ``s * (clamp(ne(x/s) + z, qmin, qmax) - z)`` in the type of `x`.
 
@@ -148,12 +196,13 @@ def fake_quantize(
         qmin: Smallest code.
         qmax: Largest code.
         rounded_gate: Gate on the rounded code instead, as torch's own ops do.
+        noise: As in `round_codes`.
 
     Example:
         >>> fake_quantize(torch.tensor([0.26, 9.0]), torch.tensor(0.5), torch.tensor(0), -8, 7)
         tensor([0.5000, 3.5000])
     """
-    y: Tensor = _FakeQuantize.apply(x, scale, zero_point, qmin, qmax, rounded_gate)  # type: ignore[no-untyped-call]
+    y: Tensor = _FakeQuantize.apply(x, scale, zero_point, qmin, qmax, rounded_gate, noise)  # type: ignore[no-untyped-call]
     return y
 
 

@@ -7,8 +7,10 @@ import sys
 import typer
 
 from shared_core.cli.compat import compat
+from shared_core.cli.export import export
 from shared_core.cli.flags import flags
 from shared_core.cli.formats import formats
+from shared_core.cli.quantize import quantize
 from shared_core.cli.report import report
 from shared_core.cli.run import run
 from shared_core.cli.soup import soup
@@ -22,8 +24,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(compat)
+app.command()(export)
 app.command()(flags)
 app.command()(formats)
+app.command()(quantize)
 app.command()(report)
 app.command(
     context_settings={

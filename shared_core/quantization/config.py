@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from shared_core.config import TechniqueConfig, option
 from shared_core.positions import Position
+
+Scheme = Literal[
+    "int8",
+    "int8_weight",
+    "int8_dynamic",
+    "int4_weight",
+    "int8_dynamic_int4_weight",
+    "fp8",
+    "mxfp4",
+    "nvfp4",
+    "ternary",
+    "binary",
+]
+Range = Literal["ema", "minmax", "percentile", "kl", "mse", "lsq", "lsq_plus", "pact"]
+OVERRIDABLE = ("scheme", "weight_bits", "activation_bits", "group_size")
+"""What ``overrides`` may set for single modules."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,22 +31,45 @@ class QatConfig(TechniqueConfig):
     """How a model learns to live with quantised weights and activations.
 
     Example:
-        >>> QatConfig(scheme="int8", begin="2ep").weight_bits
-        8
+        >>> QatConfig(scheme="int8", overrides={"head": {"weight_bits": 4}}).overrides
+        ('head:weight_bits=4',)
     """
 
     key: ClassVar[str] = "qat"
     switch: ClassVar[str] = "scheme"
 
-    scheme: Literal["int8"] = option(
-        help="what is quantised how; int8: weights per channel symmetric, activations per tensor asymmetric"
+    scheme: Scheme = option(
+        help="what is quantised how; int8: weights per channel, activations per tensor; int8_weight, int4_weight: "
+        "weights alone, per channel or group; int8_dynamic, int8_dynamic_int4_weight: activations per token; fp8: per "
+        "channel and token; mxfp4, nvfp4: blocks of 32 or 16; ternary, binary: weights"
     )
     begin: Position = option(0.0, help="when fake quantisation starts; ranges are observed from the first step")
     freeze_observers: Position = option(1.0, help="when ranges stop following the activations; at least step 1")
-    range: Literal["ema"] = option("ema", help="activation ranges: a moving average of each step's minimum and maximum")
+    fold_batch_norm: bool = option(
+        True, help="quantise the weight with the batch norm behind it folded in, as inference has it"
+    )
+    freeze_bn: Position = option(1.0, help="when folded batch norms go over to their running statistics for good")
+    range: Range = option(
+        "ema",
+        help="activation ranges: ema: moving average of each step's minimum and maximum; minmax, percentile, kl, mse: "
+        "of all steps; learned with the weights: lsq, lsq_plus (with a zero point), pact",
+    )
     ema_constant: float = option(0.01, help="weight of a new step in the moving average", above=0.0, high=1.0)
-    weight_bits: int = option(8, help="bits of a weight code, -(2^(b-1) - 1) to 2^(b-1) - 1", low=2, high=8)
-    activation_bits: int = option(8, help="bits of an activation code, -2^(b-1) to 2^(b-1) - 1", low=2, high=8)
+    percentile: float = option(99.99, help="share of the values inside the range, in percent", above=50.0, high=100.0)
+    weight_bits: int | None = option(
+        None, help="bits of a weight code, -(2^(b-1) - 1) to 2^(b-1) - 1; by default the scheme's", low=2, high=8
+    )
+    activation_bits: int | None = option(
+        None, help="bits of an activation code, -2^(b-1) to 2^(b-1) - 1; by default the scheme's", low=2, high=8
+    )
+    group_size: int | None = option(
+        None,
+        help="weights that share a scale (int4 schemes); by default the largest of 128, 64, 32 that divides",
+        low=2,
+    )
+    rounding: Literal["nearest", "stochastic"] = option(
+        "nearest", help="how weights round in training: nearest, or up with the probability of the remainder"
+    )
     gate: Literal["unrounded", "rounded"] = option(
         "unrounded",
         help="gradient passes where x/s + z is in range, or (torch's ops) where the rounded code is",
@@ -39,4 +79,51 @@ class QatConfig(TechniqueConfig):
     )
     include: tuple[str, ...] = option((), help="modules: name patterns, types, first, last; empty: all")
     skip: tuple[str, ...] = option((), help="modules to leave in float: name patterns, types, first, last")
+    overrides: tuple[str, ...] = option(
+        (),
+        help="other options for some modules: PATTERN:OPTION=VALUE, such as head:weight_bits=8; in YAML a mapping too",
+    )
     keep: bool = option(False, help="leave the fake-quantising modules in the model at the end of training")
+
+    def __post_init__(self) -> None:
+        """Write a mapping of overrides as the list that flags give, then check every option."""
+        if isinstance(self.overrides, Mapping):
+            pairs = [
+                f"{pattern}:{name}={value}"
+                for pattern, options in self.overrides.items()
+                for name, value in (options.items() if isinstance(options, Mapping) else [(options, "")])
+            ]
+            object.__setattr__(self, "overrides", tuple(pairs))
+        super().__post_init__()
+
+    def validate(self) -> None:
+        """Refuse options that the scheme has no use for."""
+        self.override_options()
+        static = self.scheme == "int8" or (self.scheme in ("ternary", "binary") and self.activation_bits is not None)
+        if self.range != "ema" and not static:
+            raise self._error("range", f"must be left alone with scheme={self.scheme}, which observes no activations")
+        if self.weight_bits is not None and not self.scheme.startswith("int"):
+            raise self._error("weight_bits", f"must be left alone with scheme={self.scheme}, which fixes them")
+        if self.activation_bits is not None and self.scheme in ("int8_weight", "int4_weight", "fp8", "mxfp4", "nvfp4"):
+            raise self._error("activation_bits", f"must be left alone with scheme={self.scheme}")
+        if self.group_size is not None and "int4_weight" not in self.scheme:
+            raise self._error("group_size", "must come with scheme=int4_weight or int8_dynamic_int4_weight")
+        if self.rounding == "stochastic" and (not self.scheme.startswith("int") or self.range in ("lsq", "lsq_plus")):
+            raise self._error("rounding", f"must be nearest with scheme={self.scheme} and range={self.range}")
+
+    def override_options(self) -> list[tuple[str, str, str]]:
+        """Return (pattern, option, value) of every override.
+
+        Raises:
+            ConfigError: If one is not of that form, or names an option that modules cannot differ in.
+        """
+        found = []
+        for entry in self.overrides:
+            pattern, colon, rest = entry.rpartition(":")
+            name, equals, value = rest.partition("=")
+            if not (colon and equals and pattern and value) or name not in OVERRIDABLE:
+                raise self._error(
+                    "overrides", f"must be PATTERN:OPTION=VALUE with an option of {', '.join(OVERRIDABLE)}"
+                )
+            found.append((pattern, name, value))
+        return found

@@ -5,34 +5,47 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
-from shared_core.errors import ConfigError, MatchError
+from shared_core.errors import MatchError
 from shared_core.fast_paths import fast_paths_off
+from shared_core.quantization.fast_convert import TorchaoLinear, to_torchao, wants_torchao
 from shared_core.quantization.integer_modules import INTEGER, IntegerLayer
-from shared_core.quantization.modules import (
-    STOCK,
-    check_range,
-    find_layers,
-    layer_range,
-    restore,
-)
+from shared_core.quantization.modules import STOCK, layer_entry, restore
+from shared_core.quantization.ranges import apply_ranges, check_range, find_layers, merge_folds_, saved_scheme
+from shared_core.quantization.weights import bake_
+
+Backend = Literal["reference", "torchao", "auto"]
 
 
-def convert(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]] | None = None) -> nn.Module:
+def convert(
+    model: nn.Module, ranges: Mapping[str, Mapping[str, Any]] | None = None, *, backend: Backend = "reference"
+) -> nn.Module:
     """Return a new model whose quantised layers hold int8 codes and sum integers; `model` stays as it is.
 
-    Weight codes are those of the fake-quantising model, and so are activation codes, up to float rounding of
-    what comes before a layer. The new model is in evaluation mode; it cannot be trained.
+    That is for weights per channel and inputs with a range. Layers of other schemes compute on the values of their
+    codes, weights baked and inputs quantised when they are seen. Weight codes are those of the fake-quantising model,
+    and so are activation codes, up to float rounding of what comes before a layer. The new model is in evaluation
+    mode; it cannot be trained.
+
+    The reference is exact and portable, not fast. ``backend="torchao"`` puts linear layers on torchao's kernels with
+    the same weight codes: int8 weights whose inputs have a range, or one for each token, or stay in float, and on CPUs
+    int4 weights with inputs in float. Layers that have no such kernel stay on the reference; `conversion_report` says
+    what runs where. Outside of `torch.compile` much of the time goes into the codes of inputs: compile the converted
+    model, for inference with ``torch.compile(model, options={"freezing": True})`` under `torch.no_grad`, which packs
+    the weights once and touches no setting of other models.
 
     Args:
         model: A model in or after quantization-aware training, or a plain one with baked weights.
         ranges: Module name → ``{"min", "max", "weight_bits", "activation_bits"}``, as
             `QuantizationAwareTraining.ranges` returns it; None: what the layers of `model` carry.
+        backend: ``"reference"``, ``"torchao"``, or ``"auto"``: torchao where it is installed.
 
     Raises:
+        ConfigError: If there is no such backend.
+        MissingExtraError: If torchao is asked for and not installed.
         MatchError: If no layer carries a range, or `ranges` names none of the model's layers.
         CompatibilityError: If a layer's weights are not finite, or its sums could overflow 32 bits.
 
@@ -46,12 +59,14 @@ def convert(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]] | None = N
         >>> round(integer(torch.tensor([[1.0, 2.0]])).item(), 4)
         3.04
     """
+    fast = wants_torchao(backend)
     converted = copy.deepcopy(model)
+    merge_folds_(converted, ranges)
     layers: dict[str, nn.Module] = {}
     if ranges is None:
         found: dict[str, Mapping[str, Any]] = {}
         for name, module in converted.named_modules():
-            entry = layer_range(module)
+            entry = layer_entry(module)
             if entry is not None:
                 layers[name], found[name] = module, entry
             elif type(module) in STOCK:
@@ -69,29 +84,27 @@ def convert(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]] | None = N
         ranges = found
     else:
         layers = find_layers(converted, ranges, "convert")
-    integer: dict[int, nn.Module] = {}
+    integer: dict[int, IntegerLayer] = {}
+    baked: set[int] = set()
     for name, module in layers.items():
-        restore(module)
-        saved = ranges[name]
         where = f"convert: {name}"
-        integer[id(module)] = INTEGER[type(module)](
-            module,
-            check_range(saved, where),
-            _bits(saved, "weight_bits", where),
-            _bits(saved, "activation_bits", where),
-        )
+        scheme = saved_scheme(ranges[name], where)
+        if scheme.input == "static" and scheme.weight == "channel" and STOCK.get(type(module), type(module)) in INTEGER:
+            bounds = check_range(ranges[name], where)
+            restore(module)
+            integer[id(module)] = INTEGER[type(module)](module, bounds, scheme, ranges[name])
+            continue
+        if type(module) in STOCK and not module.quantizer.baked:  # type: ignore[union-attr]
+            bake_(module, baked)
+        restore(module)
+        apply_ranges(module, {"": ranges[name]})
     if id(converted) in integer:
-        return integer[id(converted)].eval()
+        return (to_torchao(integer[id(converted)]) if fast else integer[id(converted)]).eval()
     for parent in list(converted.modules()):
         for name, child in parent._modules.items():
             if child is not None and id(child) in integer:
                 parent._modules[name] = integer[id(child)]
-    fast_paths_off(converted, (IntegerLayer,))
+    if fast:
+        converted = to_torchao(converted)
+    fast_paths_off(converted, (IntegerLayer, TorchaoLinear))
     return converted.eval()
-
-
-def _bits(entry: Mapping[str, Any], key: str, where: str) -> int:
-    bits = entry.get(key, 8)
-    if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
-        raise ConfigError(f"{where}: {key} must be a whole number from 2 to 8, got {bits!r}")
-    return bits

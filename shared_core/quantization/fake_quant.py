@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from eff_kernels import quantization as kernels
@@ -21,12 +21,17 @@ def fake_quantize(
     *,
     axis: int | None = None,
     gate: Literal["unrounded", "rounded"] = "unrounded",
+    rounding: Literal["nearest", "stochastic"] = "nearest",
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Return `x` rounded to the values that integer codes can hold, with a straight-through gradient.
 
     ``q = clamp(ne(x/s) + z, qmin, qmax)`` with ``ne`` rounding halves to even; the result is ``s·(q − z)``.
     The gradient passes where ``qmin <= x/s + z <= qmax`` and is zero elsewhere; scale and zero point get
     none. NaN stays NaN. The arithmetic is float32 for float16 and bfloat16.
+
+    Stochastic rounding takes ``⌊x/s⌋ + 1`` with the probability ``x/s − ⌊x/s⌋``, else ``⌊x/s⌋``: the mean of the
+    result is `x` wherever `x` is in range.
 
     Args:
         x: Values of any shape and floating type.
@@ -37,6 +42,9 @@ def fake_quantize(
         qmax: Largest code, inclusive.
         axis: Channels lie along this axis of `x`; None: one scale for all.
         gate: ``"rounded"`` lets the gradient pass where the rounded code is in range, as torch's own ops do.
+        rounding: To the nearest code or, without bias, to one of the two around `x`.
+        generator: Source of the randomness, on the device of `x`; torch's global one if None. Activation
+            checkpointing computes twice and restores the global one alone.
 
     Returns:
         Of the shape and type of `x`.
@@ -52,12 +60,9 @@ def fake_quantize(
         tensor([-1.0000,  0.5000,  1.0000,  3.5000])
     """
     where = "fake_quantize"
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise ConfigError(f"{where}: x must be a floating-point tensor, got {got}; quantise values, not codes")
-    _check_codes(where, qmin, qmax)
-    if gate not in ("unrounded", "rounded"):
-        raise ConfigError(f"{where}: gate must be 'unrounded' or 'rounded', got {gate!r}")
+    check_floats(where, x)
+    check_codes(where, qmin, qmax)
+    check_gate(where, gate)
     dtype = kernels.compute_dtype(x.dtype)
     scales = torch.as_tensor(scale, dtype=dtype, device=x.device).detach()
     zeros = torch.as_tensor(zero_point, device=x.device).detach()
@@ -69,8 +74,7 @@ def fake_quantize(
             )
         scales, zeros = scales.reshape(()), zeros.reshape(())
     else:
-        if not -x.dim() <= axis < x.dim():
-            raise ConfigError(f"{where}: axis must name one of the {x.dim()} axes of x, got {axis}")
+        check_axis(where, x, axis)
         channels = x.shape[axis]
         if scales.shape != (channels,) or zeros.shape not in ((channels,), ()):
             raise ConfigError(
@@ -82,7 +86,8 @@ def fake_quantize(
     # A compiled graph cannot look at values; there the caller's own first, eager call has checked them.
     if not torch.compiler.is_compiling():
         _check_values(where, scales, zeros, qmin, qmax)
-    return kernels.fake_quantize(x, scales, zeros, qmin, qmax, gate == "rounded")
+    noise = rounding_noise(where, x, rounding, generator)
+    return kernels.fake_quantize(x, scales, zeros, qmin, qmax, gate == "rounded", noise)
 
 
 def choose_qparams_symmetric(weight: Tensor, axis: int | None = 0, qmax: int = 127) -> Tensor:
@@ -109,9 +114,8 @@ def choose_qparams_symmetric(weight: Tensor, axis: int | None = 0, qmax: int = 1
     where = "choose_qparams_symmetric"
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.numel() == 0:
         raise ConfigError(f"{where}: weight must be a floating-point tensor with elements, got {weight!r:.80}")
-    if axis is not None and not -weight.dim() <= axis < weight.dim():
-        raise ConfigError(f"{where}: axis must name one of the {weight.dim()} axes of weight, got {axis}")
-    _check_codes(where, -qmax, qmax)
+    check_axis(where, weight, axis, "weight")
+    check_codes(where, -qmax, qmax)
     scale = kernels.symmetric_scale(weight.detach(), axis, qmax)
     if not bool(torch.isfinite(scale).all()):
         raise ConfigError(f"{where}: weight must be finite, got NaN or infinity; look for the step that diverged")
@@ -145,7 +149,7 @@ def choose_qparams_affine(
         (tensor(0.0100), tensor(-128, dtype=torch.int32))
     """
     where = "choose_qparams_affine"
-    _check_codes(where, qmin, qmax)
+    check_codes(where, qmin, qmax)
     low, high = torch.as_tensor(minimum), torch.as_tensor(maximum)
     if not low.is_floating_point():
         low = low.to(torch.float32)
@@ -159,7 +163,96 @@ def choose_qparams_affine(
     return kernels.affine_qparams(low, high, qmin, qmax)
 
 
-def _check_codes(where: str, qmin: int, qmax: int) -> None:
+class ActivationQParams(NamedTuple):
+    """How activations become codes: scale, zero point (int32), and the smallest and largest code."""
+
+    scale: Tensor
+    zero_point: Tensor
+    qmin: int
+    qmax: int
+
+
+def choose_qparams_activation(
+    minimum: float | Tensor, maximum: float | Tensor, bits: int = 8, *, clip: float | None = None
+) -> ActivationQParams:
+    """Return how activations of the range [minimum, maximum] are stored.
+
+    Where no value is negative (a ReLU, a softmax) the codes are unsigned, ``0 … 2^b − 1``, with zero point 0: none
+    is spent on values that do not occur, and integer products need no correction for the zero point. Otherwise they
+    are signed, ``−2^(b−1) … 2^(b−1) − 1``, with the zero point of `choose_qparams_affine`.
+
+    With `clip` the maximum is at most that. A GELU gives values from −0.17 up; clipped at 10 its step stays small
+    enough at 8 bits that the negative ones keep codes of their own.
+
+    Args:
+        minimum: Smallest value, or a tensor of them; then all share one choice of codes.
+        maximum: Largest value, not below `minimum`; the same shape.
+        bits: Width of a code, 2 to 8.
+        clip: Largest value to represent, above 0; None: `maximum`.
+
+    Raises:
+        ConfigError: If an argument breaks its rule.
+
+    Source: Wu et al. 2020, arXiv:2004.09602 (GELU10); Jacob et al. 2018, arXiv:1712.05877.
+
+    Example:
+        >>> choose_qparams_activation(0.0, 2.55)
+        ActivationQParams(scale=tensor(0.0100), zero_point=tensor(0, dtype=torch.int32), qmin=0, qmax=255)
+        >>> choose_qparams_activation(-0.17, 40.0, clip=10.0).scale
+        tensor(0.0399)
+    """
+    where = "choose_qparams_activation"
+    check_bits(where, bits)
+    low, high = torch.as_tensor(minimum), torch.as_tensor(maximum)
+    if clip is not None:
+        if not 0 < clip < math.inf:
+            raise ConfigError(f"{where}: clip must be positive and finite, got {clip}; GELU outputs take 10")
+        # both: a range that lies beyond the clip as a whole would be turned round
+        low, high = low.clamp(max=clip), high.clamp(max=clip)
+    qmin, qmax = (0, 2**bits - 1) if bool((low >= 0).all()) else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    return ActivationQParams(*choose_qparams_affine(low, high, qmin, qmax), qmin, qmax)
+
+
+def rounding_noise(where: str, x: Tensor, rounding: str, generator: torch.Generator | None) -> Tensor | None:
+    """Return what stochastic rounding of `x` draws, or None for rounding to nearest."""
+    if rounding not in ("nearest", "stochastic"):
+        raise ConfigError(f"{where}: rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+    if rounding == "nearest":
+        if generator is not None:
+            raise ConfigError(f"{where}: generator must be None where rounding is 'nearest', which draws nothing")
+        return None
+    if generator is not None and generator.device.type != x.device.type:
+        raise ConfigError(f"{where}: generator must be on the device of x, {x.device}, got {generator.device}")
+    return torch.rand(x.shape, dtype=kernels.compute_dtype(x.dtype), device=x.device, generator=generator)
+
+
+def check_floats(where: str, x: Tensor, name: str = "x") -> None:
+    """Refuse what is no floating-point tensor."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ConfigError(f"{where}: {name} must be a floating-point tensor, got {got}; quantise values, not codes")
+
+
+def check_axis(where: str, x: Tensor, axis: int | None, name: str = "x") -> None:
+    """Refuse an axis that the tensor does not have; None is none."""
+    if axis is not None and not -x.dim() <= axis < x.dim():
+        raise ConfigError(f"{where}: axis must name one of the {x.dim()} axes of {name}, got {axis}")
+
+
+def check_gate(where: str, gate: str) -> None:
+    """Refuse a gate that is not known."""
+    if gate not in ("unrounded", "rounded"):
+        raise ConfigError(f"{where}: gate must be 'unrounded' or 'rounded', got {gate!r}")
+
+
+def check_bits(where: str, bits: int) -> None:
+    """Refuse a width that is no whole number from 2 to 8."""
+    if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
+        raise ConfigError(f"{where}: bits must be a whole number from 2 to 8, got {bits!r}")
+
+
+def check_codes(where: str, qmin: int, qmax: int) -> None:
+    """Refuse codes that are no whole numbers or the wrong way round."""
     for name, value in (("qmin", qmin), ("qmax", qmax)):
         if isinstance(value, bool) or not isinstance(value, int) or abs(value) > 2**16:
             raise ConfigError(f"{where}: {name} must be a whole number of at most 16 bits, got {value!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -11,6 +11,36 @@ from eff_kernels import quantization as kernels
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError
+from shared_core.quantization.schemes import LayerScheme
+
+
+def weight_qmin(scheme: LayerScheme, learned: Mapping[str, Any]) -> int:
+    """Return the smallest code of a weight; learned scales go one further down."""
+    return -scheme.weight_qmax - int("weight_scale" in learned)
+
+
+def channel_codes(weight: Tensor, scheme: LayerScheme, learned: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return (int8 codes, scale of each channel) of a weight whose values are those of its codes.
+
+    Args:
+        weight: Baked, output channels first.
+        scheme: With a scale for each channel.
+        learned: The layer's saved range; its ``weight_scale`` is taken where there is one.
+
+    Raises:
+        CompatibilityError: If the weight is not finite.
+
+    Example:
+        >>> channel_codes(torch.tensor([[0.5, 1.27]]), LayerScheme(), {})
+        (tensor([[ 50, 127]], dtype=torch.int8), tensor([0.0100]))
+    """
+    scale = kernels.symmetric_scale(weight, 0, scheme.weight_qmax)
+    if "weight_scale" in learned:
+        scale = torch.tensor(learned["weight_scale"], dtype=scale.dtype, device=scale.device).view_as(scale)
+    if not bool(torch.isfinite(scale).all()):
+        raise CompatibilityError("convert: weights must be finite, got NaN or infinity; look for the diverged step")
+    codes = (weight.to(scale.dtype) / kernels.along(scale, weight.dim(), 0)).round()
+    return codes.clamp_(weight_qmin(scheme, learned), scheme.weight_qmax).to(torch.int8), scale
 
 
 class IntegerLayer(nn.Module):
@@ -30,25 +60,26 @@ class IntegerLayer(nn.Module):
     input_zero_point: Tensor
     bias: Tensor | None
 
-    def __init__(self, stock: Any, entry: tuple[float, float], weight_bits: int, activation_bits: int) -> None:
+    def __init__(
+        self, stock: Any, bounds: tuple[float, float], scheme: LayerScheme, learned: Mapping[str, Any]
+    ) -> None:
         super().__init__()
         weight = stock.weight.detach()
-        self.weight_bits, self.activation_bits = weight_bits, activation_bits
-        self.qmin, self.qmax = -(2 ** (activation_bits - 1)), 2 ** (activation_bits - 1) - 1
-        weight_qmax = 2 ** (weight_bits - 1) - 1
+        self.weight_bits, self.activation_bits = scheme.weight_bits, scheme.activation_bits
+        self.qmin, self.qmax = scheme.input_range
+        codes, scale = channel_codes(weight, scheme, learned)
         terms = weight[0].numel()
-        if terms * weight_qmax * (self.qmax - self.qmin) >= 2**31:
+        if terms * -weight_qmin(scheme, learned) * (self.qmax - self.qmin) >= 2**31:
             raise CompatibilityError(
                 f"convert: a layer must sum fewer products than overflow 32 bits, got {terms} per "
                 "output; skip it in qat"
             )
-        scale = kernels.symmetric_scale(weight, 0, weight_qmax)
-        if not bool(torch.isfinite(scale).all()):
-            raise CompatibilityError("convert: weights must be finite, got NaN or infinity; look for the diverged step")
-        codes = (weight.to(scale.dtype) / kernels.along(scale, weight.dim(), 0)).round()
-        minimum, maximum = torch.tensor(entry, dtype=torch.float32, device=weight.device)
+        minimum, maximum = torch.tensor(bounds, dtype=torch.float32, device=weight.device)
         input_scale, zero_point = kernels.affine_qparams(minimum, maximum, self.qmin, self.qmax)
-        self.register_buffer("weight_codes", codes.to(torch.int8))
+        if "scale" in learned:
+            input_scale.fill_(float(learned["scale"]))
+            zero_point.fill_(int(learned["zero_point"]))
+        self.register_buffer("weight_codes", codes)
         self.register_buffer("weight_scale", scale)
         self.register_buffer("input_scale", input_scale)
         self.register_buffer("input_zero_point", zero_point)
@@ -114,8 +145,10 @@ class IntLinear(IntegerLayer):
 class _IntConv(IntegerLayer):
     _convolve: ClassVar[Callable[..., Tensor]]
 
-    def __init__(self, stock: Any, entry: tuple[float, float], weight_bits: int, activation_bits: int) -> None:
-        super().__init__(stock, entry, weight_bits, activation_bits)
+    def __init__(
+        self, stock: Any, bounds: tuple[float, float], scheme: LayerScheme, learned: Mapping[str, Any]
+    ) -> None:
+        super().__init__(stock, bounds, scheme, learned)
         self.stride, self.padding, self.dilation, self.groups = (
             stock.stride,
             stock.padding,

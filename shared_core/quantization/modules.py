@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shared_core.errors import ConfigError, MatchError, nearest
-from shared_core.fast_paths import fast_paths_off
-from shared_core.module_match import plain_name
-from shared_core.quantization.observers import LayerQuantizer, RangeBank
+from shared_core.quantization.batch_norm_folding import STOCK as STOCK_OF_FOLDED
+from shared_core.quantization.batch_norm_folding import fold_pair_, unfold_pair_
+from shared_core.quantization.layer_quantizer import LayerQuantizer
+from shared_core.quantization.plain_state import LEARNED, PlainState
 
 
-class _FakeQuantConv:
+class _FakeQuant(PlainState):
     quantizer: LayerQuantizer
 
-    def forward(self, input: Tensor) -> Tensor:
-        x = self.quantizer.quantize_input(input, self.training)  # type: ignore[attr-defined]
-        weight = self.quantizer.quantize_weight(self.weight)  # type: ignore[attr-defined]
-        return self._conv_forward(x, weight, self.bias)  # type: ignore[attr-defined, no-any-return]
+
+class _FakeQuantConv(_FakeQuant):
+    def forward(self: Any, input: Tensor) -> Tensor:
+        x = self.quantizer.input(self, input)
+        return self._conv_forward(x, self.quantizer.weight(self, self.weight), self.bias)  # type: ignore[no-any-return]
 
 
-class FakeQuantLinear(nn.Linear):
+class FakeQuantLinear(_FakeQuant, nn.Linear):
     """`torch.nn.Linear` on fake-quantised weight and input."""
-
-    quantizer: LayerQuantizer
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``x̂ ŵᵀ + b``."""
-        x = self.quantizer.quantize_input(input, self.training)
-        return F.linear(x, self.quantizer.quantize_weight(self.weight), self.bias)
+        x = self.quantizer.input(self, input)
+        return F.linear(x, self.quantizer.weight(self, self.weight), self.bias)
 
 
 class FakeQuantConv1d(_FakeQuantConv, nn.Conv1d):
@@ -48,11 +45,81 @@ class FakeQuantConv3d(_FakeQuantConv, nn.Conv3d):
     """`torch.nn.Conv3d` on fake-quantised weight and input."""
 
 
+class _FakeQuantTransposed(_FakeQuant):
+    def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        x = self.quantizer.input(self, input)
+        weight = self.quantizer.weight(self, self.weight)
+        dims = len(self.kernel_size)
+        padding = self._output_padding(x, output_size, self.stride, self.padding, self.kernel_size, dims, self.dilation)
+        convolve: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+        y: Tensor = convolve(x, weight, self.bias, self.stride, self.padding, padding, self.groups, self.dilation)
+        return y
+
+
+class FakeQuantConvTranspose1d(_FakeQuantTransposed, nn.ConvTranspose1d):
+    """`torch.nn.ConvTranspose1d` on fake-quantised weight and input."""
+
+
+class FakeQuantConvTranspose2d(_FakeQuantTransposed, nn.ConvTranspose2d):
+    """`torch.nn.ConvTranspose2d` on fake-quantised weight and input."""
+
+
+class FakeQuantConvTranspose3d(_FakeQuantTransposed, nn.ConvTranspose3d):
+    """`torch.nn.ConvTranspose3d` on fake-quantised weight and input."""
+
+
+class FakeQuantEmbedding(_FakeQuant, nn.Embedding):
+    """`torch.nn.Embedding` whose vectors are fake-quantised; those alone that are looked up."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the fake-quantised vectors of the indices."""
+        if self.quantizer.scheme.weight == "nvfp4":  # its tensor scale is of the whole weight
+            weight = self.quantizer.weight(self, self.weight)
+            return F.embedding(input, weight, self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, False)
+        found = super().forward(input)
+        if not found.numel():
+            return found
+        return self.quantizer.weight(self, found.reshape(-1, self.embedding_dim)).view(found.shape)
+
+
+class _FakeQuantRecurrent(_FakeQuant):
+    # cuDNN and oneDNN take the whole sequence at once, and dynamo cannot look into them either
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self: Any, input: Any, hx: Any = None) -> Any:
+        flat = self._flat_weights
+        try:
+            self._flat_weights = [
+                self.quantizer.weight(self, weight) if name.startswith("weight_") else weight
+                for name, weight in zip(self._flat_weights_names, flat, strict=True)
+            ]
+            if isinstance(input, Tensor):
+                input = self.quantizer.input(self, input)
+            else:  # a PackedSequence
+                input = input._replace(data=self.quantizer.input(self, input.data))
+            return STOCK[type(self)].forward(self, input, hx)
+        finally:
+            self._flat_weights = flat
+
+
+class FakeQuantLSTM(_FakeQuantRecurrent, nn.LSTM):
+    """`torch.nn.LSTM` on fake-quantised weights and input; states between steps stay in float."""
+
+
+class FakeQuantGRU(_FakeQuantRecurrent, nn.GRU):
+    """`torch.nn.GRU` on fake-quantised weights and input; states between steps stay in float."""
+
+
 FAKE_QUANT: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: FakeQuantLinear,
     nn.Conv1d: FakeQuantConv1d,
     nn.Conv2d: FakeQuantConv2d,
     nn.Conv3d: FakeQuantConv3d,
+    nn.ConvTranspose1d: FakeQuantConvTranspose1d,
+    nn.ConvTranspose2d: FakeQuantConvTranspose2d,
+    nn.ConvTranspose3d: FakeQuantConvTranspose3d,
+    nn.Embedding: FakeQuantEmbedding,
+    nn.LSTM: FakeQuantLSTM,
+    nn.GRU: FakeQuantGRU,
 }
 STOCK: dict[type[nn.Module], type[nn.Module]] = {fake: stock for stock, fake in FAKE_QUANT.items()}
 
@@ -63,105 +130,30 @@ def swap(module: nn.Module, quantizer: LayerQuantizer) -> None:
     module.__class__ = FAKE_QUANT[type(module)]
 
 
+def fold_and_swap(module: nn.Module, batch_norm: nn.Module, quantizer: LayerQuantizer) -> None:
+    """Make a stock layer compute itself and the batch norm behind it with one fake-quantised weight."""
+    module.quantizer = quantizer  # type: ignore[assignment]
+    fold_pair_(module, batch_norm, quantizer)
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Return whether a layer has a quantiser."""
+    return type(module) in STOCK or (type(module) in STOCK_OF_FOLDED and "quantizer" in vars(module))
+
+
 def restore(module: nn.Module) -> None:
-    """Make a layer stock again; one that is stock stays so."""
-    if type(module) in STOCK:
-        module.__class__ = STOCK[type(module)]
+    """Make a layer stock again, and the batch norm that it computes; one that is stock stays so."""
+    if is_quantized(module):
+        unfold_pair_(module)
+        module.__class__ = STOCK.get(type(module), type(module))
         del module.quantizer
+        for name in LEARNED:
+            module._parameters.pop(name, None)
 
 
-def layer_range(module: nn.Module) -> dict[str, Any] | None:
-    """Return a layer's range and widths, from its quantiser or as training left them; None if it has none."""
-    if type(module) not in STOCK:
+def layer_entry(module: nn.Module) -> dict[str, Any] | None:
+    """Return a layer's scheme and range, from its quantiser or as training left them; None if it has none."""
+    if not is_quantized(module):
         return getattr(module, "quantized_range", None)
     quantizer: LayerQuantizer = module.quantizer  # type: ignore[assignment]
-    if not quantizer.has_range:
-        return None
-    minimum, maximum = quantizer.bank.ranges[quantizer.index].tolist()
-    bank = quantizer.bank
-    return {
-        "min": minimum,
-        "max": maximum,
-        "weight_bits": bank.weight_bits,
-        "activation_bits": bank.activation_bits,
-    }
-
-
-def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> nn.Module:
-    """Return `model`, changed in place so that its layers quantise their inputs by fixed ranges.
-
-    A model with baked weights and the ranges saved beside it computes, bit for bit, what the model in
-    quantization-aware training computed in evaluation.
-
-    Args:
-        model: The plain model with baked weights.
-        ranges: Module name → ``{"min", "max", "activation_bits"}``, as `QuantizationAwareTraining.ranges`
-            returns it.
-
-    Raises:
-        MatchError: If a name is no layer that can be quantised.
-        ConfigError: If a range is empty, not finite, or the widths differ.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(2, 1, bias=False))
-        >>> _ = net[0].weight.data.fill_(1.0)
-        >>> ranged = apply_ranges(net, {"0": {"min": 0.0, "max": 2.55, "activation_bits": 8}})
-        >>> round(ranged(torch.tensor([[0.011, 9.0]])).item(), 4)
-        2.56
-    """
-    layers = find_layers(model, ranges, "apply_ranges")
-    bank = RangeBank(len(layers), activation_bits=one_width(ranges, "activation_bits", "apply_ranges"))
-    bank.set_ranges(
-        torch.tensor([check_range(ranges[name], f"apply_ranges: {name}") for name in layers]),
-        torch.ones(len(layers), dtype=torch.bool),
-    )
-    bank.quantize_activations = True
-    for index, module in enumerate(layers.values()):
-        restore(module)
-        quantizer = LayerQuantizer(bank, index)
-        quantizer.has_range = True
-        swap(module, quantizer)
-    fast_paths_off(model, tuple(STOCK))
-    return model
-
-
-def find_layers(model: nn.Module, names: Iterable[str], where: str) -> dict[str, nn.Module]:
-    """Return the named layers, each of a type that can be quantised.
-
-    Raises:
-        MatchError: If there is no name, or one that is no such layer.
-    """
-    known = {plain_name(name): module for name, module in model.named_modules()}
-    able = [name for name, module in known.items() if type(module) in FAKE_QUANT or type(module) in STOCK]
-    layers: dict[str, nn.Module] = {}
-    for name in names:
-        if name not in able:
-            raise MatchError(f"{where}: {name!r} must be a Linear or Conv layer of the model{nearest(name, able)}")
-        layers[name] = known[name]
-    if not layers:
-        raise MatchError(f"{where}: ranges must name at least one layer, got none; train with qat first")
-    return layers
-
-
-def one_width(ranges: Mapping[str, Mapping[str, Any]], key: str, where: str) -> int:
-    """Return the width in bits that all layers share; 8 where it is not said."""
-    widths = {entry.get(key, 8) for entry in ranges.values()}
-    width = widths.pop()
-    if widths or isinstance(width, bool) or not isinstance(width, int) or not 2 <= width <= 8:
-        raise ConfigError(f"{where}: {key} must be one whole number from 2 to 8 for all layers, got {width!r}")
-    return width
-
-
-def check_range(entry: Mapping[str, Any], where: str) -> tuple[float, float]:
-    """Return (min, max) of a saved range.
-
-    Raises:
-        ConfigError: If one is missing or not finite, or they are the wrong way round.
-    """
-    try:
-        minimum, maximum = float(entry["min"]), float(entry["max"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: range must have a min and a max, got {entry!r}") from error
-    if not (math.isfinite(minimum) and math.isfinite(maximum) and minimum <= maximum):
-        raise ConfigError(f"{where}: min and max must be finite and in this order, got {minimum} and {maximum}")
-    return minimum, maximum
+    return quantizer.entry(module)

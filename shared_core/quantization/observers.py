@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from shared_core.ranks import all_reduce_
 
 
 class RangeBank:
-    """The ranges of all layers of one model, one row a layer: a step costs one collective and a few ops.
+    """The ranges of all observed layers of one model, one row a layer: a step costs one collective and a few ops.
 
     A forward only widens the window. `take_window` joins the ranks and empties it; `commit` moves the average
     ``r ← r + c·(w − r)`` by that window once the optimizer step was applied, and a window that is never
@@ -22,22 +23,30 @@ class RangeBank:
     Plain attributes, not buffers: DDP would overwrite the other ranks' windows with those of rank 0.
 
     Args:
-        num_layers: Rows.
-        weight_bits: Width of weight codes.
-        activation_bits: Width of activation codes.
+        codes: Smallest and largest code of each layer.
+        ema_constant: ``c``; None: the range is that of all steps.
         rounded_gate: Gate gradients on the rounded code.
+        means: Observe mean magnitudes too, from which learned scales start; a second collective a step.
     """
 
     def __init__(
-        self, num_layers: int, *, weight_bits: int = 8, activation_bits: int = 8, rounded_gate: bool = False
+        self,
+        codes: Sequence[tuple[int, int]],
+        *,
+        ema_constant: float | None = 0.01,
+        rounded_gate: bool = False,
+        means: bool = False,
     ) -> None:
-        self.weight_bits, self.activation_bits = weight_bits, activation_bits
-        self.weight_qmax = 2 ** (weight_bits - 1) - 1
-        self.qmin, self.qmax = -(2 ** (activation_bits - 1)), 2 ** (activation_bits - 1) - 1
+        num_layers = len(codes)
+        self.ema_constant = ema_constant
+        self.noise_seed: int | None = None
+        """Seeds stochastic rounding of weights; None rounds to nearest."""
+        self.num_steps = 0
+        self.totals = torch.zeros(num_layers, 2, dtype=torch.float64) if means else None  # (Σ|x|, count) of the window
+        self.mean = self.taken_mean = torch.zeros(num_layers, dtype=torch.float64)
         self.rounded_gate = rounded_gate
-        self.observing = False
-        self.quantize_weights = False
-        self.quantize_activations = False
+        self.observing = self.observes_in_eval = False
+        self.quantizing = False
         self.num_updates = 0
         self.window = torch.full((num_layers, 2), math.inf)  # (min, -max): both are reduced by a minimum
         self.ranges = torch.zeros(num_layers, 2)  # (min, max)
@@ -45,6 +54,7 @@ class RangeBank:
         self.non_finite = torch.zeros(num_layers, dtype=torch.int64)
         self.scale = torch.ones(num_layers)
         self.zero_point = torch.zeros(num_layers, dtype=torch.int32)
+        self.codes = torch.tensor(list(codes), dtype=torch.float64).view(num_layers, 2)
 
     @property
     def device(self) -> torch.device:
@@ -58,22 +68,59 @@ class RangeBank:
                 if isinstance(value, Tensor):
                     setattr(self, name, value.to(device))
 
+    def observe(self, index: int, x: Tensor) -> None:
+        """Widen a layer's window by the values of `x`."""
+        low, high = torch.aminmax(x.detach())
+        window = self.window[index]
+        # minimum hands NaN on, so that a bad batch is found when the window is read
+        window.copy_(torch.minimum(window, torch.stack([low, -high]).to(window.dtype)))
+        if self.totals is not None:
+            self.totals[index, 0] += x.detach().abs().sum(dtype=torch.float64)
+            self.totals[index, 1] += x.numel()
+
+    def noise(self, weight: Tensor, number: int) -> Tensor | None:
+        """Return uniform noise for the weight of a layer's `number`, None to round to nearest.
+
+        A function of seed, step and layer, and of no state: a recomputed forward and every rank see the same.
+        """
+        if self.noise_seed is None:
+            return None
+        generator = torch.Generator(device=weight.device)
+        generator.manual_seed((self.noise_seed * 1_000_003 + self.num_steps) * 1_000_003 + number)
+        return torch.rand(weight.shape, generator=generator, device=weight.device)
+
+    def clear_window(self) -> None:
+        """Forget what was observed since the last `take_window`."""
+        self.window.fill_(math.inf)
+        if self.totals is not None:
+            self.totals.zero_()
+
     def take_window(self) -> Tensor:
         """Return the window of all ranks and start a new one; every rank must call it."""
         window = all_reduce_(self.window.clone(), "min")
-        self.window.fill_(math.inf)
+        if self.totals is not None:
+            totals = all_reduce_(self.totals.clone(), "sum")
+            self.taken_mean = torch.where(totals[:, 1] > 0, totals[:, 0] / totals[:, 1], self.mean)
+        self.clear_window()
         return window
 
-    def commit(self, window: Tensor, ema_constant: float) -> None:
-        """Move the averages by one window; a layer's first window is its first range.
+    def commit(self, window: Tensor) -> None:
+        """Move the ranges by one window; a layer's first window is its first range.
 
         A layer that saw nothing keeps its range, and so does one that saw NaN or infinity, which is counted.
         """
         seen = ~(window == math.inf).all(1)
         finite = torch.isfinite(window).all(1)
         new = torch.stack([window[:, 0], -window[:, 1]], 1)
-        moved = torch.where(self.known[:, None], self.ranges + ema_constant * (new - self.ranges), new)
+        if self.ema_constant is None:
+            moved = torch.stack(
+                [torch.minimum(self.ranges[:, 0], new[:, 0]), torch.maximum(self.ranges[:, 1], new[:, 1])], 1
+            )
+        else:
+            moved = self.ranges + self.ema_constant * (new - self.ranges)
+        moved = torch.where(self.known[:, None], moved, new)
         self.set_ranges(torch.where(finite[:, None], moved, self.ranges), self.known | finite)
+        self.mean = torch.where(finite, self.taken_mean, self.mean)
         self.non_finite += seen & ~finite
         self.num_updates += 1
 
@@ -81,53 +128,32 @@ class RangeBank:
         """Take ranges (layers, 2), valid where `known`, and derive scales and zero points, in place."""
         self.ranges.copy_(ranges)
         self.known.copy_(known)
-        scale, zero_point = kernels.affine_qparams(self.ranges[:, 0], self.ranges[:, 1], self.qmin, self.qmax)
+        qmin, qmax = self.codes.unbind(1)
+        scale, zero_point = kernels.affine_qparams(self.ranges[:, 0], self.ranges[:, 1], qmin, qmax)
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
 
+    def refresh(self) -> None:
+        """Derive the ranges from all that was committed: they are about to be used for good. Here they always are."""
 
-class LayerQuantizer:
-    """What a fake-quantising layer needs: its rows of the bank, as views.
+    def forget(self) -> None:
+        """Start anew: no range is known."""
+        self.known.zero_()
+        self.clear_window()
 
-    Args:
-        bank: The ranges of all layers.
-        index: This layer's row.
-    """
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that later ranges depend on."""
+        rows = {name: getattr(self, name).clone() for name in self._saved}
+        return {**rows, "num_updates": self.num_updates}
 
-    def __init__(self, bank: RangeBank, index: int) -> None:
-        self.bank, self.index = bank, index
-        self.has_range = False  # a host-side copy of bank.known, so that a forward reads nothing from the device
-        self._bind()
+    @property
+    def _saved(self) -> tuple[str, ...]:
+        return ("ranges", "known", "window", "non_finite", *(("totals", "mean") if self.totals is not None else ()))
 
-    def _bind(self) -> None:
-        self.window = self.bank.window[self.index]
-        self.scale = self.bank.scale[self.index]
-        self.zero_point = self.bank.zero_point[self.index]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the views out: a pickled view would come back as storage of its own."""
-        return {"bank": self.bank, "index": self.index, "has_range": self.has_range}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._bind()
-
-    def quantize_input(self, x: Tensor, training: bool) -> Tensor:
-        """Observe `x` in training; return it fake-quantised once that is switched on and a range exists."""
-        bank = self.bank
-        if x.device != self.scale.device:
-            bank.move_(x.device)
-            self._bind()
-        if training and bank.observing and x.numel():
-            low, high = torch.aminmax(x.detach())
-            # minimum hands NaN on, so that a bad batch is found when the window is read
-            self.window.copy_(torch.minimum(self.window, torch.stack([low, -high]).to(self.window.dtype)))
-        if bank.quantize_activations and self.has_range:
-            return kernels.fake_quantize(x, self.scale, self.zero_point, bank.qmin, bank.qmax, bank.rounded_gate)
-        return x
-
-    def quantize_weight(self, weight: Tensor) -> Tensor:
-        """Return `weight` fake-quantised per output channel once that is switched on."""
-        if self.bank.quantize_weights:
-            return kernels.fake_quantize_symmetric(weight, 0, self.bank.weight_qmax)
-        return weight
+    def load_state_dict(self, state: Mapping[str, Any], rows: Tensor) -> None:
+        """Take back a saved state; `rows` says which saved row is that of each layer."""
+        saved = {name: state[name].cpu()[rows].to(self.device) for name in self._saved}
+        self.set_ranges(saved.pop("ranges"), saved.pop("known"))
+        for name, value in saved.items():
+            getattr(self, name).copy_(value)
+        self.num_updates = int(state["num_updates"])

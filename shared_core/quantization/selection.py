@@ -8,7 +8,8 @@ from torch import nn
 
 from shared_core.errors import CompatibilityError, MatchError
 from shared_core.module_match import match_modules
-from shared_core.quantization.modules import FAKE_QUANT, STOCK
+from shared_core.quantization.layers import weights_of
+from shared_core.quantization.modules import FAKE_QUANT, is_quantized
 
 
 def select_layers(
@@ -26,14 +27,21 @@ def select_layers(
         CompatibilityError: If a layer that was asked for by name or type cannot be quantised, or the model
             already has quantisers.
     """
-    if any(type(module) in STOCK for module in model.modules()):
+    if any(is_quantized(module) for module in model.modules()):
         raise CompatibilityError("qat: model must have no quantisers yet; detach or finish the earlier run first")
     matched = match_modules(model, tuple(FAKE_QUANT), where="qat", include=include, skip=skip)
+    # a module under two names is one owner: `modules()` yields it once
     owners = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
+    reasons = [_why_not(found.name, found.module) for found in matched]
+    able = [found.module for found, reason in zip(matched, reasons, strict=True) if reason is None]
+    quantised = Counter(id(weight) for module in able for weight in weights_of(module).values())
     layers: dict[str, nn.Module] = {}
     left_out: dict[str, str] = {}
-    for found in matched:
-        reason = _why_not(found.name, found.module, owners)
+    for found, why in zip(matched, reasons, strict=True):
+        reason = why
+        # an embedding and a head that share a weight quantise its rows alike
+        if reason is None and any(owners[id(w)] > quantised[id(w)] for w in weights_of(found.module).values()):
+            reason = "its weight is tied to another module, which would not be quantised"
         if reason is None:
             layers[found.name] = found.module
         elif found.name in include or type(found.module).__name__ in include:
@@ -41,23 +49,20 @@ def select_layers(
         else:
             left_out[found.name] = reason
     if not layers:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
-        raise MatchError(f"qat: must match at least one module that can be quantised; {reasons}")
+        told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
+        raise MatchError(f"qat: must match at least one module that can be quantised; {told}")
     return layers, left_out
 
 
-def _why_not(name: str, module: nn.Module, owners: Counter[int]) -> str | None:
+def _why_not(name: str, module: nn.Module) -> str | None:
     if any(part.startswith("lora_") for part in name.split(".")):
         return "a LoRA adapter, trained in float over a quantised base"
     if type(module) not in FAKE_QUANT:
         # also torch's own NonDynamicallyQuantizableLinear: attention reads its weight and never calls its
         # forward
         return f"{type(module).__name__} is a class of its own, whose forward is not known"
-    weight = module._parameters.get("weight")
-    if weight is None:
+    weights = weights_of(module)
+    if not weights:
         return "its weight is computed by other code (a parametrisation, torch.nn.utils.prune)"
-    if not weight.is_floating_point():
-        return f"its weight is {weight.dtype}, not floating point"
-    if owners[id(weight)] > 1:
-        return "its weight is tied to another module, which would not be quantised"
-    return None
+    dtypes = {weight.dtype for weight in weights.values() if not weight.is_floating_point()}
+    return f"its weight is {dtypes.pop()}, not floating point" if dtypes else None

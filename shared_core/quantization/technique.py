@@ -7,16 +7,21 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from eff_kernels import quantization as kernels
 from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError, ConfigError, TrainingError
 from shared_core.fast_paths import Undo, fast_paths_off, fast_paths_on
 from shared_core.module_match import plain_name
 from shared_core.positions import parse_position
+from shared_core.quantization.batch_norm_folding import STOCK as STOCK_OF_FOLDED
 from shared_core.quantization.config import QatConfig
-from shared_core.quantization.modules import STOCK, layer_range, restore, swap
-from shared_core.quantization.observers import LayerQuantizer, RangeBank
+from shared_core.quantization.folds import find_folds, relative
+from shared_core.quantization.layer_quantizer import LayerQuantizer
+from shared_core.quantization.layers import weights_of
+from shared_core.quantization.learning import Learned, make_bank
+from shared_core.quantization.modules import STOCK, fold_and_swap, layer_entry, restore, swap
+from shared_core.quantization.observers import RangeBank
+from shared_core.quantization.schemes import LayerScheme, layer_schemes
 from shared_core.quantization.selection import select_layers
 from shared_core.quantization.weights import bake_, weight_report
 from shared_core.technique import Context, Technique
@@ -36,38 +41,65 @@ class QuantizationAwareTraining(Technique):
         super().__init__(config)
         self.layers: dict[str, nn.Module] = {}
         self.left_out: dict[str, str] = {}
-        self._weight_keys: set[str] = set()
+        self.schemes: dict[str, LayerScheme] = {}
+        """By the same names: how each layer is quantised."""
+        self.static: list[str] = []  # layers with a range, in the order of the bank's rows
+        self._weight_keys: dict[str, str] = {}  # key in the state dict → layer
+        self._unfolded: dict[str, str] = {}  # batch norm → why it stays beside its layer
         self._undo: Undo = []
         self._pending: Tensor | None = None
         self._window_restored = False
-        self._begin = self._freeze = 0
+        self._begin = self._freeze = self._freeze_bn = 0
         self._began_at: int | None = None
         self._final: list[dict[str, Any]] | None = None
-        self._bank = RangeBank(0)
+        self.bank = RangeBank([])
+        self._learned = Learned(config, {})
 
     def attach(self, model: nn.Module, context: Context) -> None:
         """Swap the classes of the layers to quantise; observe nothing yet."""
         config = self.config
         self.layers, self.left_out = select_layers(model, config.include, config.skip)
-        self._bank = RangeBank(
-            len(self.layers),
-            weight_bits=config.weight_bits,
-            activation_bits=config.activation_bits,
-            rounded_gate=config.gate == "rounded",
-        )
-        for index, module in enumerate(self.layers.values()):
+        self.schemes = layer_schemes(config, self.layers)
+        self.static = [name for name, scheme in self.schemes.items() if scheme.input == "static"]
+        modules = {plain_name(name): module for name, module in model.named_modules()}
+        folds = self._find_folds(model)
+        self.bank = make_bank(config, [self.schemes[name].input_range for name in self.static])
+        for number, (name, module) in enumerate(self.layers.items()):
             vars(module).pop("quantized_range", None)  # of an earlier run
-            swap(module, LayerQuantizer(self._bank, index))
+            index = self.static.index(name) if name in self.static else None
+            quantizer = LayerQuantizer(self.bank, index, self.schemes[name], number=number)
+            if name in folds:
+                quantizer.batch_norm = relative(name, folds[name])
+                fold_and_swap(module, modules[folds[name]], quantizer)
+            else:
+                swap(module, quantizer)
+        self._learned = Learned(config, self.layers)
         self._undo = fast_paths_off(model, tuple(STOCK))
-        ids = {id(module) for module in self.layers.values()}
+        names = {id(module): name for name, module in self.layers.items()}
         # a module that the model holds under two names has two keys in the state dict
-        names = model.named_modules(remove_duplicate=False)
-        self._weight_keys = {f"{plain_name(name)}.weight".lstrip(".") for name, module in names if id(module) in ids}
+        self._weight_keys = {
+            f"{plain_name(name)}.{weight}".lstrip("."): names[id(module)]
+            for name, module in model.named_modules(remove_duplicate=False)
+            if id(module) in names
+            for weight in weights_of(module)
+        }
+
+    def _find_folds(self, model: nn.Module) -> dict[str, str]:
+        if not self.config.fold_batch_norm:
+            return {}
+        found, self._unfolded = find_folds(model, "qat")
+        folds = {plain_name(layer): plain_name(norm) for layer, norm in found.items()}
+        return {
+            layer: norm
+            for layer, norm in folds.items()
+            if layer in self.layers and self.schemes[layer].weight == "channel"
+        }
 
     def detach(self, model: nn.Module) -> None:
         """Give the layers back their stock classes."""
         if self._keeps_modules:
             return
+        self._learned.close()
         for module in self.layers.values():
             restore(module)
         fast_paths_on(self._undo)
@@ -79,9 +111,8 @@ class QuantizationAwareTraining(Technique):
 
     def begin(self, context: Context) -> None:
         """Resolve positions and start to observe."""
-        self._begin, self._freeze = (
-            self._resolve("begin", context),
-            self._resolve("freeze_observers", context),
+        self._begin, self._freeze, self._freeze_bn = (
+            self._resolve(name, context) for name in ("begin", "freeze_observers", "freeze_bn")
         )
         if context.total_steps is not None and self._begin > context.total_steps:
             raise ConfigError(
@@ -93,9 +124,9 @@ class QuantizationAwareTraining(Technique):
                 "the first step "
                 "finds the first ranges"
             )
-        self._bank.move_(next(iter(self.layers.values())).weight.device)  # type: ignore[arg-type]
+        self.bank.move_(next(iter(weights_of(next(iter(self.layers.values()))).values())).device)
         if not self._window_restored:
-            self._bank.window.fill_(float("inf"))
+            self.bank.clear_window()
         self._set_switches(context.step)
 
     def _resolve(self, name: str, context: Context) -> int:
@@ -106,106 +137,125 @@ class QuantizationAwareTraining(Technique):
         return context.resolve(value, f"qat.{name}")
 
     def _set_switches(self, step: int) -> None:
-        bank = self._bank
-        bank.observing = step < self._freeze
-        if step >= self._begin and not bank.quantize_weights:
-            bank.quantize_weights = bank.quantize_activations = True
+        bank = self.bank
+        observing = bool(self.static) and step < self._freeze
+        if bank.observing and not observing:
+            bank.refresh()
+        bank.observing = observing
+        bank.num_steps = step
+        for module in self.layers.values():
+            fold: Any = vars(module).get("fold")
+            if fold is not None:
+                fold.frozen = step >= self._freeze_bn
+        if step >= self._begin and not bank.quantizing:
+            bank.quantizing = True
+            if self._began_at is None:
+                self._learned.start_weights()
             if self._began_at is None:
                 self._began_at = step
 
     def before_optimizer_step(self, context: Context) -> None:
         """Take the window of this step; a window already pending belongs to a skipped step and is dropped."""
-        self._pending = self._bank.take_window() if self._bank.observing else None
+        self._pending = self.bank.take_window() if self.bank.observing else None
+        self._learned.before_step(context.optimizers)
 
     def after_optimizer_step(self, context: Context) -> None:
         """Move the ranges by the pending window and turn switches whose step has come."""
         if self._pending is not None:
-            self._bank.commit(self._pending, self.config.ema_constant)
+            self.bank.commit(self._pending)
             self._pending = None
-            self._read_known()
+            self.read_known()
+        self._learned.after_step()
         self._set_switches(context.step)
+        self._learned.start_inputs(self.bank)
 
-    def _read_known(self) -> None:
+    def read_known(self) -> None:
+        """Tell the layers which of them have a range by now."""
         quantizers = self._quantizers()
         # read from the device only until every layer has a range
         if not all(quantizer.has_range for quantizer in quantizers):
-            for quantizer, known in zip(quantizers, self._bank.known.tolist(), strict=True):
+            for quantizer, known in zip(quantizers, self.bank.known.tolist(), strict=True):
                 quantizer.has_range = known
 
     def _quantizers(self) -> list[LayerQuantizer]:
-        return [module.quantizer for module in self.layers.values()]  # type: ignore[misc]
+        """Return those with a range, in the order of the bank's rows."""
+        return [self.layers[name].quantizer for name in self.static]  # type: ignore[misc]
 
     def before_eval(self, context: Context) -> None:
         """Stop observing, also in a validation that puts layers into training mode."""
-        self._bank.observing = False
+        self.bank.observing = False
 
     def after_eval(self, context: Context) -> None:
         """Go on observing."""
-        self._bank.observing = context.step < self._freeze
+        self.bank.observing = bool(self.static) and context.step < self._freeze
 
     def weights_replaced(self, context: Context) -> None:
         """Estimate the ranges anew from training batches: those of other weights do not fit."""
-        bank, quantizers = self._bank, self._quantizers()
+        bank, quantizers = self.bank, self._quantizers()
         if not any(quantizer.has_range for quantizer in quantizers):
             return
-        before = bank.ranges.clone(), bank.known.clone(), bank.window.clone(), bank.observing
+        before, observing = bank.state_dict(), bank.observing
         for quantizer in quantizers:
             quantizer.has_range = False
-        bank.known.zero_()
-        bank.window.fill_(float("inf"))
+        bank.forget()
         bank.observing = True
         try:
             context.services.calibrate(self.config.calibration_batches)
-            window = bank.take_window()
-            if not bool(torch.isfinite(window[before[1]]).all()):
+            bank.commit(bank.take_window())
+            if not bool(bank.known[before["known"]].all()):
                 raise TrainingError(
                     "qat: calibration batches must reach every quantised layer with finite inputs; "
                     "raise qat.calibration_batches, or look for NaN"
                 )
-            bank.commit(window, self.config.ema_constant)
+            bank.refresh()
         except BaseException:
-            bank.set_ranges(before[0], before[1])
+            bank.load_state_dict(before, torch.arange(len(self.static)))
             raise
         finally:
-            bank.window.copy_(before[2])
-            bank.observing = before[3]
-            self._read_known()
+            bank.window.copy_(before["window"])
+            bank.observing = observing
+            self.read_known()
+            self._learned.restart(bank)
 
     def finish(self, model: nn.Module, context: Context) -> None:
         """Bake the quantised weights in place and leave stock layers that carry their range.
 
         A run that ended before `begin` is quantised now: a model was asked for that holds codes.
         """
-        bank = self._bank
+        bank = self.bank
         if self._began_at is None:
             self._began_at = context.step
-        bank.quantize_weights = bank.quantize_activations = True
+        bank.quantizing = True
+        if bank.observing:
+            bank.refresh()
         bank.observing = False
         self._final = self._layer_reports()
         if self.config.keep:
             return
+        baked: set[int] = set()
         for module in self.layers.values():
-            bake_(module, bank.weight_qmax)
-            entry = layer_range(module)
+            entry = layer_entry(module)  # first: scales are those of the latent weight
+            bake_(module, baked)
             if entry is not None:
                 module.quantized_range = entry  # type: ignore[assignment]
         self.detach(model)
 
     def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a copy whose quantised layers hold the values of their codes, if quantisation has begun."""
-        if not self._bank.quantize_weights or (self._final is not None and not self.config.keep):
+        if not self.bank.quantizing or (self._final is not None and not self.config.keep):
             return state_dict
+        baked = dict(state_dict)
         with torch.no_grad():
-            return {
-                name: kernels.fake_quantize_symmetric(value.detach(), 0, self._bank.weight_qmax)
-                if plain_name(name) in self._weight_keys
-                else value
-                for name, value in state_dict.items()
-            }
+            for key, value in state_dict.items():
+                name = self._weight_keys.get(plain_name(key))
+                if name is not None:
+                    layer: Any = self.layers[name]
+                    baked[key] = layer.quantizer.baked_weight(layer, value.detach())
+        return baked
 
     def ranges(self) -> dict[str, dict[str, Any]]:
-        """Return every layer's range and widths as plain values, for `apply_ranges` and `convert`."""
-        found = {name: layer_range(module) for name, module in self.layers.items()}
+        """Return every layer's scheme and range as plain values, for `apply_ranges` and `convert`."""
+        found = {name: layer_entry(module) for name, module in self.layers.items()}
         return {name: entry for name, entry in found.items() if entry is not None}
 
     def deployment(self) -> dict[str, Any]:
@@ -214,14 +264,10 @@ class QuantizationAwareTraining(Technique):
 
     def state_dict(self) -> dict[str, Any]:
         """Return ranges, the open window, counts and switches."""
-        bank = self._bank
         return {
-            "layers": list(self.layers),
-            "ranges": bank.ranges.clone(),
-            "known": bank.known.clone(),
-            "window": bank.window.clone(),
-            "non_finite": bank.non_finite.clone(),
-            "num_updates": bank.num_updates,
+            "layers": list(self.static),
+            **self.bank.state_dict(),
+            "learned": self._learned.state_dict(),
             "began_at": self._began_at,
         }
 
@@ -231,21 +277,18 @@ class QuantizationAwareTraining(Technique):
         Raises:
             CheckpointError: If the state is of other layers, or damaged.
         """
-        bank = self._bank
+        bank = self.bank
         try:
             names = list(state["layers"])
-            if set(names) != set(self.layers):
-                odd = ", ".join(sorted(set(names) ^ set(self.layers))[:5])
+            if set(names) != set(self.static):
+                odd = ", ".join(sorted(set(names) ^ set(self.static))[:5])
                 raise CheckpointError(
                     f"qat: saved ranges must be of the layers that are quantised now, but differ in {odd}; "
                     "resume with the include and skip of the saved run"
                 )
-            rows = torch.tensor([names.index(name) for name in self.layers])
-            saved = {key: state[key].cpu()[rows].to(bank.device) for key in ("ranges", "known", "window", "non_finite")}
-            bank.set_ranges(saved["ranges"], saved["known"])
-            bank.window.copy_(saved["window"])
-            bank.non_finite.copy_(saved["non_finite"])
-            bank.num_updates = int(state["num_updates"])
+            rows = torch.tensor([names.index(name) for name in self.static], dtype=torch.int64)
+            bank.load_state_dict(state, rows)
+            self._learned.load_state_dict(state["learned"])
             self._began_at = state["began_at"]
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             if isinstance(error, CheckpointError):
@@ -258,9 +301,9 @@ class QuantizationAwareTraining(Technique):
     def metrics(self) -> dict[str, float]:
         """Return whether quantisation is on, and how many layers and range updates there are."""
         return {
-            "qat/active": float(self._bank.quantize_weights),
+            "qat/active": float(self.bank.quantizing),
             "qat/layers": float(len(self.layers)),
-            "qat/range_updates": float(self._bank.num_updates),
+            "qat/range_updates": float(self.bank.num_updates),
         }
 
     def report(self) -> dict[str, Any]:
@@ -268,35 +311,38 @@ class QuantizationAwareTraining(Technique):
         layers = self._final if self._final is not None else self._layer_reports()
         return {
             "layers": len(layers),
-            "weight_bits": self.config.weight_bits,
-            "activation_bits": self.config.activation_bits,
+            "scheme": self.config.scheme,
             "began_at_step": self._began_at,
-            "range_updates": self._bank.num_updates,
-            "non_finite_windows": int(self._bank.non_finite.sum()),
-            "without_range": [entry["name"] for entry in layers if entry["scale"] is None],
+            "range_updates": self.bank.num_updates,
+            "non_finite_windows": int(self.bank.non_finite.sum()),
+            "without_range": [
+                entry["name"] for entry in layers if entry["input"] == "static" and entry["scale"] is None
+            ],
             "smallest_sqnr_db": min((entry["sqnr_db"] for entry in layers), default=None),
             "left_out": dict(self.left_out),
+            "batch_norms_beside": dict(self._unfolded),
             "per_layer": layers,
         }
 
     def _layer_reports(self) -> list[dict[str, Any]]:
-        bank = self._bank
-        rows = zip(
-            self.layers.items(),
-            bank.known.tolist(),
-            bank.ranges.tolist(),
-            bank.scale.tolist(),
-            bank.zero_point.tolist(),
-            strict=True,
-        )
-        return [
-            {
-                "name": name,
-                "min": minimum if known else None,
-                "max": maximum if known else None,
-                "scale": scale if known else None,
-                "zero_point": zero_point if known else None,
-                **weight_report(module, bank.weight_qmax),
-            }
-            for (name, module), known, (minimum, maximum), scale, zero_point in rows
-        ]
+        bank = self.bank
+        reports = []
+        for name, module in self.layers.items():
+            scheme = self.schemes[name]
+            stock = STOCK_OF_FOLDED.get(type(module)) or STOCK.get(type(module), type(module))
+            report: dict[str, Any] = {"name": name, "type": stock.__name__}
+            if "fold" in vars(module):
+                report["batch_norm"] = module.quantizer.batch_norm  # type: ignore[union-attr]
+            report |= {"weight": scheme.weight, "weight_bits": scheme.weight_bits, "input": scheme.input}
+            if scheme.weight == "group":
+                report["group_size"] = scheme.group_size
+            if scheme.input != "none":
+                report["activation_bits"] = scheme.activation_bits
+            if name in self.static:
+                row = self.static.index(name)
+                known = bool(bank.known[row])
+                report["min"], report["max"] = bank.ranges[row].tolist() if known else (None, None)
+                report["scale"] = bank.scale[row].item() if known else None
+                report["zero_point"] = int(bank.zero_point[row]) if known else None
+            reports.append({**report, **weight_report(module)})
+        return reports

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shared_core.errors import CompatibilityError, ConfigError, MatchError
-from shared_core.quantization import QatConfig, QuantizationAwareTraining, convert, fake_quantize
+from shared_core.quantization import QatConfig, QuantizationAwareTraining, apply_ranges, convert, fake_quantize
 from shared_core.quantization.integer_modules import IntConv2d, IntegerLayer, IntLinear
 from shared_core.technique import Context
 
@@ -79,7 +79,7 @@ def test_codes_are_those_of_the_training_model(kind, bits):
         scale = (weight.abs().flatten(1).amax(1) / qmax).reshape(-1, *[1] * (weight.dim() - 1))
         assert layer.weight_codes.dtype == torch.int8
         assert torch.equal(layer.weight_codes.float(), (weight / scale).round())
-        assert torch.equal(layer.weight, fake.quantizer.quantize_weight(weight))
+        assert torch.equal(layer.weight, fake.quantizer.weight(fake, weight))
         low, high = min(entry["min"], 0.0), max(entry["max"], 0.0)
         s = torch.tensor((high - low) / (2 * qmax + 1))
         z = round(-qmax - 1 - low / s.item())
@@ -238,7 +238,7 @@ def test_refusals():
     plain, _ = net("linear")
     with pytest.raises(MatchError, match="found none; train it with qat"):
         convert(plain)
-    with pytest.raises(MatchError, match="'00' must be a Linear or Conv"):
+    with pytest.raises(MatchError, match="'00' must be a layer of the model that can be"):
         convert(plain, {"00": {"min": 0.0, "max": 1.0}})
     with pytest.raises(MatchError, match="at least one layer"):
         convert(plain, {})
@@ -254,3 +254,51 @@ def test_refusals():
         plain[0].weight[0, 0] = float("nan")
     with pytest.raises(CompatibilityError, match="weights must be finite"):
         convert(plain, {"0": {"min": 0.0, "max": 1.0}})
+
+
+def learned(model, x, **options):
+    technique = QuantizationAwareTraining(QatConfig(scheme="int8", range="lsq", **options))
+    context = Context(model=model, total_steps=4)
+    technique.attach(model, context)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    technique.begin(context)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        technique.before_optimizer_step(context)
+        optimizer.step()
+        context.step += 1
+        technique.after_optimizer_step(context)
+    return technique, context
+
+
+def test_a_deployed_model_converts_with_the_scales_that_it_learned():
+    model, shape = net("linear")
+    x = torch.randn(shape) + 0.7
+    technique, context = learned(model, x, weight_bits=3)
+    ranges = technique.ranges()
+    trained_codes = {name: module.weight_codes for name, module in convert(model).named_children() if name in ranges}
+    technique.finish(model, context)
+    deployed = apply_ranges(model, ranges)
+    integer = convert(deployed)
+    for name, entry in ranges.items():
+        layer = integer.get_submodule(name)
+        assert torch.equal(layer.weight_codes, trained_codes[name])
+        assert layer.weight_scale.tolist() == entry["weight_scale"]
+        assert layer.input_scale.item() == entry["scale"]
+    with torch.no_grad():
+        torch.testing.assert_close(integer(x), deployed(x))
+
+
+def test_layers_that_share_a_weight_learn_no_scale_of_their_own_for_it():
+    torch.manual_seed(0)
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    second.weight = first.weight
+    model, x = nn.Sequential(first, nn.ReLU(), second), torch.randn(16, 8)
+    technique, context = learned(model, x, weight_bits=4)
+    ranges = technique.ranges()
+    assert not any("weight_scale" in entry for entry in ranges.values())
+    technique.finish(model, context)
+    deployed = apply_ranges(model, ranges)
+    with torch.no_grad():
+        torch.testing.assert_close(convert(deployed)(x), deployed(x))

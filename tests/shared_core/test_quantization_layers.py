@@ -13,6 +13,8 @@ from torch import nn
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.quantization import QatConfig, QuantizationAwareTraining
 from shared_core.quantization.modules import FakeQuantConv2d
+from shared_core.quantization.schemes import LayerScheme
+from shared_core.quantization.weight_quantizers import quantize_weight
 from shared_core.ranks import world_size
 from shared_core.technique import BareServices, Context
 
@@ -83,7 +85,7 @@ class Tied(nn.Module):
 
 
 def test_what_cannot_be_quantised_is_left_out_and_named():
-    technique = QuantizationAwareTraining(QatConfig(scheme="int8"))
+    technique = QuantizationAwareTraining(QatConfig(scheme="int8", skip=("embed",)))
     model = Tied()
     technique.attach(model, Context(model=model))
     left_out = technique.report()["left_out"]
@@ -92,6 +94,27 @@ def test_what_cannot_be_quantised_is_left_out_and_named():
     assert "Doubled" in left_out["odd"]
     assert technique.report()["layers"] == 1
     assert type(model.head) is nn.Linear
+
+
+def test_an_embedding_and_the_head_that_shares_its_weight_are_quantised_alike():
+    model = Tied()
+    run = Run(model.eval(), include=("embed", "head"))
+    run.context.step = 1
+    run.technique.after_optimizer_step(run.context)
+    indices = torch.tensor([[2, 5]])
+    assert not torch.equal(model.embed(indices), model.embed.weight[indices])
+    expected = quantize_weight(model.head, model.head.weight, LayerScheme()).detach()
+    assert torch.equal(model.embed(indices), expected[indices])
+    run.technique.finish(model, run.context)
+    assert torch.equal(model.embed.weight, expected)
+    assert model.head.weight is model.embed.weight
+    technique = QuantizationAwareTraining(
+        QatConfig(scheme="int8", include=("embed", "head"), overrides={"head": {"weight_bits": 4}})
+    )
+    other = Tied()
+    with pytest.raises(ConfigError, match="head must be quantised like embed, with which it shares its weight"):
+        technique.attach(other, Context(model=other))
+    assert type(other.head) is nn.Linear
 
 
 @pytest.mark.parametrize("pattern", ["odd", "head", "Doubled"])
@@ -116,7 +139,7 @@ def test_matching_nothing_and_attaching_twice_are_errors():
 @pytest.mark.parametrize(("options", "message"), [
     ({"scheme": "int7"}, "scheme must be one of int8"), ({"weight_bits": 1}, r"weight_bits must be in \[2, 8\]"),
     ({"activation_bits": 9}, "activation_bits"), ({"ema_constant": 0.0}, "ema_constant"),
-    ({"calibration_batches": 0}, "calibration_batches"), ({"range": "kl"}, "range must be one of"),
+    ({"calibration_batches": 0}, "calibration_batches"), ({"range": "kll"}, "range must be one of"),
 ])  # fmt: skip
 def test_config_refusals(options, message):
     with pytest.raises(ConfigError, match=message):

@@ -1,0 +1,87 @@
+"""`eff export`: a quantised model as a file that another runtime reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shared_core.cli.loading import build_model, load_weights
+from shared_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn  # `eff --help` must not wait for torch
+
+
+def export(
+    model: Annotated[
+        str, typer.Argument(help="module:function that returns (model, example_inputs); inputs: tensor, tuple, dict.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="The file to write.")] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="What qat saved: a folder, a .safetensors beside eff_deployment.json, or a Lightning .ckpt."),
+    ] = None,
+    kind: Annotated[str, typer.Option("--format", help="Format of the file; onnx is the one there is.")] = "onnx",
+    opset: Annotated[int, typer.Option(help="ONNX opset, 21 to 23.")] = 21,
+    static_batch: Annotated[
+        bool, typer.Option("--static-batch", help="Fix the batch to the length of the example's.")
+    ] = False,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Do not run the file in onnxruntime and compare.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Write a quantised model with explicit QuantizeLinear and DequantizeLinear nodes, and check what was written.
+
+    The function builds the plain model; --weights loads what training with qat saved, and its ranges. Without
+    --weights the function returns a model that is quantised already.
+    """
+    if kind != "onnx":
+        raise ConfigError(f"eff export: --format must be onnx, got {kind!r}")
+    if out is None:
+        raise ConfigError("eff export: --out must be given, got none; name the file to write")
+    if not out.parent.is_dir():
+        raise ConfigError(f"eff export: --out must lie in a folder that exists, got {out}; make it first")
+    network, inputs = build_model(model, "eff export")
+    if inputs is None:
+        raise ConfigError(f"eff export: {model} must return (model, example_inputs), got a model alone; return both")
+    if weights is not None:
+        load_quantized(network, weights)
+    from shared_core.quantization.export_onnx import export_onnx
+
+    report = export_onnx(network, inputs, out, opset=opset, dynamic_batch=not static_batch, verify=not no_verify)
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(report), default=str, indent=2))
+        return
+    typer.echo(f"wrote {report.path}: {report.bytes} bytes, {len(report.quantized)} layers quantised")
+    if report.float_layers:
+        typer.echo(f"left in float: {', '.join(report.float_layers)}")
+    if report.largest_difference is None:
+        typer.echo("not compared with the model")
+    else:
+        typer.echo(f"largest difference to the model: {report.largest_difference:.2g}")
+    nodes = ", ".join(f"{count} {name}" for name, count in report.integer_nodes.items())
+    typer.echo(f"integer kernels of onnxruntime here: {nodes or 'none'}")
+
+
+def load_quantized(model: nn.Module, path: Path) -> None:
+    """Load the baked weights and the ranges that training with qat saved into a plain model.
+
+    Args:
+        model: The plain model; changed in place.
+        path: A folder, a ``.safetensors`` file beside ``eff_deployment.json``, or a ``.ckpt``.
+
+    Raises:
+        CheckpointError: If it is missing, damaged, of another model, or without ranges.
+    """
+    from shared_core.plain_checkpoint import read_deployment
+    from shared_core.quantization import apply_ranges
+
+    beside = path if path.is_dir() or path.suffix == ".ckpt" or not path.exists() else path.parent
+    ranges = read_deployment(beside).get("qat", {}).get("ranges", {})
+    prefix = load_weights(model, path, "eff export")
+    apply_ranges(model, {name.removeprefix(prefix): value for name, value in ranges.items() if name.startswith(prefix)})

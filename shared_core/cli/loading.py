@@ -1,0 +1,91 @@
+"""What a command line needs of the user's code and files: a function by name, a model, its trained weights."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shared_core.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn  # `eff --help` must not wait for torch
+
+
+def function(name: str, where: str) -> Callable[..., Any]:
+    """Return the function that ``module:function`` names; modules of the working folder can be imported.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not (module_name and colon and function_name):
+        raise ConfigError(f"{where} must be module:function, got {name!r}")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{where} must name an importable module, got {name!r}: {error}") from error
+    found: Any = getattr(module, function_name, None)
+    if not callable(found):
+        raise ConfigError(f"{where} must name a function of {module_name}, got {function_name!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def build_model(name: str, where: str) -> tuple[nn.Module, Any]:
+    """Return what the user's function builds: (model, example inputs or None).
+
+    Raises:
+        ConfigError: If it returns no model.
+    """
+    from torch import nn
+
+    built = function(name, f"{where}: MODEL")()
+    model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"{where}: {name} must return a model, or (model, example_inputs), got {type(built).__name__}"
+        )
+    return model, inputs
+
+
+def load_weights(model: nn.Module, path: Path, where: str) -> str:
+    """Load trained weights into a plain model; return the prefix of their names that the model's have not.
+
+    Args:
+        model: The plain model.
+        path: A folder, a ``.safetensors`` or ``.pt`` file, or a Lightning ``.ckpt``.
+        where: Who asks.
+
+    Raises:
+        CheckpointError: If it is missing, damaged, or of another model.
+    """
+    state_dict = _state_dict(path, where)
+    names = list(model.state_dict())
+    first = next((key for key in state_dict if names and key.endswith(names[0])), "")
+    prefix = first.removesuffix(names[0]) if first else ""
+    own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+    missing, unexpected = model.load_state_dict(own, strict=False)
+    tied = {value.data_ptr() for key, value in model.state_dict().items() if key in own}
+    missing = [key for key in missing if model.state_dict()[key].data_ptr() not in tied]
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{where}: {path} must hold the weights of the model, got missing {missing[:5]} and unexpected "
+            f"{unexpected[:5]}; build the model that was trained"
+        )
+    return prefix
+
+
+def _state_dict(path: Path, where: str) -> dict[str, Tensor]:
+    from shared_core.soup.sources import load_torch_file, open_ingredient
+
+    if path.suffix == ".ckpt":  # opened as an ingredient it would give the latent weights
+        content = load_torch_file(path)
+        if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
+            raise CheckpointError(f"{where}: {path} must be a Lightning checkpoint, got no state_dict in it")
+        return dict(content["state_dict"])
+    opened = open_ingredient(path)
+    return {key: opened.tensor(key) for key in (*opened.specs, *opened.ties)}

@@ -1,0 +1,262 @@
+"""Which layer gets how many bits: the plan, its file, and the cheapest plan under a budget."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shared_core.atomic import atomic_write
+from shared_core.errors import ConfigError, MatchError, nearest
+
+_FORMAT = "efftrain bit plan 1"
+_LARGEST_CODE = 8  # bits; wider layers stay in float
+
+
+@dataclass(frozen=True)
+class BitPlan:
+    """Bits of each layer's weight.
+
+    Attributes:
+        bits: Layer → 2 to 8 bits of a code; 16, 32 or 64 where it stays in float. In the order of execution.
+        sizes: Layer → number of weights.
+        cost: Sum of the sensitivities that the plan was chosen by; None where it was not.
+
+    Example:
+        >>> plan = BitPlan({"0": 8, "2": 32}, {"0": 100, "2": 100})
+        >>> plan.average_bits, plan.conversions, plan.qat_options()
+        (20.0, 2, {'scheme': 'int8', 'overrides': {'0': {'weight_bits': 8}}, 'skip': ['2']})
+    """
+
+    bits: dict[str, int]
+    sizes: dict[str, int]
+    cost: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.bits:
+            raise ConfigError("bit_plan: layers must name at least one layer, got none")
+        if self.bits.keys() != self.sizes.keys():
+            raise ConfigError("bit_plan: sizes must hold the layers of bits, no more and no fewer")
+        for name, width in self.bits.items():
+            if isinstance(width, bool) or not isinstance(width, int) or not (2 <= width <= 8 or width in (16, 32, 64)):
+                raise ConfigError(
+                    f"bit_plan: bits of {name!r} must be 2 to 8, or 16, 32 or 64 for float, got {width!r}"
+                )
+            _check_size(name, self.sizes[name], "bit_plan")
+
+    @property
+    def average_bits(self) -> float:
+        """Bits a weight, over all layers of the plan."""
+        return sum(self.bits[name] * size for name, size in self.sizes.items()) / sum(self.sizes.values())
+
+    @property
+    def quantized(self) -> tuple[str, ...]:
+        """Layers whose weights are codes."""
+        return tuple(name for name, width in self.bits.items() if width <= _LARGEST_CODE)
+
+    @property
+    def conversions(self) -> int:
+        """Changes of format from the float input through the layers in order to the float output."""
+        formats = [0, *(width if width <= _LARGEST_CODE else 0 for width in self.bits.values()), 0]
+        return sum(first != second for first, second in itertools.pairwise(formats))
+
+    def qat_options(self, scheme: str = "int8") -> dict[str, Any]:
+        """Return options of `QatConfig` that train to this plan: one override a layer, float layers skipped.
+
+        Args:
+            scheme: ``"int8"``, or another whose ``weight_bits`` are free.
+        """
+        return {
+            "scheme": scheme,
+            "overrides": {name: {"weight_bits": self.bits[name]} for name in self.quantized},
+            "skip": [name for name, width in self.bits.items() if width > _LARGEST_CODE],
+        }
+
+    def to_yaml(self, path: str | Path | None = None, *, scheme: str = "int8") -> str:
+        """Return the plan as YAML, and write it to `path` if given.
+
+        Its ``qat`` section is a recipe's: it can be copied or passed on as it is.
+
+        Raises:
+            CheckpointError: If `path` cannot be written.
+        """
+        content = {
+            "format": _FORMAT,
+            "average_bits": self.average_bits,
+            "conversions": self.conversions,
+            "cost": self.cost,
+            "layers": {name: {"bits": width, "weights": self.sizes[name]} for name, width in self.bits.items()},
+            "qat": self.qat_options(scheme),
+        }
+        text: str = yaml.safe_dump(content, sort_keys=False)
+        if path is not None:
+            with atomic_write(path) as temporary:
+                temporary.write_text(text, encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_yaml(cls, source: str | Path) -> BitPlan:
+        """Return the plan in a YAML file, or in a YAML text (which has a line end).
+
+        Raises:
+            ConfigError: If there is no such file, or it holds no plan.
+
+        Example:
+            >>> plan = BitPlan({"a": 4}, {"a": 10}, cost=0.5)
+            >>> BitPlan.from_yaml(plan.to_yaml()) == plan
+            True
+        """
+        where = "bit_plan" if "\n" in str(source) else f"bit_plan: {source}"
+        try:
+            text = str(source) if "\n" in str(source) else Path(source).read_text(encoding="utf-8")
+            content = yaml.safe_load(text)
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"{where}: must be a YAML file with a plan, got {error}") from error
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise ConfigError(f"{where}: format must be {_FORMAT!r}; write the file with BitPlan.to_yaml")
+        layers = content.get("layers")
+        if not isinstance(layers, dict) or not all(
+            isinstance(name, str) and isinstance(entry, dict) and {"bits", "weights"} <= entry.keys()
+            for name, entry in layers.items()
+        ):
+            raise ConfigError(f"{where}: layers must map names to bits and weights, got {layers!r:.80}")
+        cost = content.get("cost")
+        return cls(
+            {name: entry["bits"] for name, entry in layers.items()},
+            {name: entry["weights"] for name, entry in layers.items()},
+            None if cost is None else float(cost),
+        )
+
+
+def plan_bits(
+    sensitivities: Mapping[str, Mapping[int, float]],
+    sizes: Mapping[str, int],
+    budget: float,
+    candidates: Sequence[int] | None = None,
+    *,
+    floor: int = 3,
+    fixed: Mapping[str, int] | None = None,
+) -> BitPlan:
+    """Return the plan of least total sensitivity whose average is at most `budget` bits a weight.
+
+    Exact: ``min Σ Ω_l(b_l)`` with ``Σ n_l·b_l <= budget·Σ n_l``, by dynamic programming over the plans that no other
+    beats in both size and cost, less those that a Lagrangian bound rules out.
+
+    Args:
+        sensitivities: Layer → bits → cost, as `layer_sensitivity` returns it; in the order of execution.
+        sizes: Layer → number of weights.
+        budget: Largest average of bits a weight, over all layers of the plan.
+        candidates: Widths to choose from; None: those for which every layer has a cost.
+        floor: Fewest bits of a layer. Costs are of small changes, and those of 2 bits are not small: lower it only if
+            training in quantised form follows.
+        fixed: Layer → bits that are not to be chosen, such as a first layer kept at 8; they count in the budget.
+
+    Raises:
+        ConfigError: If an option breaks its rule, or no plan is within the budget.
+        MatchError: If a layer has no size or no cost.
+
+    Source: Dong et al. 2020 (HAWQ-V2), arXiv:1911.03852, section 3.3.
+
+    Example:
+        >>> costs = {"a": {4: 9.0, 8: 1.0}, "b": {4: 2.0, 8: 1.0}}
+        >>> plan = plan_bits(costs, {"a": 10, "b": 10}, 6)
+        >>> plan.bits, plan.cost, plan.average_bits
+        ({'a': 8, 'b': 4}, 3.0, 6.0)
+    """
+    where, fixed = "plan_bits", dict(fixed or {})
+    names = [*sensitivities, *(name for name in fixed if name not in sensitivities)]
+    for name in names:
+        if name not in sizes:
+            raise MatchError(f"{where}: sizes must hold {name!r}{nearest(name, sizes)}")
+        _check_size(name, sizes[name], where)
+    widths = _widths(sensitivities, candidates, floor, where)
+    options: list[list[tuple[int, int, float]]] = []  # of each layer: (width, size in bits, cost)
+    for name in names:
+        chosen = [fixed[name]] if name in fixed else widths
+        costs = sensitivities.get(name, {})
+        for width in chosen:
+            if name not in fixed and not math.isfinite(costs.get(width, math.nan)):
+                raise MatchError(f"{where}: {name!r} must have a finite cost at {width} bits, got {dict(costs)}")
+        options.append([(width, width * sizes[name], costs.get(width, 0.0)) for width in chosen])
+    total = sum(sizes[name] for name in names)
+    if not (isinstance(budget, (int, float)) and 0 < budget < math.inf):
+        raise ConfigError(f"{where}: budget must be a finite average of bits above 0, got {budget!r}")
+    capacity = math.floor(budget * total * (1 + 1e-12))
+    least = sum(min(size for _, size, _ in choices) for choices in options)
+    if least > capacity:
+        raise ConfigError(
+            f"{where}: budget must be at least {least / total:.4g} bits a weight, got {budget}; raise it, or "
+            f"lower floor = {floor}, or add smaller candidates than {widths}"
+        )
+    chosen_widths, cost = _cheapest(options, capacity)
+    return BitPlan(dict(zip(names, chosen_widths, strict=True)), {name: sizes[name] for name in names}, cost)
+
+
+def _widths(
+    sensitivities: Mapping[str, Mapping[int, float]], candidates: Sequence[int] | None, floor: int, where: str
+) -> list[int]:
+    if candidates is None:
+        shared = [set(costs) for costs in sensitivities.values()]
+        candidates = sorted(set.intersection(*shared)) if shared else []
+    widths = sorted(width for width in set(candidates) if width >= floor)
+    if not widths and sensitivities:
+        raise ConfigError(f"{where}: candidates must hold widths of at least floor = {floor}, got {list(candidates)}")
+    return widths
+
+
+def _cheapest(options: list[list[tuple[int, int, float]]], capacity: int) -> tuple[list[int], float]:
+    price, best = _lagrangian(options, capacity)
+    rest = [0.0]  # bound on what the layers behind cost, at this price a bit
+    for choices in reversed(options):
+        rest.append(rest[-1] + min(cost + price * size for _, size, cost in choices))
+    rest.reverse()
+    slack = 1e-9 * (abs(best) + price * capacity)
+    states: list[tuple[int, float, Any]] = [(0, 0.0, None)]  # size, cost, widths as a linked list
+    for index, choices in enumerate(options):
+        grown = [
+            (used + size, cost + more, (width, chosen))
+            for used, cost, chosen in states
+            for width, size, more in choices
+        ]
+        grown.sort(key=lambda state: state[:2])
+        smallest_rest = sum(min(size for _, size, _ in later) for later in options[index + 1 :])
+        states, cheapest = [], math.inf
+        for used, cost, chosen in grown:
+            bound = cost + rest[index + 1] - price * (capacity - used)
+            if cost < cheapest and used + smallest_rest <= capacity and bound <= best + slack:
+                states.append((used, cost, chosen))
+                cheapest = cost
+    _, cost, chosen = min(states, key=lambda state: (state[1], state[0]))
+    widths: list[int] = []
+    while chosen is not None:
+        width, chosen = chosen
+        widths.append(width)
+    return widths[::-1], cost
+
+
+def _lagrangian(options: list[list[tuple[int, int, float]]], capacity: int) -> tuple[float, float]:
+    """Return (price of a bit, cost of the plan that is cheapest at this price and fits)."""
+
+    def at(price: float) -> tuple[int, float]:
+        picked = [min(choices, key=lambda choice: (choice[2] + price * choice[1], choice[1])) for choices in options]
+        return sum(size for _, size, _ in picked), sum(cost for _, _, cost in picked)
+
+    low, high = 0.0, 1e-30
+    if at(low)[0] <= capacity:
+        return 0.0, at(low)[1]
+    while at(high)[0] > capacity:
+        low, high = high, high * 16
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (low, middle) if at(middle)[0] <= capacity else (middle, high)
+    return high, at(high)[1]
+
+
+def _check_size(name: str, size: Any, where: str) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ConfigError(f"{where}: size of {name!r} must be a whole number of at least 1, got {size!r}")

@@ -1,0 +1,292 @@
+"""A quantised model as an ONNX file with explicit QuantizeLinear and DequantizeLinear nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import importlib.util
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shared_core.atomic import atomic_write
+from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError
+from shared_core.quantization.export_check import check_file, integer_nodes
+from shared_core.quantization.export_layers import check_begun, check_exportable, input_qparams, to_export
+from shared_core.quantization.export_ops import translations
+from shared_core.quantization.fusion import fuse_batch_norm
+from shared_core.quantization.graph import call_model
+from shared_core.quantization.layers import weights_of
+from shared_core.quantization.modules import FAKE_QUANT, STOCK, is_quantized, layer_entry, restore
+from shared_core.quantization.ranges import apply_ranges, merge_folds_
+from shared_core.quantization.weights import bake_
+
+_LARGEST_FILE = 2**31 - 2**20  # protobuf's limit, less room for the graph
+_OPSETS = range(21, 24)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportReport:
+    """What `export_onnx` wrote.
+
+    Attributes:
+        path: The file.
+        bytes: Its size.
+        quantized: Layers with codes.
+        float_layers: Layers of the same types that stay in float.
+        integer_nodes: Operator → how many onnxruntime runs on integers after its optimisation on this machine; empty
+            if it is not installed.
+        largest_difference: Between onnxruntime without optimisation and the model on the example inputs; None if it
+            was not compared.
+        moved_codes: Share of activation codes that float rounding put on the other side of a tie in that comparison.
+    """
+
+    path: Path
+    bytes: int
+    quantized: tuple[str, ...]
+    float_layers: tuple[str, ...]
+    integer_nodes: dict[str, int]
+    largest_difference: float | None
+    moved_codes: float | None
+
+
+def export_onnx(
+    model: nn.Module,
+    example_inputs: Any,
+    path: Path | str,
+    *,
+    opset: int = 21,
+    dynamic_batch: bool = True,
+    verify: bool = True,
+) -> ExportReport:
+    """Write `model` to an ONNX file that computes what it computes in evaluation; return what was written.
+
+    Weights are int8 with a DequantizeLinear, codes of fewer bits too. Static inputs are QuantizeLinear and
+    DequantizeLinear in uint8, the model's signed codes moved by 2^(b−1): the values are the same. Biases are int32, so
+    that a runtime can sum integers. Weights with a scale for each group are dequantised block by block; inputs with a
+    range for each token go through MatMulInteger in Linear layers. A batch norm that alone reads a quantised layer is
+    folded into its scales, which leaves the codes as they are. Everything else stays in float.
+
+    Args:
+        model: In or after quantization-aware training, or a plain model on which `apply_ranges` was called; float32.
+            It is not changed.
+        example_inputs: A tensor, a tuple of arguments, or a mapping of keyword arguments.
+        path: The file to write; replaced atomically.
+        opset: 21 to 23.
+        dynamic_batch: Leave the first axis of the inputs open: of all whose first axis is as long as that of the first.
+        verify: Run the file in onnxruntime, without optimisation, and compare. Codes that float rounding moves to
+            the next step are set to the file's before outputs are compared, to 1e-5 of their size (at least of 1; 1e-2
+            where inputs have a range for each token). Without onnxruntime nothing is compared.
+
+    Raises:
+        MissingExtraError: If onnx or onnxscript is not installed.
+        MatchError: If no layer is quantised.
+        CompatibilityError: If a layer's scheme has no exact ONNX form, a weight is not finite, or the file computes
+            something else; nothing is written.
+        ConfigError: If an argument breaks its rule.
+
+    Source: the ONNX operators QuantizeLinear and DequantizeLinear, opset 21.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 1))
+        >>> _ = net[0].weight.data.fill_(0.5)
+        >>> net = apply_ranges(net, {"0": {"min": 0.0, "max": 2.55}})
+        >>> report = export_onnx(net, torch.ones(3, 2), Path(tempfile.mkdtemp()) / "net.onnx")
+        >>> report.quantized, report.integer_nodes, report.largest_difference < 1e-5
+        (('0',), {'QGemm': 1}, True)
+    """
+    _check_arguments(example_inputs, opset)
+    reference, names = _reference(model)
+    runs = importlib.util.find_spec("onnxruntime") is not None
+    difference = moved = None
+    with tempfile.TemporaryDirectory(prefix="eff-onnx-") as folder:
+        file = Path(folder) / "model.onnx"
+        for exact_bias in (False, True):
+            exported, float_layers = _exportable(reference, names, example_inputs, exact_bias)
+            _export(exported, example_inputs, file, opset, dynamic_batch)
+            if not (runs and verify):
+                break
+            try:
+                difference, moved = check_file(file, reference, example_inputs)
+                break
+            except CompatibilityError:
+                if exact_bias:
+                    raise
+        nodes = integer_nodes(file) if runs else {}
+        with atomic_write(path) as temporary:
+            temporary.write_bytes(file.read_bytes())
+    path = Path(path)
+    return ExportReport(path, path.stat().st_size, names, float_layers, nodes, difference, moved)
+
+
+def _check_arguments(example_inputs: Any, opset: int) -> None:
+    for library in ("onnx", "onnxscript"):
+        if importlib.util.find_spec(library) is None:
+            raise MissingExtraError("export_onnx", library, "onnx")
+    if isinstance(opset, bool) or opset not in _OPSETS:
+        raise ConfigError(f"export_onnx: opset must be {_OPSETS[0]} to {_OPSETS[-1]}, got {opset!r}")
+    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(_plain(example_inputs))):
+        raise ConfigError(
+            f"export_onnx: example_inputs must hold a tensor, got {type(example_inputs).__name__}; pass what the model "
+            "is called with"
+        )
+
+
+def _plain(inputs: Any) -> Any:
+    # a tokenizer's BatchEncoding is a mapping that torch does not know
+    return dict(inputs) if isinstance(inputs, Mapping) else inputs
+
+
+def _reference(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
+    """Return a copy of `model` in evaluation whose quantised layers all fake-quantise, and their names."""
+    reference = copy.deepcopy(model).eval().cpu()
+    for name, module in reference.named_modules():
+        if is_quantized(module):
+            check_begun(name, module)
+    merge_folds_(reference)
+    entries = {
+        name: layer_entry(module)
+        for name, module in reference.named_modules()
+        # stock layers that training left, and layers whose batch norm was just merged
+        if type(module) in FAKE_QUANT or (is_quantized(module) and module.quantizer.saved is not None)  # type: ignore[union-attr]
+    }
+    after = {name: entry for name, entry in entries.items() if entry is not None}
+    if after:
+        apply_ranges(reference, after)
+    names = tuple(name for name, module in reference.named_modules() if type(module) in STOCK)
+    if not names:
+        raise MatchError(
+            "export_onnx: model must have quantised layers, found none; train it with qat, or call apply_ranges on a "
+            "model with baked weights"
+        )
+    for name in names:
+        check_exportable(name, reference.get_submodule(name))
+    return reference, names
+
+
+def _exportable(
+    reference: nn.Module, names: tuple[str, ...], inputs: Any, exact_bias: bool
+) -> tuple[nn.Module, tuple[str, ...]]:
+    exported = copy.deepcopy(reference)
+    layers: dict[str, Any] = {name: exported.get_submodule(name) for name in names}
+    qparams = {name: input_qparams(layer) for name, layer in layers.items()}
+    schemes = {}
+    baked: set[int] = set()
+    for name, layer in layers.items():
+        quantizer = layer.quantizer
+        scheme = quantizer.scheme
+        if scheme.input == "static" and qparams[name] is None:  # it saw no input: the model leaves that in float too
+            scheme = dataclasses.replace(scheme, input="none")
+        schemes[name] = scheme
+        if not quantizer.baked:
+            bake_(layer, baked)
+    for layer in layers.values():
+        restore(layer)
+    with contextlib.suppress(CompatibilityError):  # a model that cannot be traced keeps its batch norms
+        fuse_batch_norm(exported, _plain(inputs))
+    shared: dict[int, Any] = {}
+    for name, layer in layers.items():
+        to_export(name, layer, schemes[name], qparams[name], shared, exact_bias)
+    left = tuple(name for name, module in exported.named_modules() if type(module) in FAKE_QUANT and weights_of(module))
+    return exported, left
+
+
+def _export(exported: nn.Module, inputs: Any, file: Path, opset: int, dynamic_batch: bool) -> None:
+    import onnxscript
+    from onnx_ir.passes.common import DeduplicateInitializersPass
+
+    inputs = _plain(inputs)
+    if dynamic_batch:
+        inputs = _two_examples(inputs)
+    args, kwargs = _arguments(inputs)
+    shapes = _dynamic_shapes(inputs) if dynamic_batch else None
+    with _quiet(), torch.no_grad():
+        try:
+            program: Any = torch.onnx.export(
+                exported,
+                args,
+                kwargs=kwargs,
+                dynamo=True,
+                opset_version=opset,
+                dynamic_shapes=shapes,
+                output_names=_output_names(call_model(exported, inputs)),
+                custom_translation_table=translations(getattr(onnxscript, f"opset{opset}")),
+                verbose=False,
+            )
+        except Exception as error:  # torch.export and the exporter raise whatever the model makes them
+            hint = ", or pass dynamic_batch=False" if dynamic_batch else ""
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            raise CompatibilityError(
+                f"export_onnx: model must be one that torch.onnx can export, got {type(cause).__name__}: "
+                f"{str(cause)[:500]}; simplify its forward{hint}"
+            ) from error
+    size = sum(value.const_value.nbytes for value in program.model.graph.initializers.values())
+    if size > _LARGEST_FILE:
+        raise CompatibilityError(f"export_onnx: model must be smaller than 2 GiB to be one file, got {size} bytes")
+    DeduplicateInitializersPass(size_limit=_LARGEST_FILE)(program.model)  # tied weights
+    for node in program.model.graph:
+        node.metadata_props.clear()  # stack traces of this machine
+    program.save(file)
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
+
+
+def _batch(inputs: Any) -> int | None:
+    first = next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+    return len(first) if first.dim() else None
+
+
+def _two_examples(inputs: Any) -> Any:
+    if _batch(inputs) != 1:  # torch.export takes an axis of length 1 for a constant
+        return inputs
+    return tree_map_only(Tensor, lambda x: torch.cat([x, x]) if x.dim() and len(x) == 1 else x, inputs)
+
+
+def _dynamic_shapes(inputs: Any) -> Any:
+    length, batch = _batch(inputs), torch.export.Dim("batch")
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: shape(item) for key, item in value.items()}
+        if isinstance(value, tuple | list):
+            return type(value)(shape(item) for item in value)
+        is_batch = isinstance(value, Tensor) and value.dim() > 0 and len(value) == length
+        return {0: batch} if is_batch else None
+
+    return shape(inputs) if isinstance(inputs, Mapping) else shape(_arguments(inputs)[0])
+
+
+def _output_names(output: Any) -> list[str] | None:
+    if isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values()):
+        return [str(key) for key in output]
+    return None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    # the exporter warns of torchvision's operators and of its own registry
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

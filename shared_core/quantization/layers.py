@@ -1,0 +1,51 @@
+"""The layers that can be quantised: which of their parameters are weights, and which weights make one output."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from shared_core.quantization.group import output_channels_first
+
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+RECURRENT = (nn.LSTM, nn.GRU)
+
+
+def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that hold a layer's weights, by name; a recurrent layer has several, all 2-D.
+
+    Example:
+        >>> list(weights_of(nn.GRU(3, 5))), list(weights_of(nn.Linear(3, 5)))
+        (['weight_ih_l0', 'weight_hh_l0'], ['weight'])
+    """
+    found = {
+        name: value for name, value in module._parameters.items() if name.startswith("weight_") and value is not None
+    }
+    if isinstance(module, RECURRENT):
+        return found
+    weight = module._parameters.get("weight")
+    return {} if weight is None else {"weight": weight}
+
+
+def as_rows(module: nn.Module, weight: Tensor) -> Tensor:
+    """Return a weight with one row for each output channel (or embedding vector); a view where that can be.
+
+    Args:
+        module: The layer; a transposed convolution keeps its output channels on the second axis, group by group.
+        weight: Its weight.
+
+    Example:
+        >>> layer = nn.ConvTranspose1d(4, 6, 3, groups=2)
+        >>> as_rows(layer, layer.weight).shape
+        torch.Size([6, 6])
+    """
+    if isinstance(module, TRANSPOSED):
+        weight = output_channels_first(weight, module.groups)
+    return weight.flatten(1)
+
+
+def from_rows(module: nn.Module, rows: Tensor, like: Tensor) -> Tensor:
+    """Return `rows`, as `as_rows` made them, in the shape of the weight `like`."""
+    if not isinstance(module, TRANSPOSED):
+        return rows.view(like.shape)
+    shape = len(rows), like.shape[0] // module.groups, *like.shape[2:]
+    return output_channels_first(rows.view(shape), module.groups)

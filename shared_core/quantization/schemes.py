@@ -1,0 +1,153 @@
+"""What a scheme means for one layer: which quantiser for its weight, which for its input, at how many bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from typing import Any, Literal
+
+from torch import nn
+
+from shared_core.errors import ConfigError, MatchError, nearest
+from shared_core.quantization.config import QatConfig
+from shared_core.quantization.layers import as_rows, weights_of
+
+Weight = Literal["channel", "group", "fp8", "mxfp4", "nvfp4", "ternary", "binary"]
+Input = Literal["none", "static", "token", "fp8", "mxfp4", "nvfp4"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerScheme:
+    """How one layer is quantised, as plain values.
+
+    Args:
+        weight: What shares a scale, or the number format; ``channel``: an output channel.
+        weight_bits: Bits of an integer code.
+        input: ``static``: one range a layer; ``token``: a range for each vector, found when it is seen.
+        activation_bits: Bits of an integer code.
+        group_size: Weights that share a scale; 0 unless `weight` is ``group``.
+        affine: Whether groups have a zero point.
+        affine_input: Whether tokens have one.
+    """
+
+    weight: Weight = "channel"
+    weight_bits: int = 8
+    input: Input = "static"
+    activation_bits: int = 8
+    group_size: int = 0
+    affine: bool = False
+    affine_input: bool = False
+
+    @property
+    def of_weight(self) -> tuple[str, int, int, bool]:
+        """What concerns the weight alone."""
+        return self.weight, self.weight_bits, self.group_size, self.affine
+
+    @property
+    def weight_qmax(self) -> int:
+        """Largest code of a symmetric weight; the smallest is its negative."""
+        return (1 << (self.weight_bits - 1)) - 1
+
+    @property
+    def input_range(self) -> tuple[int, int]:
+        """Smallest and largest code of an input."""
+        return -(2 ** (self.activation_bits - 1)), 2 ** (self.activation_bits - 1) - 1
+
+
+# Zero points where torchao's kernels of that scheme have them: in int4 groups, and in the tokens beside them.
+SCHEMES: dict[str, LayerScheme] = {
+    "int8": LayerScheme("channel", 8, "static", 8),
+    "int8_weight": LayerScheme("channel", 8, "none", 0),
+    "int8_dynamic": LayerScheme("channel", 8, "token", 8),
+    "int4_weight": LayerScheme("group", 4, "none", 0, affine=True),
+    "int8_dynamic_int4_weight": LayerScheme("group", 4, "token", 8, affine_input=True),
+    "fp8": LayerScheme("fp8", 8, "fp8", 8),
+    "mxfp4": LayerScheme("mxfp4", 4, "mxfp4", 4),
+    "nvfp4": LayerScheme("nvfp4", 4, "nvfp4", 4),
+    "ternary": LayerScheme("ternary", 2, "none", 0),
+    "binary": LayerScheme("binary", 1, "none", 0),
+}
+_GROUP_SIZES = (128, 64, 32)
+
+
+def layer_schemes(config: QatConfig, layers: dict[str, nn.Module]) -> dict[str, LayerScheme]:
+    """Return how each layer is quantised: the config's scheme, with its overrides for the layers they match.
+
+    Args:
+        config: The options.
+        layers: Name → layer.
+
+    Raises:
+        MatchError: If an override matches no layer.
+        ConfigError: If a value breaks the option's rule, or a group size does not divide a layer's width.
+
+    Example:
+        >>> config = QatConfig(scheme="int8", overrides={"0": {"weight_bits": 4}})
+        >>> schemes = layer_schemes(config, {"0": nn.Linear(4, 2), "1": nn.Linear(2, 2)})
+        >>> schemes["0"].weight_bits, schemes["1"].weight_bits
+        (4, 8)
+    """
+    options: dict[str, dict[str, str]] = {name: {} for name in layers}
+    for pattern, option, value in config.override_options():
+        hit = [name for name in layers if fnmatch.fnmatchcase(name, pattern)]
+        if not hit:
+            raise MatchError(f"qat: override pattern {pattern!r} matches no quantised layer{nearest(pattern, layers)}")
+        for name in hit:
+            options[name][option] = value
+    resolved = {}
+    for name, layer in layers.items():
+        own = config
+        if options[name]:
+            # an override of the scheme starts from that scheme's own widths
+            base = {} if "scheme" in options[name] else _widths(config)
+            own = QatConfig.from_dict({"scheme": config.scheme, **base, **options[name]})
+        resolved[name] = _layer_scheme(own, name, layer)
+    _check_shared(layers, resolved)
+    return resolved
+
+
+def _check_shared(layers: dict[str, nn.Module], schemes: dict[str, LayerScheme]) -> None:
+    owners: dict[int, str] = {}
+    for name, layer in layers.items():
+        for weight in weights_of(layer).values():
+            first = owners.setdefault(id(weight), name)
+            if schemes[first].of_weight != schemes[name].of_weight:
+                raise ConfigError(
+                    f"qat: {name} must be quantised like {first}, with which it shares its weight, got "
+                    f"{schemes[name].of_weight} and {schemes[first].of_weight}; override both"
+                )
+
+
+def _widths(config: QatConfig) -> dict[str, int]:
+    names = ("weight_bits", "activation_bits", "group_size")
+    return {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+
+
+def _layer_scheme(config: QatConfig, name: str, layer: nn.Module) -> LayerScheme:
+    scheme = SCHEMES[config.scheme]
+    change: dict[str, Any] = {}
+    if config.weight_bits is not None:
+        change["weight_bits"] = config.weight_bits
+    if config.activation_bits is not None:
+        change["activation_bits"] = config.activation_bits
+        if scheme.input == "none":
+            change["input"] = "static"
+    if isinstance(layer, nn.Embedding):
+        change |= {"input": "none", "activation_bits": 0}  # its input is indices
+    if scheme.weight == "group":
+        change["group_size"] = _group_size(config, name, layer)
+    return dataclasses.replace(scheme, **change)
+
+
+def _group_size(config: QatConfig, name: str, layer: nn.Module) -> int:
+    widths = {as_rows(layer, weight.detach()).shape[1] for weight in weights_of(layer).values()}
+    wanted = _GROUP_SIZES if config.group_size is None else (config.group_size,)
+    for size in wanted:
+        if all(width % size == 0 for width in widths):
+            return size
+    if config.group_size is not None:
+        raise ConfigError(
+            f"qat.group_size: group_size must divide the {sorted(widths)} weights of a channel of {name}, "
+            f"got {config.group_size}; skip the layer, or override its group_size"
+        )
+    return max(widths)  # no usual size divides: a channel is one group
