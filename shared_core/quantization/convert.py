@@ -12,7 +12,8 @@ from torch import nn
 from shared_core.errors import MatchError
 from shared_core.fast_paths import fast_paths_off
 from shared_core.quantization.fast_convert import TorchaoLinear, to_torchao, wants_torchao
-from shared_core.quantization.integer_modules import INTEGER, IntegerLayer
+from shared_core.quantization.integer_embedding import IntEmbedding
+from shared_core.quantization.integer_modules import INTEGER, CodeModule, IntegerLayer
 from shared_core.quantization.modules import STOCK, layer_entry, restore
 from shared_core.quantization.ranges import apply_ranges, check_range, find_layers, merge_folds_, saved_scheme
 from shared_core.quantization.weights import bake_
@@ -84,7 +85,7 @@ def convert(
         ranges = found
     else:
         layers = find_layers(converted, ranges, "convert")
-    integer: dict[int, IntegerLayer] = {}
+    integer: dict[int, CodeModule] = {}
     baked: set[int] = set()
     for name, module in layers.items():
         where = f"convert: {name}"
@@ -93,6 +94,10 @@ def convert(
             bounds = check_range(ranges[name], where)
             restore(module)
             integer[id(module)] = INTEGER[type(module)](module, bounds, scheme, ranges[name])
+            continue
+        if scheme.weight == "channel" and STOCK.get(type(module), type(module)) is nn.Embedding:
+            restore(module)
+            integer[id(module)] = IntEmbedding(module, scheme, ranges[name])  # type: ignore[arg-type]
             continue
         if type(module) in STOCK and not module.quantizer.baked:  # type: ignore[union-attr]
             bake_(module, baked)

@@ -43,7 +43,22 @@ def channel_codes(weight: Tensor, scheme: LayerScheme, learned: Mapping[str, Any
     return codes.clamp_(weight_qmin(scheme, learned), scheme.weight_qmax).to(torch.int8), scale
 
 
-class IntegerLayer(nn.Module):
+class CodeModule(nn.Module):
+    """A module of codes and scales, which casting the model leaves as they are."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        dtypes = {name: value.dtype for name, value in self._buffers.items() if value is not None}
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, dtype in dtypes.items():
+            after = self._buffers[name]
+            kept = before[name]
+            if after is not None and kept is not None and after.dtype != dtype:
+                self._buffers[name] = kept.to(after.device)
+        return self
+
+
+class IntegerLayer(CodeModule):
     """Base of the integer layers: weight codes, scales, the float bias, and how an input becomes codes.
 
     ``y = s_x·s_w·Σ(q_x − z)·q_w + b``. The sum is a 32-bit integer; it is computed in float64, where every
@@ -117,17 +132,6 @@ class IntegerLayer(nn.Module):
 
     def _accumulate(self, x: Tensor, weight: Tensor) -> Tensor:
         raise NotImplementedError
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        dtypes = {name: value.dtype for name, value in self._buffers.items() if value is not None}
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, dtype in dtypes.items():
-            after = self._buffers[name]
-            kept = before[name]
-            if after is not None and kept is not None and after.dtype != dtype:
-                self._buffers[name] = kept.to(after.device)
-        return self
 
     def extra_repr(self) -> str:
         """Return shape and widths."""

@@ -19,6 +19,7 @@ from shared_core.errors import CompatibilityError, ConfigError, MatchError, Trai
 from shared_core.quantization import bias_correction, equalization
 from shared_core.quantization.config import QatConfig
 from shared_core.quantization.estimator_bank import EstimatorBank
+from shared_core.quantization.folds import folded_weight
 from shared_core.quantization.fusion import fuse_batch_norm
 from shared_core.quantization.graph import call_model, evaluating
 from shared_core.quantization.layers import as_rows, weights_of
@@ -248,7 +249,10 @@ def _search_weights(technique: QuantizationAwareTraining) -> None:
         weight: Any = layer.weight
         if owners[id(weight)] == 1:
             searched = WeightScale(layer, scheme, False, False)
-            searched.set(layer, least_error_scale(as_rows(layer, weight), searched.qmin, searched.qmax))
+            searched.set(
+                layer,
+                least_error_scale(as_rows(layer, folded_weight(layer, weight.detach())), searched.qmin, searched.qmax),
+            )
             quantizer.learned_weight = searched
 
 

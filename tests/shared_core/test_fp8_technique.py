@@ -350,7 +350,7 @@ def test_learning_in_fp8_is_learning():
     assert all(loss < 1.5 * exact + 2e-3 for loss in losses.values()), (exact, losses)
 
 
-@pytest.mark.parametrize("other", ["deepspeed", "fsdp1", "fsdp2", "lbfgs", "data_parallel", "tpu"])
+@pytest.mark.parametrize("other", ["deepspeed", "fsdp1", "tensor_parallel", "lbfgs", "data_parallel", "tpu"])
 def test_surroundings_that_are_not_proven_are_refused(other):
     with pytest.raises(CompatibilityError, match="fp8 cannot be combined with"):
         start(net(), surroundings=[other])

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from quantization_runs import Run
 from torch import nn
 
 from shared_core.errors import CompatibilityError, ConfigError, MatchError
@@ -302,3 +303,19 @@ def test_layers_that_share_a_weight_learn_no_scale_of_their_own_for_it():
     deployed = apply_ranges(model, ranges)
     with torch.no_grad():
         torch.testing.assert_close(convert(deployed)(x), deployed(x))
+
+
+def test_embeddings_are_stored_as_codes_and_look_up_the_baked_vectors():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Flatten(), nn.Linear(24, 2))
+    run = Run(model)
+    run.step(torch.randint(0, 11, (4, 3)))
+    converted = convert(model)
+    tokens = torch.tensor([[0, 5, 10]])
+    assert converted[0].weight_codes.dtype == torch.int8
+    assert torch.equal(converted[0](tokens), model.eval()[0](tokens))
+    assert torch.equal(converted[0].weight, model[0].quantizer.baked_weight(model[0], model[0].weight))
+    assert converted.half()[0].weight_scale.dtype == torch.float32
+    model[0].weight.data[3, 1] = float("nan")
+    with pytest.raises(CompatibilityError, match="weights must be finite"):
+        convert(model)
