@@ -48,7 +48,8 @@ def quantize(
 ) -> None:
     """Quantise a trained model and save plain weights, what a deployment needs beside them, and a report.
 
-    The folder holds model.safetensors, whose weights have the values of their codes and load into the plain model;
+    The folder holds model.safetensors, whose weights have the values of their codes and load into the plain model (with
+    --equalize or --correct-bias, into the plain model without batch norms that were fused);
     eff_deployment.json, with which `apply_ranges`, `convert` and `eff export` make it quantise its inputs; and
     eff_quantization.json, the report.
     """

@@ -91,7 +91,7 @@ def quantize_with_report(
     calibration: Iterable[Any] | None = None,
     *,
     num_batches: int = 100,
-    fuse: bool = True,
+    fuse: bool | None = None,
     equalize: bool = False,
     correct_bias: bool = False,
 ) -> tuple[nn.Module, QuantizationReport]:
@@ -102,7 +102,8 @@ def quantize_with_report(
         config: What is quantised how.
         calibration: Batches of inputs.
         num_batches: How many of them are run, at most.
-        fuse: Fold batch norms into the layers before them, where that leaves the function as it is.
+        fuse: Make one layer of a layer and the batch norm behind it, whose keys then vanish. By default only done
+            for `equalize` and `correct_bias`: the quantised weight has batch norms folded in all the same.
         equalize: Even out the ranges of channels across layers first (Nagel et al. 2019, arXiv:1906.04721).
         correct_bias: Subtract the mean error that quantisation brings into each channel (the same, section 4.2).
 
@@ -125,7 +126,7 @@ def quantize_with_report(
         raise ConfigError(f"{WHERE}: calibration must be given for correct_bias, got none")
     quantized, notes = copy.deepcopy(model).eval(), list[str]()
     example = batches[0] if batches else None
-    if fuse:
+    if equalize or correct_bias if fuse is None else fuse:
         _try("batch norms", notes, lambda: _fused(quantized, example))
     if equalize:
         _try("equalisation", notes, lambda: _equalized(quantized, example))

@@ -186,17 +186,20 @@ def test_calibration_runs_in_evaluation_mode_whatever_the_model_is_in():
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
 def test_batch_norms_are_fused_and_the_function_stays(kind):
     model = trained(kind)
-    quantized, report = quantize_with_report(model, "int8_weight", batches())
+    quantized, report = quantize_with_report(model, "int8_weight", batches(), fuse=True)
     assert not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in quantized.modules())
     assert "1 batch norms fused" in report.notes[0]
     images = data(0)[1][0]
     layer = next(name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
     first = model[: int(layer) + 1]
-    fused = quantize(model, {"scheme": "int8_weight", "skip": ["first"]})[: int(layer) + 1]
+    fused = quantize(model, {"scheme": "int8_weight", "skip": ["first"]}, fuse=True)[: int(layer) + 1]
     with torch.no_grad():
         torch.testing.assert_close(fused(images), first(images), rtol=1e-4, atol=1e-5)
-    kept, report = quantize_with_report(model, "int8_weight", fuse=False)
-    assert any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in kept.modules())
+    kept, report = quantize_with_report(model, "int8_weight")
+    assert list(kept.state_dict()) == list(model.state_dict())
+    assert any("batch_norm" in entry for entry in report.ranges.values())
+    with torch.no_grad():  # the same folded weights, and the user's keys
+        torch.testing.assert_close(kept(images), quantized(images), rtol=1e-4, atol=1e-4)
 
 
 def uneven(seed=0):
@@ -246,8 +249,8 @@ def test_bias_correction_takes_the_mean_error_out_of_the_output():
 def test_weights_of_few_bits_have_the_scale_of_least_error_and_deploy_with_it():
     model = trained("mlp")
     config = {"scheme": "int8", "weight_bits": 2}
-    searched, report = quantize_with_report(model, config, batches())
-    plain = quantize_with_report(model, {**config, "range": "minmax"}, batches())[1]
+    searched, report = quantize_with_report(model, config, batches(), fuse=True)
+    plain = quantize_with_report(model, {**config, "range": "minmax"}, batches(), fuse=True)[1]
     for found, other in zip(report.layers, plain.layers, strict=True):
         assert found["sqnr_db"] > other["sqnr_db"] + 2
     for name, entry in report.ranges.items():
@@ -257,7 +260,7 @@ def test_weights_of_few_bits_have_the_scale_of_least_error_and_deploy_with_it():
         assert set(codes.round().flatten().tolist()) <= {-2, -1, 0, 1}
         assert torch.equal(convert(searched).get_submodule(name).weight_codes.float(), codes.round())
     assert "weight_scale" not in plain.ranges["1"]
-    assert "weight_scale" not in quantize_with_report(model, "int8", batches())[1].ranges["1"]
+    assert "weight_scale" not in quantize_with_report(model, "int8", batches(), fuse=True)[1].ranges["1"]
     images = data(0)[1][0]
     for quantized in (searched, quantize(model, config, batches(), fuse=False)):
         with torch.no_grad():
