@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from lightning_eff._session_callback import EffCallback as EffCallback
     from lightning_eff.distillation import Distillation as Distillation
     from lightning_eff.fp8 import Fp8 as Fp8
+    from lightning_eff.fp8 import Fp8Precision as Fp8Precision
     from lightning_eff.loss_scaling import LossScalingPrecision as LossScalingPrecision
     from lightning_eff.matmul_precision import MatmulPrecision as MatmulPrecision
     from lightning_eff.primary_weights import PrimaryWeights as PrimaryWeights
@@ -17,6 +18,7 @@ _HOME = {
     "Distillation": "distillation",
     "EffCallback": "_session_callback",
     "Fp8": "fp8",
+    "Fp8Precision": "fp8",
     "LossScalingPrecision": "loss_scaling",
     "MatmulPrecision": "matmul_precision",
     "ModelSoup": "soup",

@@ -50,6 +50,7 @@ def precision_class(namespace: str) -> Any:
                     f"loss_scale: precision must be one of 16-mixed, 32-true, bf16-mixed, got {precision!r}"
                 )
             self.config = LossScaleConfig.from_dict({"kind": "dynamic", **options})
+            self.eff_recipe = {"loss_scale": self.config}
             # Lightning refuses any scaler with bf16-mixed; which autocast it enters is asked of `precision` each time
             super().__init__("16-mixed", device or "cpu", scaler=LossScaler(**self.config.scaler_options()))
             self.precision = precision

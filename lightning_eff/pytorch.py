@@ -9,6 +9,8 @@ from lightning_eff import PrimaryWeights as PrimaryWeights
 from lightning_eff import Pruning as Pruning
 from lightning_eff import QuantizationAwareTraining as QuantizationAwareTraining
 from lightning_eff._namespaces import PYTORCH_LIGHTNING
+from lightning_eff.fp8 import fp8_precision_class
 from lightning_eff.loss_scaling import precision_class
 
 LossScalingPrecision = precision_class(PYTORCH_LIGHTNING)
+Fp8Precision = fp8_precision_class(PYTORCH_LIGHTNING)

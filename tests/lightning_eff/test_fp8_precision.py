@@ -1,0 +1,64 @@
+"""FP8 by precision plugin: the callback's weights, joined techniques, checkpoints, refusals."""
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from promise_drivers import difference, lightning_module, run_lightning, saved_state
+from promise_table import NUM_STEPS, recipe_of
+
+import lightning_eff
+from lightning_eff.pytorch import Fp8Precision
+from shared_core.errors import ConfigError
+
+OPTIONS = recipe_of("fp8")["fp8"]
+
+
+@pytest.mark.parametrize("with_callback", [False, True])
+def test_the_plugin_trains_as_the_callback_does(with_callback, tmp_path):
+    recipe = recipe_of("prune") if with_callback else {}
+    plugin = Fp8Precision(precision="32-true", **OPTIONS)
+    by_plugin = run_lightning(recipe, tmp_path / "plugin", plugin=with_callback, plugins=[plugin])
+    by_callback = run_lightning(recipe | {"fp8": OPTIONS}, tmp_path / "callback")
+    assert difference(by_plugin.weights, by_callback.weights) is None
+    told = by_plugin.receipt["techniques"]["fp8"]
+    assert (told["layers"], told["recipe"]) == (1, "delayed")
+    assert by_plugin.receipt["steps"]["applied"] == NUM_STEPS
+
+
+def test_it_resumes_bit_for_bit(tmp_path):
+    def run(folder, **more):
+        torch.manual_seed(3)
+        plugin = Fp8Precision(**OPTIONS)
+        return run_lightning({}, tmp_path / folder, plugin=False, plugins=[plugin], save_every=2, shuffle=True, **more)
+
+    whole = run("whole")
+    again = run("again", resume=whole.checkpoints[2])
+    assert difference(whole.weights, again.weights) is None
+    assert difference(saved_state(whole.checkpoints[NUM_STEPS]), saved_state(again.checkpoints[NUM_STEPS])) is None
+
+
+def test_bf16_autocast_is_on_by_default(tmp_path):
+    seen = []
+    module = lightning_module()
+    module.net.head.register_forward_hook(lambda _, __, output: seen.append(output.dtype))
+    loader = torch.utils.data.DataLoader([{"x": torch.randn(1, 8, 8), "labels": torch.tensor(1)}] * 4, batch_size=2)
+    trainer = pl.Trainer(
+        max_steps=1, accelerator="cpu", plugins=Fp8Precision(include=["hidden"]), logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(Exception, match="include pattern 'hidden' matches no module"):
+        trainer.fit(module, loader)
+    trainer = pl.Trainer(
+        max_steps=1, accelerator="cpu", plugins=Fp8Precision(include=["net.hidden"]), logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, loader)
+    assert seen == [torch.bfloat16]
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(ConfigError, match="precision must be one of bf16-mixed, 32-true, got '16-mixed'"):
+        Fp8Precision(precision="16-mixed")
+    with pytest.raises(ConfigError, match="fp8 must be given once, got it in a callback and in Fp8Precision"):
+        run_lightning({"fp8": {"recipe": "rowwise", "include": ["first"]}}, tmp_path, plugins=[Fp8Precision(**OPTIONS)])
+    assert lightning_eff.Fp8Precision is not None
