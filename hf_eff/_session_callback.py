@@ -378,6 +378,7 @@ class SessionCallback(TrainerCallback):
         saved = self._services.saved_steps
         self._services.saved_steps = [*(earlier for earlier in saved if earlier < step), step]
         if self._trainer.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)  # sharded weights are only saved after this
             save_state(folder, {**self.session.state_dict(), "saved_steps": self._services.saved_steps})
 
     def on_log(

@@ -113,20 +113,20 @@ class EffCallback(Callback):
         for callback in callbacks:
             recipe = recipe.merged(callback.recipe)
         plugin = trainer.precision_plugin
-        if not _scales_loss(plugin):
-            return recipe
-        if recipe.get("loss_scale", plugin.config) != plugin.config:
-            raise ConfigError(
-                "recipe: loss_scale must be given once, got it in a callback and in LossScalingPrecision; keep one"
-            )
-        return Recipe({**recipe, "loss_scale": plugin.config})
+        for key, config in getattr(plugin, "eff_recipe", {}).items():
+            if recipe.get(key, config) != config:
+                raise ConfigError(
+                    f"recipe: {key} must be given once, got it in a callback and in {type(plugin).__name__}; keep one"
+                )
+            recipe = Recipe({**recipe, key: config})
+        return recipe
 
     def _use_scaling_precision(self, trainer: Any) -> None:
         config = self._session.recipe.get("loss_scale")
         plugin = trainer.precision_plugin
         if config is None or _scales_loss(plugin):
             return
-        if type(plugin).__name__ not in ("Precision", "MixedPrecision"):
+        if type(plugin).__name__ not in ("Precision", "MixedPrecision", "Fp8Precision"):
             raise CompatibilityError(
                 "loss_scale: precision plugin must be Lightning's 32-true, 16-mixed or bf16-mixed, "
                 f"got {type(plugin).__name__}; "

@@ -37,6 +37,7 @@ REFUSED: dict[tuple[str, str], str] = {
         "fp8 recipe tensorwise, delayed or hfp8 with loss_scale format fp8_e5m2"
     ),
     ("loss_scale", "deepspeed"): _OWN,
+    ("loss_scale", "fsdp1"): "FSDP1 has a scaler of its own, which joins the ranks' overflows; use FSDP2 or DDP",
     (
         "loss_scale",
         "lbfgs",
@@ -115,8 +116,8 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
     scaling = recipe.get("loss_scale")
     if scaling is not None and scaling.flush_every:
         lines += [
-            f"loss_scale with flush_every cannot be combined with {SURROUNDINGS[sharded]}: the backward that it repeats "
-            "does not gather sharded weights; histogram_every shows small gradients too"
+            f"loss_scale with flush_every cannot be combined with {SURROUNDINGS[sharded]}: the backward that it "
+            "repeats does not gather sharded weights; histogram_every shows small gradients too"
             for sharded in ("fsdp1", "fsdp2")
             if sharded in surroundings
         ]

@@ -139,7 +139,7 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
 def _why_no_linear(name: str, module: nn.Module) -> str | None:
     if any(part.startswith("lora_") for part in name.split(".")):
         return "a LoRA adapter, small and trained in high precision"
-    if own_class(module) is not nn.Linear:
+    if not isinstance(module, nn.Linear) or own_class(module) is not nn.Linear:
         # also torch's own NonDynamicallyQuantizableLinear: attention reads its weight and never calls its forward
         return f"{type(module).__name__} is a class of its own, whose forward is not known"
     if not module.weight.is_floating_point():

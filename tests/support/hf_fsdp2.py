@@ -1,6 +1,10 @@
-"""One of two processes that train a sharded model: ``hf_fsdp2.py FOLDER``, started by torch.distributed.run."""
+"""One of two processes that train a sharded model: ``hf_fsdp2.py FOLDER``, started by torch.distributed.run.
+
+Started by itself with ``FOLDER alone`` it trains the same in one process that is not sharded, for comparison.
+"""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -9,19 +13,26 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
 from torch.utils.data import SequentialSampler
-from transformers import Trainer
+from transformers import AutoModelForCausalLM, Trainer
 
 from hf_eff import attach
-from shared_core.ranks import rank, world_size
+from shared_core.errors import CompatibilityError
+from shared_core.fp8 import Fp8Linear
+from shared_core.ranks import local_part, rank
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "hf_eff"))
 from conftest import make_arguments, make_language_model, make_texts
 
-STEPS, BATCH = 6, 4
-POISONED = 2
+PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))  # torch's own count comes with the first trainer
+STEPS, BATCH, POISONED = 6, 4, 2
+SCALE = {"loss_scale": {"kind": "dynamic", "init_scale": 1024.0, "telemetry_every": 1, "histogram_every": 2}}
+FP8 = {recipe: {"fp8": {"recipe": recipe}} for recipe in ("tensorwise", "delayed")}
+ALL = {**FP8["delayed"], **SCALE, "matmul": {"precision": "high"}}
 
 
 class InOrder(Trainer):
+    """Takes the data in order, and notes what this process alone could know of an overflow."""
+
     poisoned = None
 
     def _get_train_sampler(self, dataset=None):
@@ -29,8 +40,15 @@ class InOrder(Trainer):
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        # of one rank alone: all must leave the step out
-        return loss * torch.inf if self.poisoned == self.state.global_step and rank() == world_size() - 1 else loss
+        if self.poisoned == "loss" and self.state.global_step == POISONED and rank() == 1:
+            return loss * torch.inf
+        return loss
+
+    def _clip_grad_norm(self, model):
+        self.finite = all(bool(local_part(p.grad).isfinite().all()) for p in model.parameters() if p.grad is not None)
+        if self.state.global_step == POISONED:
+            self.finite_when_poisoned = self.finite
+        return super()._clip_grad_norm(model)
 
 
 class CpuFsdp2(InOrder):
@@ -40,6 +58,8 @@ class CpuFsdp2(InOrder):
         super().create_accelerator_and_postprocess()
         state = self.accelerator.state
         state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+        if state.mixed_precision != "no":
+            state.fsdp_plugin.set_mixed_precision(state.mixed_precision)
         # both, or it reverts
         state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         self.is_fsdp_enabled = True
@@ -59,30 +79,127 @@ def fsdp_flags(kind="FULL_STATE_DICT"):
     }
 
 
-def train(folder, recipe, *, resume=None, same=False, trainer_class=CpuFsdp2, poisoned=None, model=None, **settings):
-    """Return the trainer after training, its session, and the whole weights."""
-    texts = make_texts(STEPS * BATCH * (1 if same else 2))
-    if same and world_size() > 1:  # every batch once for each process
-        batches = [texts[index : index + BATCH] for index in range(0, len(texts), BATCH)]
-        texts = [text for batch in batches for _ in range(world_size()) for text in batch]
-    size = BATCH if same or world_size() > 1 else 2 * BATCH
-    trainer = trainer_class(
-        model=model or make_language_model(),
-        args=make_arguments(folder, **{
-            "max_steps": STEPS, "per_device_train_batch_size": size, "save_strategy": "steps", "save_steps": 3, **settings,
-        }),
+def one_overflow(trainer):
+    """Have process 1 alone meet an infinity, in the gradient of a weight whose part process 0 keeps."""
+
+    def forward_hook(head, args, logits):
+        if trainer.state.global_step != POISONED or rank() != 1 or not torch.is_grad_enabled():
+            return logits
+        element = head.weight[0, 0].clone()
+        element.register_hook(lambda grad: torch.full_like(grad, torch.inf))
+        return logits + (element - element.detach())
+
+    trainer.model.lm_head.register_forward_hook(forward_hook)
+
+
+def train(folder, recipe, *, same=False, resume=None, trainer_class=None, poisoned=None, **settings):
+    """Return the trainer after training and its session.
+
+    Args:
+        folder: Where it saves.
+        recipe: The recipe.
+        same: Whether every process gets the same batches, or the parts of one batch.
+        resume: Checkpoint to resume from.
+        trainer_class: Of the trainer; by default one that really shards if there are several processes.
+        poisoned: ``"loss"`` or ``"weight"``: what overflows on process 1.
+        **settings: Training arguments.
+    """
+    size = BATCH if same else 2 * BATCH // PROCESSES
+    texts = make_texts(STEPS * size * (1 if same else PROCESSES))
+    if same:
+        batches = [texts[start : start + BATCH] for start in range(0, len(texts), BATCH)]
+        texts = [text for batch in batches for _ in range(PROCESSES) for text in batch]
+    settings = {"max_steps": STEPS, "per_device_train_batch_size": size, "save_steps": 3, **settings}
+    if PROCESSES > 1:
+        settings = {**fsdp_flags(), **settings}
+    trainer = (trainer_class or (CpuFsdp2 if PROCESSES > 1 else InOrder))(
+        model=make_language_model(),
+        args=make_arguments(folder, **{"save_strategy": "steps", **settings}),
         train_dataset=texts,
-        eval_dataset=texts[:4],
+        eval_dataset=texts[:BATCH],
     )
     trainer.poisoned = poisoned
+    if poisoned == "weight":
+        one_overflow(trainer)
     session = attach(trainer, recipe)
     trainer.train(resume_from_checkpoint=resume)
-    return trainer, session, whole(trainer.model)
+    return trainer, session
 
 
-def whole(model):
-    state = model.state_dict()
-    return {
+def found(trainer, session):
+    """Return all that two equal runs have in common, as whole tensors."""
+    values = {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in state.items()
+        for name, value in trainer.model.state_dict().items()
     }
+    bank = session.state_dict()["techniques"].get("fp8", {}).get("bank", {})
+    return {**values, **{f"fp8.{name}": torch.as_tensor(value) for name, value in bank.items()}}
+
+
+def compared(folder):
+    """Train what one process alone must train in the same way."""
+    plain = {"save_strategy": "no"}
+    return {
+        "loss_scale": found(*train(folder / "loss_scale", SCALE, **plain)),
+        "all": found(*train(folder / "all", ALL, same=True, **plain)),
+        "tensorwise": found(*train(folder / "tensorwise", FP8["tensorwise"], same=True, **plain)),
+    }
+
+
+def sharded_only(folder):
+    """Train what there is to see under FSDP2 alone; return tensors, and what was told."""
+    tensors, told = {}, {}
+    for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+        tensors[kind] = found(*train(folder / kind, ALL, **fsdp_flags(kind)))
+        tensors[f"{kind} resumed"] = found(
+            *train(folder / kind, ALL, resume=str(folder / kind / "checkpoint-3"), **fsdp_flags(kind))
+        )
+    trainer, session = train(folder / "typed", {**FP8["delayed"], **SCALE}, fp16=True)
+    saved = folder / "typed" / "final"
+    trainer.save_model(str(saved))
+    trainer.accelerator.wait_for_everyone()
+    loaded = AutoModelForCausalLM.from_pretrained(saved).state_dict()
+    weights = found(trainer, session)
+    parameters = list(trainer.model.parameters())
+    layers = session.receipt()["techniques"]["fp8"]["per_layer"]
+    told["typed"] = {
+        "is_fsdp2": trainer.accelerator.is_fsdp2,
+        "sharded": all(isinstance(parameter, DTensor) for parameter in parameters),
+        "held": sum(local_part(parameter).numel() for parameter in parameters),
+        "weights": sum(parameter.numel() for parameter in parameters),
+        "products": [layer["emulated"] for layer in layers],
+        "stock": not any(isinstance(module, Fp8Linear) for module in trainer.model.modules()),
+        "saved": all(torch.equal(weights[name], value) for name, value in loaded.items()),
+        "notes": session.notes,
+    }
+    for name, recipe, poisoned in (("scaler", SCALE, "weight"), ("fp8", FP8["tensorwise"], "loss")):
+        trainer, session = train(folder / name, recipe, same=True, poisoned=poisoned, save_strategy="no")
+        tensors[name] = found(trainer, session)
+        told[name] = {"skipped": session.skipped, "applied": session.step, "finite": trainer.finite_when_poisoned}
+        told[name]["rate"] = trainer.lr_scheduler.last_epoch
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3}
+    trainer, session = train(folder / "best", FP8["delayed"], **best)
+    tensors["best"] = found(trainer, session)
+    told["best"] = Path(trainer.state.best_model_checkpoint).name
+    told["refused"] = []
+    for recipe in ({"prune": {"sparsity": 0.5}}, {"loss_scale": {"kind": "dynamic", "flush_every": 2}}):
+        try:
+            train(folder / "refused", recipe)
+        except CompatibilityError as error:
+            told["refused"].append(str(error))
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU
+    trainer, session = train(folder / "lost", FP8["delayed"], trainer_class=InOrder, max_steps=1)
+    told["lost"] = {"is_fsdp2": trainer.accelerator.is_fsdp2, "notes": session.notes}
+    return tensors, told
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    if PROCESSES == 1:
+        torch.save(compared(folder), folder / "alone.pt")
+    else:
+        tensors, told = compared(folder), {}
+        more, told = sharded_only(folder)
+        torch.save({**tensors, **more}, folder / f"{rank()}.pt")
+        (folder / f"{rank()}.json").write_text(json.dumps(told))

@@ -1,0 +1,125 @@
+"""FSDP2 in the Trainer: sharded weights train, save and resume like whole ones, and flags that do nothing are told."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_eff._checkpoints import newest_whole
+
+SCRIPT = Path(__file__).parents[1] / "support" / "hf_fsdp2.py"
+
+
+def run(folder, *launcher):
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), str(folder)],
+        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fsdp2")
+    run(folder / "one", "-P")
+    output = run(folder / "two", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    return {
+        "alone": torch.load(folder / "one" / "alone.pt", weights_only=True),
+        "ranks": [torch.load(folder / "two" / f"{rank}.pt", weights_only=True) for rank in (0, 1)],
+        "told": [json.loads((folder / "two" / f"{rank}.json").read_text()) for rank in (0, 1)],
+        "output": output,
+        "folder": folder / "two",
+    }
+
+
+def test_every_weight_is_really_sharded_and_multiplied_in_fp8_and_saved_whole(runs):
+    for told in (one["typed"] for one in runs["told"]):
+        assert told["is_fsdp2"]
+        assert told["sharded"]
+        assert told["weights"] / 2 <= told["held"] + 64
+        assert told["held"] < told["weights"] * 0.6
+        assert len(told["products"]) == 13
+        assert all(count > 0 for layer in told["products"] for count in layer.values())
+        assert told["stock"]
+        assert told["saved"]
+
+
+@pytest.mark.parametrize("name", ["loss_scale", "all", "tensorwise"])
+def test_two_processes_train_what_one_does(runs, name):
+    first, second = (found[name] for found in runs["ranks"])
+    alone = runs["alone"][name]
+    assert first.keys() == second.keys() == alone.keys()
+    for key, value in alone.items():
+        assert torch.equal(first[key], second[key]), key
+        torch.testing.assert_close(first[key].double(), value.double(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_a_resumed_run_equals_one_that_was_never_stopped(runs, kind):
+    for found in runs["ranks"]:
+        assert found[kind]["fp8.num_updates"] == 6
+        assert all(torch.equal(value, found[f"{kind} resumed"][name]) for name, value in found[kind].items())
+
+
+@pytest.mark.parametrize(("name", "finite"), [("scaler", [False, True]), ("fp8", None)])
+def test_all_processes_leave_out_a_step_that_one_alone_knows_to_be_bad(runs, name, finite):
+    first, second = (told[name] for told in runs["told"])
+    if finite is not None:
+        assert [first["finite"], second["finite"]] == finite
+    for told in (first, second):
+        assert (told["skipped"], told["applied"], told["rate"]) == (1, 5, 5)
+    found = [tensors[name] for tensors in runs["ranks"]]
+    assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
+    assert all(bool(value.isfinite().all()) for value in found[0].values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"), [("FULL_STATE_DICT", "optimizer.bin"), ("SHARDED_STATE_DICT", "pytorch_model_fsdp_0/.metadata")]
+)
+def test_a_damaged_checkpoint_is_passed_over(runs, tmp_path, kind, file):
+    shutil.copytree(runs["folder"] / kind, tmp_path / "run")
+    newest, damaged = newest_whole(tmp_path / "run")
+    assert newest.name == "checkpoint-6"
+    assert not damaged
+    (newest / file).write_bytes(b"") if file.endswith(".bin") else (newest / file).unlink()
+    newest, damaged = newest_whole(tmp_path / "run")
+    assert newest.name == "checkpoint-3"
+    assert len(damaged) == 1
+
+
+def test_the_best_model_comes_back(runs):
+    first, second = (found["best"] for found in runs["ranks"])
+    assert runs["told"][0]["best"] == runs["told"][1]["best"]
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    saved = torch.load(runs["folder"] / "best" / runs["told"][0]["best"] / "pytorch_model_fsdp.bin", weights_only=True)
+    assert all(torch.equal(value, first[name]) for name, value in saved.items())
+
+
+def test_what_is_not_proven_on_shards_is_refused(runs):
+    for told in runs["told"]:
+        prune, flush = told["refused"]
+        assert "prune cannot be combined with FSDP version 2" in prune
+        assert "loss_scale with flush_every cannot be combined with FSDP version 2" in flush
+
+
+def test_flags_that_do_not_shard_are_told(runs):
+    for told in (one["lost"] for one in runs["told"]):
+        assert not told["is_fsdp2"]
+        (note,) = [note for note in told["notes"] if "FSDP was asked for" in note]
+        assert "every process holds the whole model" in note
+    assert runs["output"].count("efftrain: FSDP was asked for") == 1
+    assert not any("FSDP was asked for" in note for told in runs["told"] for note in told["typed"]["notes"])
+
+
+def test_a_run_writes_one_receipt(runs):
+    receipts = list(runs["folder"].rglob("eff_receipt.json"))
+    assert {receipt.parent.parent for receipt in receipts} == {runs["folder"]}
+    # one of each run that came to its end, resumed ones over the first one's
+    assert runs["output"].count("efftrain receipt") == len(receipts) + 2

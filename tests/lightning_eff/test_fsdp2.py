@@ -1,0 +1,100 @@
+"""FSDP2 in Lightning (ModelParallelStrategy): sharded weights train, save and resume like whole ones."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[1] / "support" / "lightning_fsdp2.py"
+
+
+def run(folder, *launcher):
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT), str(folder)],
+        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fsdp2")
+    run(folder / "one")
+    output = run(folder / "two", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    return {
+        "alone": torch.load(folder / "one" / "alone.pt", weights_only=True),
+        "ranks": [torch.load(folder / "two" / f"{rank}.pt", weights_only=True) for rank in (0, 1)],
+        "told": [json.loads((folder / "two" / f"{rank}.json").read_text()) for rank in (0, 1)],
+        "output": output,
+        "folder": folder / "two",
+    }
+
+
+@pytest.mark.parametrize("name", ["loss_scale", "all", "tensorwise"])
+def test_two_processes_train_what_one_does(runs, name):
+    first, second = (found[name] for found in runs["ranks"])
+    alone = runs["alone"][name]
+    assert first.keys() == second.keys() == alone.keys()
+    for key, value in alone.items():
+        assert torch.equal(first[key], second[key]), key
+        torch.testing.assert_close(first[key].double(), value.double(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_layers_are_matched_wherever_they_are_made_and_however_they_are_sharded(runs, late, each):
+    name = f"late={late} each={each}"
+    for found, told in zip(runs["ranks"], (one["layers"][name] for one in runs["told"]), strict=True):
+        assert told["matched"] == ["net.2", "net.4"]
+        assert all(count == 6 for layer in told["products"] for count in layer.values())
+        assert told["sharded"]
+        assert told["stock"]
+        assert told["classes"] == ["FSDPLinear" if each else "Linear"] * 4
+        for key, value in runs["alone"]["all"].items():
+            torch.testing.assert_close(found[name][key].double(), value.double(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_run_resumed_inside_an_accumulation_window_equals_one_that_was_never_stopped(runs, distributed):
+    name = f"distributed={distributed}"
+    assert (runs["folder"] / name / "saved" / "4.ckpt").is_dir() == distributed
+    for found in runs["ranks"]:
+        assert found[name]["fp8.num_updates"] == 2
+        assert all(torch.equal(value, found[f"{name} resumed"][key]) for key, value in found[name].items())
+
+
+def test_a_full_checkpoint_loads_in_the_plain_module(runs):
+    found = runs["ranks"][0]
+    assert all(torch.equal(value, found["distributed=False"][key]) for key, value in found["whole"].items())
+
+
+@pytest.mark.parametrize(("name", "finite"), [("scaler", [False, True]), ("fp16", [False, True]), ("fp8", None)])
+def test_all_processes_leave_out_a_step_that_one_alone_knows_to_be_bad(runs, name, finite):
+    first, second = (told[name] for told in runs["told"])
+    if finite is not None:
+        assert [first["finite"], second["finite"]] == finite
+    for told in (first, second):
+        assert (told["skipped"], told["applied"], told["rate"]) == (1, 5, 5)
+    found = [tensors[name] for tensors in runs["ranks"]]
+    assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
+    assert all(bool(value.isfinite().all()) for value in found[0].values())
+
+
+def test_what_is_not_proven_on_shards_is_refused(runs):
+    for told in runs["told"]:
+        prune, flush, parallel = told["refused"]
+        assert "prune cannot be combined with FSDP version 2" in prune
+        assert "loss_scale with flush_every cannot be combined with FSDP version 2" in flush
+        assert "fp8 cannot be combined with tensor parallelism" in parallel
+
+
+def test_a_run_writes_one_receipt(runs):
+    receipts = list(runs["folder"].rglob("eff_receipt.json"))
+    # one of each run that came to its end, the two resumed ones over the first one's
+    assert runs["output"].count("efftrain receipt") == len(receipts) + 2
