@@ -77,6 +77,12 @@ class Fold:
         self.batch_norm: Any = batch_norm
         self.quantizer = quantizer
         self.frozen = False
+        self._is_mean = self.batch_norm.momentum is None
+
+    @property
+    def uses_running_statistics(self) -> bool:
+        """Whether statistics rest: frozen, unless somebody re-estimates them as a mean over batches, as a soup does."""
+        return self.frozen and (self._is_mean or self.batch_norm.momentum is not None)
 
 
 class FoldedLayer(PlainState):
@@ -108,7 +114,7 @@ class FoldedLayer(PlainState):
         x = input if quantizer is None else quantizer.input(layer, input)
         wide = compute_dtype(norm.running_var.dtype)
         batch = None
-        if norm.training and not self.fold.frozen:
+        if norm.training and not self.fold.uses_running_statistics:
             batch = _batch_statistics(layer, _apply(layer, x, self.weight, None, *args), wide)
             _update_running(norm, *batch)
         deviation = torch.sqrt(norm.running_var.to(wide) + norm.eps)
