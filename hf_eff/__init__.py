@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from hf_eff._technique_callback import EffCallback as EffCallback
     from hf_eff.distillation import Distillation as Distillation
     from hf_eff.fp8 import Fp8 as Fp8
+    from hf_eff.lora import QLora as QLora
     from hf_eff.loss_scaling import LossScaling as LossScaling
     from hf_eff.matmul_precision import MatmulPrecision as MatmulPrecision
     from hf_eff.primary_weights import PrimaryWeights as PrimaryWeights
@@ -33,6 +34,7 @@ _HOMES = {
     "ModelSoup": "soup",
     "PrimaryWeights": "primary_weights",
     "Pruning": "pruning",
+    "QLora": "lora",
     "QuantizationAwareTraining": "quantization",
     "attach": "_attach",
     "with_eff": "training_args",

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from lightning_eff.distillation import Distillation as Distillation
     from lightning_eff.fp8 import Fp8 as Fp8
     from lightning_eff.fp8 import Fp8Precision as Fp8Precision
+    from lightning_eff.lora import QLora as QLora
     from lightning_eff.loss_scaling import LossScalingPrecision as LossScalingPrecision
     from lightning_eff.matmul_precision import MatmulPrecision as MatmulPrecision
     from lightning_eff.primary_weights import PrimaryWeights as PrimaryWeights
@@ -24,6 +25,7 @@ _HOME = {
     "ModelSoup": "soup",
     "PrimaryWeights": "primary_weights",
     "Pruning": "pruning",
+    "QLora": "lora",
     "QuantizationAwareTraining": "quantization",
 }
 __all__ = sorted(_HOME)

@@ -28,9 +28,11 @@ def test_every_make_target_of_the_readme_exists():
         assert re.search(rf"^{target}:", makefile, flags=re.M), target
 
 
-@pytest.mark.parametrize("room", ROOMS.values(), ids=lambda room: room.name)
+@pytest.mark.parametrize("room", ROOMS.values(), ids=lambda room: room.key)
 def test_method_cards_have_their_headings_and_name_every_option(room):
-    card = (ROOT / "docs" / "techniques" / f"{room.name}.md").read_text(encoding="utf-8")
+    # a room with two techniques has a card for each, the second under its key
+    own = ROOT / "docs" / "techniques" / f"{room.key}.md"
+    card = (own if own.is_file() else own.with_name(f"{room.name}.md")).read_text(encoding="utf-8")
     assert len(re.findall(r"^## ", card, flags=re.M)) >= 5
     for field in (field.name for field in dataclasses.fields(room.config_class)):
         assert f"`{field}`" in card or f"_{field}`" in card, f"{room.name}.md does not name {field}"

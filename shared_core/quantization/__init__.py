@@ -36,6 +36,8 @@ from shared_core.quantization.learned import lsq_fake_quantize as lsq_fake_quant
 from shared_core.quantization.learned import lsq_grad_scale as lsq_grad_scale
 from shared_core.quantization.learned import lsq_init_scale as lsq_init_scale
 from shared_core.quantization.learned import pact as pact
+from shared_core.quantization.lora import LoraTraining as LoraTraining
+from shared_core.quantization.lora_config import LoraConfig as LoraConfig
 from shared_core.quantization.post_training import QuantizationReport as QuantizationReport
 from shared_core.quantization.post_training import quantize as quantize
 from shared_core.quantization.post_training import quantize_with_report as quantize_with_report

@@ -131,5 +131,4 @@ def make_bank(config: QatConfig, codes: Sequence[tuple[int, int]]) -> RangeBank:
         constant = None if config.range == "minmax" else config.ema_constant
         means = config.range in ("lsq", "lsq_plus", "pact")
         bank = RangeBank(codes, ema_constant=constant, rounded_gate=rounded, means=means)
-    bank.noise_seed = 0 if config.rounding == "stochastic" else None
     return bank

@@ -86,7 +86,7 @@ class RangeBank:
         if self.noise_seed is None:
             return None
         generator = torch.Generator(device=weight.device)
-        generator.manual_seed((self.noise_seed * 1_000_003 + self.num_steps) * 1_000_003 + number)
+        generator.manual_seed(((self.noise_seed * 1_000_003 + self.num_steps) * 1_000_003 + number) % 2**63)
         return torch.rand(weight.shape, generator=generator, device=weight.device)
 
     def clear_window(self) -> None:

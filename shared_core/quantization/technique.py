@@ -120,13 +120,14 @@ class QuantizationAwareTraining(Technique):
             )
         if self._freeze < 1:
             raise ConfigError(
-                f"qat: freeze_observers must be step 1 or later, got {self.config.freeze_observers!r}; "
-                "the first step "
+                f"qat: freeze_observers must be step 1 or later, got {self.config.freeze_observers!r}; the first step "
                 "finds the first ranges"
             )
         self.bank.move_(next(iter(weights_of(next(iter(self.layers.values()))).values())).device)
         if not self._window_restored:
             self.bank.clear_window()
+        if self.config.rounding == "stochastic":
+            self.bank.noise_seed = context.generator.initial_seed() % 2**31
         self._set_switches(context.step)
 
     def _resolve(self, name: str, context: Context) -> int:
@@ -151,7 +152,6 @@ class QuantizationAwareTraining(Technique):
             bank.quantizing = True
             if self._began_at is None:
                 self._learned.start_weights()
-            if self._began_at is None:
                 self._began_at = step
 
     def before_optimizer_step(self, context: Context) -> None:

@@ -312,3 +312,11 @@ def test_a_state_of_other_layers_is_refused():
     other.attach(make_net())
     with pytest.raises(CheckpointError, match="head"):
         other.load_state_dict(state["session"])
+
+
+def test_stochastic_rounding_takes_any_seed():
+    session = Session(Recipe.from_dict({"qat": {"scheme": "int8_weight", "rounding": "stochastic"}}), seed=2**63 - 1)
+    model = nn.Linear(8, 8)
+    session.attach(model)
+    session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=3)
+    assert not torch.equal(model(torch.eye(8)), model.eval()(torch.eye(8)))
