@@ -51,7 +51,7 @@ class Session:
         ...     session.loss(model(torch.ones(2, 8)).square().mean()).backward()
         ...     session.before_optimizer_step()
         ...     optimizer.step()
-        ...     session.after_optimizer_step()
+        ...     _ = session.after_optimizer_step()
         ...     optimizer.zero_grad()
         >>> session.finish()
         >>> int((model.weight == 0).sum())
