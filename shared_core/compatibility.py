@@ -45,6 +45,23 @@ REFUSED: dict[tuple[str, str], str] = {
     ("loss_scale", "manual_optimization"): (
         "with manual optimisation your code calls optimizer.step itself; pass LossScaler to it directly"
     ),
+    ("lora", "prune"): (
+        "the base is frozen, in codes that no mask can hold, and merging the adapters would fill its zeros again; "
+        "prune the merged model afterwards"
+    ),
+    ("lora", "qat"): (
+        "merging the adapters moves every weight off the grid that qat bakes; train adapters first and then with qat, "
+        "or use lora's own base and requantize"
+    ),
+    ("lora", "fp8"): "both replace the same linear layers, and the frozen weights are 4-bit codes already; drop one",
+    ("lora", "soup"): (
+        "a candidate's weights would be quantised anew to become the frozen base; soup the merged checkpoints with "
+        "`eff soup` instead"
+    ),
+    ("lora", "deepspeed"): _OWN,
+    ("lora", "fsdp1"): "flat shards of FSDP1 mix frozen codes with trained floats; use DDP",
+    ("lora", "fsdp2"): "codes and their scales have not been run on sharded parameters yet; use DDP",
+    ("lora", "lbfgs"): _LBFGS,
     ("primary_weights", "deepspeed"): _OWN,
     ("primary_weights", "fsdp1"): _FLAT,
     ("primary_weights", "fsdp2"): (

@@ -13,6 +13,15 @@ from shared_core.rooms import flags
 
 FLAGS = [
     "matmul_precision",
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_base",
+    "lora_double_quant",
+    "lora_requantize",
+    "lora_include",
+    "lora_skip",
+    "lora_train",
     "primary_weights_kind",
     "primary_weights_telemetry_every",
     "prune_sparsity",

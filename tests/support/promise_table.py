@@ -61,6 +61,7 @@ TECHNIQUES = {
             in_16_bit=True,
         ),
         Row("matmul", {"precision": "high"}),
+        Row("lora", {"rank": 2}),
     )
 }
 # Other options of techniques that keep other state: resumed and compared as well, not paired.
@@ -69,6 +70,7 @@ VARIANTS = {
     "qat-kl": Row("qat", {"scheme": "int8", "range": "kl", "begin": 2, "freeze_observers": 6}),
     "qat-int4": Row("qat", {"scheme": "int8_dynamic_int4_weight", "begin": 3, "rounding": "stochastic"}),
     "fp8-int16": Row("fp8", {"recipe": "int16", "include": ["first"]}),
+    "lora-int8": Row("lora", {"rank": 2, "base": "int8", "requantize": True}),
     "primary-copy": Row("primary_weights", {"kind": "fp32_copy"}, in_16_bit=True),
 }
 EVERYTHING = tuple(TECHNIQUES)

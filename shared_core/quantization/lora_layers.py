@@ -1,0 +1,241 @@
+"""Adapters of peft in the user's model: on which layers, under which keys in state dicts, and what they add up to."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import CompatibilityError, MatchError, nearest
+from shared_core.module_match import match_modules, own_class, plain_name
+from shared_core.quantization.lora_base import float_weight, freeze, frozen_tensors, library, restore_
+from shared_core.quantization.lora_config import LoraConfig
+
+_ADAPTER = "default"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def select_linear(
+    model: nn.Module, config: LoraConfig
+) -> tuple[dict[str, nn.Linear], dict[str, nn.Module], dict[str, str]]:
+    """Return (layers to adapt, modules to train whole, name → why a matched layer is left alone), by plain name.
+
+    Raises:
+        MatchError: If nothing is left to adapt, or a pattern matches nothing.
+        CompatibilityError: If a layer that `include` names cannot be adapted.
+    """
+    matched = match_modules(model, (nn.Linear,), where="lora", include=config.include, skip=config.skip)
+    linear = [(plain_name(name), m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    output_name, output = linear[-1]
+    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    asked = bool(config.include) and any(found.module is output for found in matched)
+    whole = _trained_whole(model, config.train, output_name)
+    if not config.train and not asked and _is_classifier(output) and owners[id(output.weight)] == 1:
+        whole = {output_name: output}
+    inside = {id(module) for top in whole.values() for module in top.modules()}
+    layers: dict[str, nn.Linear] = {}
+    left_out: dict[str, str] = {}
+    for found in matched:
+        module = found.module
+        reason = _why_not(found.name, module, config)
+        if id(module) in inside:
+            reason = "it is trained whole"
+        elif module is output and not asked:
+            reason = "it is the output layer, which stays in float unless include names it"
+        elif reason is None and any(owners[id(parameter)] > 1 for parameter in module.parameters()):
+            reason = "its weight is shared with another module"
+        if reason is None and isinstance(module, nn.Linear):
+            layers[found.name] = module
+        elif found.name in config.include:
+            raise CompatibilityError(f"lora: include must name layers that can be adapted, got {found.name}: {reason}")
+        else:
+            left_out[found.name] = str(reason)
+    if not layers:
+        told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
+        raise MatchError(f"lora: must match at least one linear layer that can be adapted; {told}")
+    return layers, whole, left_out
+
+
+def _is_classifier(output: nn.Linear) -> bool:
+    return output.out_features < output.in_features
+
+
+def _why_not(name: str, module: nn.Module, config: LoraConfig) -> str | None:
+    if own_class(module) is not nn.Linear:
+        # also torch's NonDynamicallyQuantizableLinear: attention reads its weight and never calls its forward
+        return f"{own_class(module).__name__} is a class of its own, whose forward is not known"
+    if not name:
+        return "it is the model itself, in which nothing can be replaced; put it into a module"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed by other code (a parametrisation, torch.nn.utils.prune)"
+    if not weight.is_floating_point() or (config.base != "none" and weight.dtype not in _FLOATS):
+        return f"its weight is {weight.dtype}, not float32, bfloat16 or float16"
+    return None
+
+
+def _trained_whole(model: nn.Module, patterns: tuple[str, ...], output: str) -> dict[str, nn.Module]:
+    names = {plain_name(name): module for name, module in model.named_modules()}
+    whole: dict[str, nn.Module] = {}
+    for asked in () if patterns == ("none",) else patterns:
+        pattern = output if asked == "last" else asked
+        hits = {
+            name: module
+            for name, module in names.items()
+            if fnmatch.fnmatchcase(name, pattern) or own_class(module).__name__ == pattern
+        }
+        if not hits:
+            raise MatchError(f"lora: train pattern {asked!r} matches no module{nearest(asked, names)}")
+        whole |= hits
+    return whole
+
+
+def inject(
+    model: nn.Module, layers: dict[str, nn.Linear], config: LoraConfig, generator: torch.Generator
+) -> dict[str, Any]:
+    """Put frozen bases with adapters in the place of `layers` and return peft's layers by plain name.
+
+    ``A`` is drawn from `generator` by He's uniform initialisation, as peft does it, and ``B`` is zero: the model
+    computes what its frozen base does. The global generator is not touched.
+
+    Args:
+        model: Changed in place; everything but adapters stops requiring gradients.
+        layers: From `select_linear`.
+        config: Rank, alpha, dropout and base.
+        generator: On the CPU; the same on every rank.
+
+    Source: Hu et al., 2021, arXiv:2106.09685, section 4.1.
+    """
+    peft = library("peft", "lora")
+    paths = {id(module): path for path, module in model.named_modules()}
+    where = {name: paths[id(module)] for name, module in layers.items()}
+    bases = {name: freeze(module, config) for name, module in layers.items()}
+    asked = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules="|".join(re.escape(path) for path in where.values()),
+    )
+    try:
+        for name, base in bases.items():
+            model.set_submodule(where[name], base)
+        with torch.random.fork_rng(devices=[]):
+            peft.inject_adapter_in_model(asked, model, _ADAPTER)
+    except BaseException:
+        for name, module in layers.items():
+            model.set_submodule(where[name], module)
+        raise
+    finally:
+        # trainers would take it for peft's own model, whose checkpoints hold adapters alone
+        vars(model).pop("peft_config", None)
+    adapted: dict[str, Any] = {}
+    for name, module in layers.items():
+        layer: Any = model.get_submodule(where[name])
+        for matrix in adapters(layer):
+            # in 16 bit the updates of small learning rates would be lost
+            matrix.data = matrix.data.to(module.weight.device, torch.promote_types(module.weight.dtype, torch.float32))
+        a, b = adapters(layer)
+        drawn = nn.init.kaiming_uniform_(torch.empty(a.shape), a=5**0.5, generator=generator)
+        with torch.no_grad():
+            a.copy_(drawn)
+            b.zero_()
+        layer.train(module.training)
+        # follows the model to another device and dtype, which the layer put aside does not
+        layer.register_buffer("plain", module.weight.new_zeros(1), persistent=False)
+        object.__setattr__(layer, "user_layer", module)
+        layer.register_state_dict_post_hook(_plain_keys)
+        layer.register_load_state_dict_pre_hook(_load_plain)
+        layer.eff_config = config
+        adapted[name] = layer
+    return adapted
+
+
+def adapters(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
+    """Return the adapters (A of (rank, inputs), B of (outputs, rank)) of one of peft's layers."""
+    return layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+
+
+@torch.no_grad()
+def merged_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Return ``Q⁻¹(Q(W)) + alpha/rank·BA``, summed in float32 at least.
+
+    Args:
+        layer: From `inject`.
+        dtype: Of the result and, if wider, of the sum; by default that of the user's weight.
+    """
+    a, b = adapters(layer)
+    base = float_weight(layer.base_layer)
+    dtype = dtype or layer.plain.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    merged: Tensor = base.to(wide) + layer.scaling[_ADAPTER] * (b.to(wide) @ a.to(wide))
+    return merged.to(dtype)
+
+
+def _plain_keys(layer: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    # state dicts are the plain model's: checkpoints, soups and teachers read the merged weight
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        del state_dict[key]
+    state_dict[prefix + "weight"] = merged_weight(layer)
+    bias = layer.user_layer.bias  # not the base's, which bitsandbytes casts in place to the type of its input
+    if bias is not None:
+        state_dict[prefix + "bias"] = bias.detach().to(layer.plain)
+
+
+def _load_plain(layer: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    # what is loaded is the whole weight: it becomes the base, and the adapters add nothing to it
+    missing: list[str] = args[2]
+    user: nn.Linear = layer.user_layer
+    for name, current in user._parameters.items():
+        key = prefix + name
+        if current is None:
+            continue
+        if key not in state_dict:
+            missing.append(key)
+        elif name == "weight":
+            set_base_(layer, state_dict.pop(key))
+        else:
+            current.data = state_dict.pop(key).detach().to(layer.plain).clone()
+            layer.base_layer.bias.data = current.data.clone()
+    # frozen codes and adapters are in place; torch only has to find them
+    state_dict.update((prefix + name, parameter) for name, parameter in layer.named_parameters())
+
+
+@torch.no_grad()
+def set_base_(layer: Any, weight: Tensor) -> None:
+    """Freeze `weight` under the adapters, whose B becomes zero: the layer then computes with ``Q⁻¹(Q(weight))``.
+
+    Args:
+        layer: From `inject`.
+        weight: (outputs, inputs).
+    """
+    user: nn.Linear = layer.user_layer
+    value = weight.detach().to(layer.plain)
+    if user.weight.numel():
+        user.weight.data.copy_(value)
+    if layer.base_layer is not user:
+        plain = nn.Linear(value.shape[1], value.shape[0], bias=False, device="meta")
+        plain.weight = nn.Parameter(value, requires_grad=False)
+        restore_(layer.base_layer, frozen_tensors(freeze(plain, layer.eff_config)))
+    adapters(layer)[1].zero_()
+
+
+def release_(layer: Any) -> None:
+    """Drop the user's float weight, of which the frozen base was made, once and for all."""
+    if layer.base_layer is not layer.user_layer:
+        weight = layer.user_layer.weight
+        weight.data = weight.data.new_empty(0)
+
+
+def give_back(model: nn.Module, layer: Any, weight: Tensor | None) -> None:
+    """Put the user's own layer back in its place, with `weight` in its own parameter; None leaves what it has."""
+    user: nn.Linear = layer.user_layer
+    path = next(path for path, module in model.named_modules() if module is layer)
+    user.to(layer.plain.device, layer.plain.dtype)
+    if weight is not None:
+        user.weight.data = weight
+    user.train(layer.training)
+    model.set_submodule(path, user)

@@ -1,0 +1,116 @@
+"""QLoRA in the Hugging Face Trainer: exact resume, plain checkpoints, flags."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import HfArgumentParser
+
+from hf_eff import EffTrainingArguments, attach
+from hf_eff.lora import QLora
+from shared_core.errors import CompatibilityError
+from shared_core.quantization import LoraConfig
+from shared_core.quantization.lora_base import on_grid
+from shared_core.state_file import load_state
+
+SAVED = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}
+
+
+def build(make, folder, callbacks=None, **settings):
+    options = {"rank": 2, "dropout": 0.2}
+    return make.trainer(folder, callbacks=callbacks or [QLora(**options)], **SAVED, **settings)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor"])
+def test_resume_is_exact(make, tmp_path, optim):
+    straight = build(make, tmp_path / "straight", optim=optim)
+    straight.train()
+    name = "checkpoint-4"
+    shutil.copytree(tmp_path / "straight" / name, tmp_path / "stopped" / name)
+    stopped = build(make, tmp_path / "stopped", optim=optim)
+    stopped.train(resume_from_checkpoint=True)
+    for one, other in zip(straight.model.parameters(), stopped.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    states = [
+        load_state(tmp_path / run / "checkpoint-8")["techniques"]["lora"]["layers"] for run in ("straight", "stopped")
+    ]
+    assert len(states[0]) == 2 * 6 + 1  # six linear layers a block, and the pooler
+    for layer, saved in states[0].items():
+        other = states[1][layer]
+        assert all(torch.equal(saved["frozen"][key], other["frozen"][key]) for key in other["frozen"])
+        assert all(map(torch.equal, saved["adapters"], other["adapters"]))
+    moments = [trainer.optimizer.optimizer.state_dict()["state"] for trainer in (straight, stopped)]
+    assert moments[0].keys() == moments[1].keys()
+    for index, state in moments[0].items():
+        assert all(torch.equal(torch.as_tensor(state[key]), torch.as_tensor(moments[1][index][key])) for key in state)
+
+
+def test_every_save_is_the_plain_model_and_the_last_one_is_the_trained_one(make, tmp_path):
+    trainer = build(make, tmp_path, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True)
+    plain = make.classifier()
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    for folder in ("checkpoint-2", "checkpoint-8", "final"):
+        plain.load_state_dict(load_file(tmp_path / folder / "model.safetensors"), strict=True)
+    assert type(trainer.model.bert.encoder.layer[0].attention.self.query) is nn.Linear
+    again = type(plain).from_pretrained(tmp_path / "final")
+    trained = trainer.model.state_dict()
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, trained[name])
+        frozen = ("embeddings" in name or "LayerNorm" in name or name.endswith("bias")) and "classifier" not in name
+        assert torch.equal(value, before[name]) == frozen, name
+    moved = trained["bert.pooler.dense.weight"] - on_grid(before["bert.pooler.dense.weight"], LoraConfig(rank=2))
+    assert int((torch.linalg.svdvals(moved) > 1e-5).sum()) == 2  # what was learned has the adapters' rank
+
+
+def test_saving_in_the_middle_bakes(make, tmp_path):
+    trainer = make.trainer(tmp_path, max_steps=2)
+    session = attach(trainer, {"lora": {"rank": 2, "base": "int8", "requantize": True}})
+    trainer.create_optimizer()
+    trainer.save_model(str(tmp_path / "now"))
+    saved = load_file(tmp_path / "now" / "model.safetensors")
+    assert saved.keys() == make.classifier().state_dict().keys()
+    assert session.is_attached
+    trainer.train()
+    assert type(trainer.model.classifier) is nn.Linear
+
+
+def test_a_language_model_with_gradient_checkpointing(make, tmp_path):
+    callback = QLora(rank=4)
+    trainer = make.trainer(
+        tmp_path, model=make.language_model(), data=make.texts(), callbacks=[callback], gradient_checkpointing=True
+    )
+    frozen = trainer.model.model.embed_tokens.weight.detach().clone()
+    head = trainer.model.lm_head.weight.detach().clone()
+    trainer.train()
+    told = callback.session.receipt()["techniques"]["lora"]
+    assert told["layers"] == 2 * 7
+    assert told["trained_whole"] == []
+    assert "output layer" in told["left_out"]["lm_head"]
+    assert torch.equal(trainer.model.model.embed_tokens.weight, frozen)
+    assert torch.equal(trainer.model.lm_head.weight, head)
+    assert all(entry["adapter_size"] > 0 for entry in told["per_layer"])
+
+
+def test_flags():
+    (parsed,) = HfArgumentParser(EffTrainingArguments).parse_args_into_dataclasses(
+        ["--output_dir", "x", "--lora_rank", "16", "--lora_base", "none", "--lora_double_quant", "false",
+         "--lora_include", "*.query", "*.value", "--lora_train", "none"]
+    )  # fmt: skip
+    config = parsed.recipe["lora"]
+    assert (config.rank, config.alpha, config.base, config.double_quant) == (16, 32.0, "none", False)
+    assert (config.include, config.train) == (("*.query", "*.value"), ("none",))
+
+
+def test_an_optimizer_made_before_the_adapters_is_refused(make, tmp_path):
+    model = make.classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = make.trainer(tmp_path, model=model, callbacks=[QLora(rank=2)])
+    trainer.optimizer = optimizer
+    with pytest.raises(CompatibilityError, match="optimizer must hold the adapters"):
+        trainer.train()
+    assert type(model.classifier) is nn.Linear
+    assert type(model.bert.pooler.dense) is nn.Linear
