@@ -97,6 +97,29 @@ def cost(width: int, tokens: int, rounds: int) -> Row:
     )
 
 
+# scheme → largest ratio to the plain step at 256 and at 2048 tokens
+SCHEMES = {"int8": (1.28, 1.10), "int4_weight": (1.20, 1.04), "int8_dynamic_int4_weight": (1.33, 1.13)}
+
+
+def cost_of_schemes(width: int, tokens: int, rounds: int) -> list[Row]:
+    steps = {scheme: step_of(transformer(width), width, tokens, {"qat": {"scheme": scheme}}) for scheme in SCHEMES}
+    times = interleaved({"plain": step_of(transformer(width), width, tokens), **steps}, rounds=rounds, warmup=2)
+    rows = []
+    for scheme, targets in SCHEMES.items():
+        target, found = targets[tokens > 256], ratio(times, scheme, "plain")
+        rows.append(
+            Row(
+                f"{scheme} quantization-aware training, one step at {tokens} tokens "
+                f"(plain: {milliseconds(times, 'plain')})",
+                milliseconds(times, scheme),
+                ratio=found.text(3),
+                target=f"<= {target:.2f}",
+                met=found.median <= target,
+            )
+        )
+    return rows
+
+
 CONVERTED = {
     "int8 weight-only": ("int8_weight", torch.float32),
     "int8 dynamic": ("int8_dynamic", torch.float32),
@@ -156,6 +179,7 @@ def measure(quick: bool) -> list[Row]:
     if quick:
         return [cost(96, 128, rounds=2), *inference(96, 128, rounds=2, compiled=False)]
     rows = [cost(384, 256, rounds=15), cost(384, 2048, rounds=5)]
+    rows += [*cost_of_schemes(384, 256, rounds=15), *cost_of_schemes(384, 2048, rounds=5)]
     for tokens in (64, 512):
         for compiled in (False, True):
             rows += inference(384, tokens, rounds=15, compiled=compiled)
