@@ -44,6 +44,9 @@ def quantize(
     evaluate: Annotated[
         str | None, typer.Option("--eval", help="module:function that takes a model and returns its quality.")
     ] = None,
+    latency: Annotated[
+        bool, typer.Option("--latency", help="Time one forward in float, bf16 and quantised; MODEL gives the inputs.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Quantise a trained model and save plain weights, what a deployment needs beside them, and a report.
@@ -54,6 +57,7 @@ def quantize(
     eff_quantization.json, the report.
     """
     from shared_core.quantization import BitPlan, QatConfig, quantize_with_report
+    from shared_core.quantization.latency import latencies
     from shared_core.quantization.sizes import quantized_bytes
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -63,7 +67,9 @@ def quantize(
     if scheme == "int8":
         options.setdefault("range", "mse")
     config = QatConfig.from_dict(options)
-    network, _ = build_model(model, "eff quantize")
+    network, inputs = build_model(model, "eff quantize")
+    if latency and inputs is None:
+        raise ConfigError(f"eff quantize: {model} must return (model, example_inputs) for --latency, got a model alone")
     if weights is not None:
         load_weights(network, weights, "eff quantize")
     judge = function(evaluate, "eff quantize: --eval") if evaluate else None
@@ -77,6 +83,7 @@ def quantize(
         "config": config.to_dict(),
         **dataclasses.asdict(report),
         "quality": {"float": before, "quantized": after},
+        "milliseconds": latencies(network, quantized, inputs) if latency else {},
         "bytes": {"float": _bytes(network), "quantized": quantized_bytes(quantized)},
     }
     _write(out, quantized, values)
@@ -142,6 +149,9 @@ def _tell(out: Path, values: dict[str, Any]) -> None:
     size = values["bytes"]
     ratio = size["float"] / size["quantized"]
     console.print(f"size as codes: {size['quantized']:,} of {size['float']:,} bytes, {ratio:.2f} times smaller")
+    if values["milliseconds"]:
+        told = ", ".join(f"{name} {found:.2f} ms" for name, found in values["milliseconds"].items())
+        console.print(f"one forward, one thread: {told}")
     quality = values["quality"]
     if quality["float"] is not None:
         console.print(f"quality: {quality['float']:.4f} in float, {quality['quantized']:.4f} quantised")

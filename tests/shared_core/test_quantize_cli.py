@@ -30,6 +30,9 @@ def quality(model):
 
 def nothing():
     return None
+
+def model_and_inputs():
+    return model(), torch.ones(4, 64)
 """
 
 
@@ -93,6 +96,7 @@ def test_weights_plan_and_options_are_taken(run, tmp_path):
     (["no_such_module:f", "--out", "out"], ConfigError, "must name an importable module"),
     (["quantize_task:nothing", "--out", "out"], ConfigError, "must return a model"),
     (["quantize_task:model", "--out", "out"], ConfigError, "calibration must be given"),
+    (["quantize_task:model", "--out", "out", "--latency"], ConfigError, "for --latency, got a model alone"),
     (["quantize_task:model", "--out", "out", "--scheme", "int7"], ConfigError, "scheme must be one of"),
     (["quantize_task:model", "--out", "out", "--set", "range"], ConfigError, "--set must be NAME=VALUE"),
     (["quantize_task:model", "--out", "out", "--set", "rnge=kl"], ConfigError, "did you mean 'range'"),
@@ -119,3 +123,26 @@ def test_a_model_with_a_shared_weight_is_saved_once(run, tmp_path, monkeypatch):
     monkeypatch.setattr(run.task, "model", Tied)
     assert run("quantize_task:model", "--out", "out", "--scheme", "int8_weight").exit_code == 0
     assert list(load_file(tmp_path / "out" / "model.safetensors")) == ["embed.weight"]
+
+
+def test_latencies_are_told_of_every_form_that_runs(run, tmp_path):
+    result = run("quantize_task:model_and_inputs", "--out", "out", "--scheme", "int8_dynamic", "--latency")
+    assert result.exit_code == 0
+    told = json.loads((tmp_path / "out" / "eff_quantization.json").read_text())["milliseconds"]
+    assert set(told) == {"float32", "bfloat16", "int8 reference", "torchao"}
+    assert all(value > 0 for value in told.values())
+    assert "one forward, one thread: float32" in result.stdout
+    assert torch.get_num_threads() >= 1
+
+
+def test_a_form_without_kernels_is_left_out():
+    class Wide(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.float())  # a bf16 weight meets a float32 input
+
+    from shared_core.quantization.latency import latencies
+
+    model = nn.Sequential(Wide(8, 8), nn.Linear(8, 4))
+    found = latencies(model, quantize(model, "int8_weight"), torch.ones(2, 8), repeats=1)
+    assert "bfloat16" not in found
+    assert "float32" in found
