@@ -1,143 +1,35 @@
-"""ONNX export: exact without optimisation, integer kernels with it, codes as trained, refusals, the command."""
+"""ONNX export: exact without optimisation, integer kernels with it, codes as trained, refusals."""
 
 import importlib
-import json
-import sys
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
-from onnx import numpy_helper
-from safetensors.torch import save_file
+from quantization_export_runs import (
+    Tokens,
+    assert_close_in_steps,
+    constants,
+    conv1d,
+    conv2d,
+    conv3d,
+    examples,
+    expected,
+    kinds,
+    mlp,
+    run,
+    trained,
+    transposed,
+    with_batch_norm,
+)
 from torch import nn
-from typer.testing import CliRunner
 
-from shared_core.cli import app
-from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, MissingExtraError
-from shared_core.plain_checkpoint import write_deployment
-from shared_core.quantization import QatConfig, QuantizationAwareTraining, apply_ranges, export_onnx
+from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError
+from shared_core.quantization import apply_ranges, export_onnx
 from shared_core.quantization.export_codes import bias_codes, grid_of
-from shared_core.technique import Context
 
 # the package has a function of this name too
 export_module = importlib.import_module("shared_core.quantization.export_onnx")
-
-
-class Tokens(nn.Module):
-    """Embedding, a residual block, and a head that may share the embedding's weight."""
-
-    def __init__(self, tied=True):
-        super().__init__()
-        self.embed, self.norm = nn.Embedding(50, 32), nn.LayerNorm(32)
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32, bias=False)
-        self.head = nn.Linear(32, 50, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        return self.head(self.norm(x + self.down(torch.relu(self.up(x)))))
-
-
-def mlp():
-    return nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 40), nn.GELU(), nn.Linear(40, 10))
-
-
-def conv2d():
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, stride=2, groups=2), nn.ReLU(),
-        nn.Flatten(), nn.Linear(72, 5),
-    )  # fmt: skip
-
-
-def with_batch_norm():
-    net = nn.Sequential(nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3))
-    with torch.no_grad():
-        net[1].weight.copy_(torch.linspace(-1.5, 1.5, 6))  # a negative factor turns codes round
-    return net
-
-
-def conv1d():
-    return nn.Sequential(nn.Conv1d(3, 6, 5, padding="same"), nn.ReLU(), nn.Conv1d(6, 4, 3, dilation=2))
-
-
-def conv3d():
-    return nn.Sequential(nn.Conv3d(2, 3, 3, padding=1, padding_mode="circular"), nn.ReLU(), nn.Conv3d(3, 2, 2))
-
-
-def transposed(groups=1):
-    return nn.Sequential(
-        nn.ConvTranspose2d(4, 6, 3, stride=2, groups=groups), nn.ReLU(), nn.ConvTranspose2d(6, 2, 3, groups=groups)
-    )
-
-
-SHAPES = {mlp: (24,), conv2d: (3, 16, 16), with_batch_norm: (3, 8, 8), conv1d: (3, 12), conv3d: (2, 4, 4, 4)}
-
-
-def examples(build, batch=8):
-    if build is Tokens:
-        return torch.randint(0, 50, (batch, 7))
-    return torch.randn(batch, *SHAPES.get(build, (4, 5, 5))) + 0.3
-
-
-def trained(build=mlp, steps=1, finish=False, shape=None, **options):
-    torch.manual_seed(0)
-    model = build()
-    technique = QuantizationAwareTraining(QatConfig(**{"scheme": "int8", **options}))
-    context = Context(model=model, total_steps=steps)
-    technique.attach(model, context)
-    technique.begin(context)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        inputs = examples(build, 16) if shape is None else torch.randn(16, *shape)
-        model(inputs).square().mean().backward()
-        technique.before_optimizer_step(context)
-        optimizer.step()
-        context.step += 1
-        technique.after_optimizer_step(context)
-    if finish:
-        ranges = technique.ranges()
-        technique.finish(model, context)
-        return model.eval(), ranges
-    return model.eval(), technique.ranges()
-
-
-def run(path, x, optimise=False, save=None):
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    if not optimise:
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    if save:
-        options.optimized_model_filepath = str(save)
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    (entry,) = session.get_inputs()
-    return session.run(None, {entry.name: x.numpy()})[0]
-
-
-def expected(model, x):
-    with torch.no_grad():
-        return model(x).numpy()
-
-
-def constants(path):
-    return {item.name: numpy_helper.to_array(item) for item in onnx.load(path).graph.initializer}
-
-
-def kinds(path):
-    return [node.op_type for node in onnx.load(path).graph.node]
-
-
-def assert_close_in_steps(y, reference):
-    """As an 8-bit reader of the outputs sees it: fewer than 5 % of the codes moved, none by more than one."""
-    assert y.shape == reference.shape
-    step = (reference.max() - reference.min()) / 255
-    moved = np.abs(np.round(y / step) - np.round(reference / step))
-    assert moved.max() <= 1
-    assert moved.mean() < 0.05
-
 
 BUILDS = [conv1d, conv2d, conv3d, transposed, with_batch_norm, Tokens]
 
@@ -429,77 +321,3 @@ def test_bias_codes_are_exact_or_within_tolerance():
         # what an integer kernel makes of the codes
         assert ((codes * step - bias).abs() <= step).all()
     assert bias_codes(torch.ones(1), torch.tensor([1e-12]), torch.ones(1)) is None
-
-
-TASK = """
-import torch
-from torch import nn
-def build():
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 40), nn.GELU(), nn.Linear(40, 10))
-    return net, torch.ones(2, 24)
-def alone():
-    return build()[0]
-"""
-
-
-@pytest.fixture
-def room(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "export_task.py").write_text(TASK)
-    yield tmp_path
-    sys.modules.pop("export_task", None)
-
-
-def eff(*arguments):
-    result = CliRunner().invoke(app, ["export", *map(str, arguments)], catch_exceptions=True)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
-def test_the_command_exports_what_either_trainer_saved(room):
-    model, ranges = trained(mlp, finish=True)
-    deployment = {"qat": {"ranges": ranges}}
-    (room / "run").mkdir()
-    save_file(model.state_dict(), room / "run" / "model.safetensors")
-    write_deployment(room / "run", deployment)
-    prefixed = {"net." + key: value for key, value in model.state_dict().items()}
-    latent = {key: value + 1 for key, value in prefixed.items()}
-    inner = {"qat": {"ranges": {"net." + key: value for key, value in ranges.items()}}}
-    torch.save({"state_dict": prefixed, "eff_raw_state_dict": latent, "eff_deployment": inner}, room / "last.ckpt")
-    x = examples(mlp)
-    reference = expected(apply_ranges(model, ranges), x)
-    for weights in ("run/model.safetensors", "last.ckpt"):
-        result = eff("export_task:build", "--weights", weights, "--out", "model.onnx", "--format", "onnx")
-        assert "3 layers quantised" in result.output
-        assert "3 QGemm" in result.output
-        assert np.allclose(run("model.onnx", x), reference, atol=1e-5)
-    report = json.loads(eff("export_task:build", "--weights", "run", "--out", "model.onnx", "--json").output)
-    assert report["integer_nodes"] == {"QGemm": 3}
-    assert report["largest_difference"] <= 1e-5
-
-
-def test_the_command_refuses(room):
-    model, ranges = trained(mlp, finish=True)
-    for arguments, error, message in (
-        (["export_task:build"], ConfigError, "--out must be given"),
-        (["export_task:build", "--out", "no/m.onnx"], ConfigError, "--out must lie in a folder that exists"),
-        (["export_task:build", "--out", "m", "--format", "pt"], ConfigError, "--format must be onnx, got 'pt'"),
-        (["export_task", "--out", "m"], ConfigError, "MODEL must be module:function"),
-        (["missing:build", "--out", "m"], ConfigError, "MODEL must name an importable module"),
-        (["export_task:nothing", "--out", "m"], ConfigError, "must name a function of export_task"),
-        (["export_task:alone", "--out", "m"], ConfigError, "must return .model, example_inputs., got a model alone"),
-        (["export_task:build", "--out", "m"], MatchError, "model must have quantised layers, found none"),
-        (["export_task:build", "--out", "m", "--weights", "absent"], CheckpointError, "absent"),
-    ):
-        with pytest.raises(error, match=message):
-            eff(*arguments)
-    save_file({"0.weight": model[0].weight.detach()}, room / "model.safetensors")
-    with pytest.raises(CheckpointError, match="must hold what a model needs beside its weights"):
-        eff("export_task:build", "--out", "m", "--weights", "model.safetensors")
-    write_deployment(room, {"qat": {"ranges": ranges}})
-    with pytest.raises(CheckpointError, match="must hold the weights of the model, got missing"):
-        eff("export_task:build", "--out", "m", "--weights", "model.safetensors")
-    assert not (room / "m").exists()
