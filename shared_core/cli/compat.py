@@ -22,7 +22,8 @@ def compat(
         typer.echo(json.dumps(rows, indent=2))
         return
     columns = [column for column in rows[0] if column != "technique"]
-    table = Table(title="yes = allowed, and tested for two techniques; a number = refused, reason below", title_justify="left")
+    title = "yes = allowed, and tested for two techniques; a number = refused, reason below"
+    table = Table(title=title, title_justify="left")
     for heading in ("technique", *columns):
         table.add_column(heading)
     reasons: list[str] = []
