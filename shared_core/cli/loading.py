@@ -28,7 +28,9 @@ def function(name: str, where: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"{where} must name an importable module, got {name!r}: {error}") from error
+        raise ConfigError(
+            f"{where} must name an importable module, got {name!r}: {error}; name one that can be imported from here"
+        ) from error
     found: Any = getattr(module, function_name, None)
     if not callable(found):
         raise ConfigError(f"{where} must name a function of {module_name}, got {function_name!r}")

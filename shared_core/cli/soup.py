@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shared_core.cli.loading import function
 from shared_core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def soup(
         _uniform(usable, shares, remask, out, as_json)
     else:
         search = {"mode": mode, "strict": strict, "journal": journal, "max_ingredients": max_ingredients}
-        _greedy(usable, _evaluator(str(evaluate)), search, remask, out, as_json, plot)
+        _greedy(usable, function(str(evaluate), "eff soup: --eval"), search, remask, out, as_json, plot)
 
 
 def _greedy(
@@ -146,20 +145,3 @@ def _numbers(text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"eff soup: --weights must be numbers such as 1,2,3, got {text!r}") from None
-
-
-def _evaluator(name: str) -> Evaluate:
-    module_name, colon, function_name = name.partition(":")
-    if not (module_name and colon and function_name):
-        raise ConfigError(f"eff soup: --eval must be module:function, got {name!r}")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"eff soup: --eval must name a module that can be imported, got {name!r}: {error}") from error
-    function: Any = getattr(module, function_name, None)
-    if not callable(function):
-        raise ConfigError(f"eff soup: --eval must name a function of {module_name}, got {function_name!r}")
-    evaluate: Evaluate = function
-    return evaluate
