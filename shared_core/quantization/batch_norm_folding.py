@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from eff_kernels.quantization import compute_dtype
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.quantization.channels import num_outputs, scaled_outputs
+from shared_core.quantization.layers import compute
 from shared_core.quantization.plain_state import PlainState
 
 
@@ -115,7 +115,7 @@ class FoldedLayer(PlainState):
         wide = compute_dtype(norm.running_var.dtype)
         batch = None
         if norm.training and not self.fold.uses_running_statistics:
-            batch = _batch_statistics(layer, _apply(layer, x, self.weight, None, *args), wide)
+            batch = _batch_statistics(layer, compute(layer, x, self.weight, None, *args), wide)
             _update_running(norm, *batch)
         deviation = torch.sqrt(norm.running_var.to(wide) + norm.eps)
         weight, shift = fold_batch_norm(layer, norm.running_mean.to(wide), deviation, norm.weight, norm.bias)
@@ -123,11 +123,11 @@ class FoldedLayer(PlainState):
         if quantizer is not None:
             weight = quantizer.weight(layer, weight)
         if batch is None:
-            return _apply(layer, x, weight, shift.to(self.weight.dtype), *args)
+            return compute(layer, x, weight, shift.to(self.weight.dtype), *args)
         mean, variance, _ = batch
         batch_deviation = torch.sqrt(variance + norm.eps)
         _, shift = fold_batch_norm(layer, mean, batch_deviation, norm.weight, norm.bias)
-        y = _apply(layer, x, weight, None, *args)
+        y = compute(layer, x, weight, None, *args)
         shape = [1, -1, *[1] * (y.dim() - 2)]
         return (y * (deviation / batch_deviation).reshape(shape) + shift.reshape(shape)).to(y.dtype)
 
@@ -158,19 +158,6 @@ def _update_running(norm: Any, mean: Tensor, variance: Tensor, count: int) -> No
     momentum = norm.momentum if norm.momentum is not None else 1 / norm.num_batches_tracked.to(mean.dtype)
     for running, new in ((norm.running_mean, mean), (norm.running_var, variance * (count / (count - 1)))):
         running.copy_((1 - momentum) * running + momentum * new.detach())
-
-
-def _apply(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
-    if isinstance(layer, nn.Linear):
-        return F.linear(x, weight, bias)
-    if not layer.transposed:
-        return layer._conv_forward(x, weight, bias)  # type: ignore[no-any-return]
-    spatial = len(layer.kernel_size)
-    padding = layer._output_padding(
-        x, args[0] if args else None, layer.stride, layer.padding, layer.kernel_size, spatial, layer.dilation
-    )
-    convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
-    return convolve(x, weight, bias, layer.stride, layer.padding, padding, layer.groups, layer.dilation)
 
 
 class FoldedLinear(FoldedLayer, nn.Linear):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+from shared_core.quantization.layers import TRANSPOSED
 
 
 def num_outputs(module: nn.Module) -> int:
@@ -46,7 +46,7 @@ def by_channel(weight: Tensor, module: nn.Module, channels: int | None = None) -
     if isinstance(module, nn.Linear):
         return _split(weight.unsqueeze(0), 2, channels or module.in_features)
     grouped = _split(weight, 0, int(module.groups))  # type: ignore[arg-type]
-    return grouped.transpose(1, 2) if isinstance(module, _TRANSPOSED) else grouped
+    return grouped.transpose(1, 2) if isinstance(module, TRANSPOSED) else grouped
 
 
 def largest_by_output(view: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def scaled_outputs(weight: Tensor, module: nn.Module, factor: Tensor) -> Tensor:
         tensor([[1., 1.],
                 [3., 3.]])
     """
-    if not isinstance(module, _TRANSPOSED):
+    if not isinstance(module, TRANSPOSED):
         return weight * factor.reshape(-1, *[1] * (weight.dim() - 1))
     groups = int(module.groups)
     shaped = factor.reshape(groups, 1, -1, *[1] * (weight.dim() - 2))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from eff_kernels.quantization_group import group_codes, group_qparams
 from torch import Tensor, nn
 
@@ -13,7 +12,7 @@ from shared_core.errors import CompatibilityError
 from shared_core.quantization.export_codes import Quantized, bias_codes, weight_grid
 from shared_core.quantization.export_ops import dequantize, integer_linear, linear, quantize
 from shared_core.quantization.layer_quantizer import LayerQuantizer
-from shared_core.quantization.layers import TRANSPOSED, from_rows
+from shared_core.quantization.layers import TRANSPOSED, compute, from_rows
 from shared_core.quantization.modules import STOCK, restore
 from shared_core.quantization.schemes import LayerScheme
 
@@ -107,12 +106,7 @@ class _ExportTransposed(_Exported):
         weight = self.quantized_weight()
         if self.groups > 1:
             weight = from_rows(self, weight, self.weight)
-        dims = len(self.kernel_size)
-        padding = self._output_padding(x, output_size, self.stride, self.padding, self.kernel_size, dims, self.dilation)
-        convolve: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
-        bias = self.quantized_bias()
-        y: Tensor = convolve(x, weight, bias, self.stride, self.padding, padding, self.groups, self.dilation)
-        return y
+        return compute(self, x, weight, self.quantized_bias(), output_size)
 
 
 class ExportConvTranspose1d(_ExportTransposed, nn.ConvTranspose1d):

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, MatchError
 from shared_core.module_match import plain_name
-from shared_core.quantization.batch_norm_folding import Fold, unfold_pair_
+from shared_core.quantization.batch_norm_folding import Fold
 from shared_core.quantization.channels import scaled_outputs
-from shared_core.quantization.fusion import find_batch_norms, fuse_pair_
+from shared_core.quantization.fusion import find_batch_norms
 from shared_core.quantization.graph import evaluating
 
 
@@ -101,19 +101,3 @@ def batch_norm_of(model: nn.Module, layer: str, name: str, where: str) -> nn.Mod
     if not isinstance(found, nn.modules.batchnorm._BatchNorm):
         raise MatchError(f"{where}: batch_norm of {layer} must be a batch norm of the model, got {full!r}")
     return found
-
-
-def merge_fold_(model: nn.Module, module: nn.Module, weight: Tensor) -> None:
-    """Fuse a folded layer and its batch norm, which becomes an Identity, in a model that is not trained on.
-
-    Args:
-        model: Holds both; changed in place.
-        module: The folded layer.
-        weight: The folded weight to take over bit for bit.
-    """
-    fold: Any = module.fold
-    norm = fold.batch_norm
-    unfold_pair_(module)
-    fuse_pair_(model, module, norm)
-    with torch.no_grad():
-        module.weight.copy_(weight)  # type: ignore[operator, union-attr]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared_core.quantization.group import output_channels_first
@@ -49,3 +52,31 @@ def from_rows(module: nn.Module, rows: Tensor, like: Tensor) -> Tensor:
         return rows.view(like.shape)
     shape = len(rows), like.shape[0] // module.groups, *like.shape[2:]
     return output_channels_first(rows.view(shape), module.groups)
+
+
+def compute(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: list[int] | None = None) -> Tensor:
+    """Return what a Linear, convolution or transposed convolution computes with another weight and bias.
+
+    Args:
+        layer: Its geometry is used.
+        x: Input.
+        weight: Of the shape of the layer's.
+        bias: (outputs,), or None.
+        output_size: As a transposed convolution's forward takes it.
+
+    Example:
+        >>> import torch
+        >>> compute(nn.Linear(2, 1), torch.ones(1, 2), torch.tensor([[1.0, 2.0]]), None)
+        tensor([[3.]])
+    """
+    if isinstance(layer, nn.Linear):
+        return F.linear(x, weight, bias)
+    if not layer.transposed:
+        return layer._conv_forward(x, weight, bias)  # type: ignore[no-any-return]
+    dims = len(layer.kernel_size)
+    padding = layer._output_padding(
+        x, output_size, layer.stride, layer.padding, layer.kernel_size, dims, layer.dilation
+    )
+    convolve: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+    y: Tensor = convolve(x, weight, bias, layer.stride, layer.padding, padding, layer.groups, layer.dilation)
+    return y

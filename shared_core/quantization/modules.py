@@ -11,60 +11,44 @@ from torch import Tensor, nn
 from shared_core.quantization.batch_norm_folding import STOCK as STOCK_OF_FOLDED
 from shared_core.quantization.batch_norm_folding import fold_pair_, unfold_pair_
 from shared_core.quantization.layer_quantizer import LayerQuantizer
+from shared_core.quantization.layers import compute
 from shared_core.quantization.plain_state import LEARNED, PlainState
 
 
 class _FakeQuant(PlainState):
     quantizer: LayerQuantizer
 
-
-class _FakeQuantConv(_FakeQuant):
-    def forward(self: Any, input: Tensor) -> Tensor:
+    def forward(self: Any, input: Tensor, *args: Any) -> Tensor:
+        """Return what the stock layer computes of the fake-quantised input with the fake-quantised weight."""
         x = self.quantizer.input(self, input)
-        return self._conv_forward(x, self.quantizer.weight(self, self.weight), self.bias)  # type: ignore[no-any-return]
+        return compute(self, x, self.quantizer.weight(self, self.weight), self.bias, *args)
 
 
 class FakeQuantLinear(_FakeQuant, nn.Linear):
     """`torch.nn.Linear` on fake-quantised weight and input."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``x̂ ŵᵀ + b``."""
-        x = self.quantizer.input(self, input)
-        return F.linear(x, self.quantizer.weight(self, self.weight), self.bias)
 
-
-class FakeQuantConv1d(_FakeQuantConv, nn.Conv1d):
+class FakeQuantConv1d(_FakeQuant, nn.Conv1d):
     """`torch.nn.Conv1d` on fake-quantised weight and input."""
 
 
-class FakeQuantConv2d(_FakeQuantConv, nn.Conv2d):
+class FakeQuantConv2d(_FakeQuant, nn.Conv2d):
     """`torch.nn.Conv2d` on fake-quantised weight and input."""
 
 
-class FakeQuantConv3d(_FakeQuantConv, nn.Conv3d):
+class FakeQuantConv3d(_FakeQuant, nn.Conv3d):
     """`torch.nn.Conv3d` on fake-quantised weight and input."""
 
 
-class _FakeQuantTransposed(_FakeQuant):
-    def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        x = self.quantizer.input(self, input)
-        weight = self.quantizer.weight(self, self.weight)
-        dims = len(self.kernel_size)
-        padding = self._output_padding(x, output_size, self.stride, self.padding, self.kernel_size, dims, self.dilation)
-        convolve: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
-        y: Tensor = convolve(x, weight, self.bias, self.stride, self.padding, padding, self.groups, self.dilation)
-        return y
-
-
-class FakeQuantConvTranspose1d(_FakeQuantTransposed, nn.ConvTranspose1d):
+class FakeQuantConvTranspose1d(_FakeQuant, nn.ConvTranspose1d):
     """`torch.nn.ConvTranspose1d` on fake-quantised weight and input."""
 
 
-class FakeQuantConvTranspose2d(_FakeQuantTransposed, nn.ConvTranspose2d):
+class FakeQuantConvTranspose2d(_FakeQuant, nn.ConvTranspose2d):
     """`torch.nn.ConvTranspose2d` on fake-quantised weight and input."""
 
 
-class FakeQuantConvTranspose3d(_FakeQuantTransposed, nn.ConvTranspose3d):
+class FakeQuantConvTranspose3d(_FakeQuant, nn.ConvTranspose3d):
     """`torch.nn.ConvTranspose3d` on fake-quantised weight and input."""
 
 
@@ -76,7 +60,7 @@ class FakeQuantEmbedding(_FakeQuant, nn.Embedding):
         if self.quantizer.scheme.weight == "nvfp4":  # its tensor scale is of the whole weight
             weight = self.quantizer.weight(self, self.weight)
             return F.embedding(input, weight, self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, False)
-        found = super().forward(input)
+        found = nn.Embedding.forward(self, input)
         if not found.numel():
             return found
         return self.quantizer.weight(self, found.reshape(-1, self.embedding_dim)).view(found.shape)

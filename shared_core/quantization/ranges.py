@@ -13,11 +13,11 @@ from torch import nn
 from shared_core.errors import ConfigError, MatchError, nearest
 from shared_core.fast_paths import fast_paths_off
 from shared_core.module_match import plain_name
-from shared_core.quantization.folds import batch_norm_of, folded_weight, merge_fold_
+from shared_core.quantization.folds import batch_norm_of, folded_weight
+from shared_core.quantization.fusion import fuse_pair_
 from shared_core.quantization.layer_quantizer import LayerQuantizer
 from shared_core.quantization.modules import FAKE_QUANT, STOCK, fold_and_swap, is_quantized, layer_entry, restore, swap
 from shared_core.quantization.observers import RangeBank
-from shared_core.quantization.plain_state import LEARNED
 from shared_core.quantization.schemes import Input, LayerScheme, Weight
 
 
@@ -149,11 +149,15 @@ def merge_folds_(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]] | Non
     for module in [module for module in model.modules() if is_quantized(module) and "fold" in vars(module)]:
         quantizer: Any = module.quantizer
         saved = quantizer.entry(module)
-        weight = quantizer.rounded(module, folded_weight(module, module.weight.detach()))  # type: ignore[operator, union-attr]
-        del module.quantizer
-        merge_fold_(model, module, weight)
-        for name in LEARNED:
-            module._parameters.pop(name, None)
+        layer: Any = module
+        weight, batch_norm = (
+            quantizer.rounded(layer, folded_weight(layer, layer.weight.detach())),
+            layer.fold.batch_norm,
+        )
+        restore(module)
+        fuse_pair_(model, module, batch_norm)
+        with torch.no_grad():
+            layer.weight.copy_(weight)  # fusing rounds the weight and the factor apart
         merged = LayerQuantizer(quantizer.bank, quantizer.index, quantizer.scheme, baked=True)
         merged.has_range = quantizer.has_range
         merged.saved = None if saved is None else {key: value for key, value in saved.items() if key != "batch_norm"}

@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from eff_kernels.quantization import fake_quantize_symmetric
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
 from shared_core.quantization.graph import LAYERS, call_model, evaluating, output_tensor
-from shared_core.quantization.layers import as_rows, from_rows
+from shared_core.quantization.schemes import LayerScheme
+from shared_core.quantization.weight_quantizers import quantize_weight
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """The mean loss of a model on a batch, a scalar."""
@@ -54,7 +54,7 @@ def round_weight(module: nn.Module, weight: Tensor, bits: int) -> Tensor:
         >>> round_weight(nn.Linear(2, 1), torch.tensor([[3.0, 1.4]]), 3)
         tensor([[3., 1.]])
     """
-    return from_rows(module, fake_quantize_symmetric(as_rows(module, weight), 0, 2 ** (bits - 1) - 1), weight)
+    return quantize_weight(module, weight, LayerScheme(weight_bits=bits))
 
 
 def hessian_trace(

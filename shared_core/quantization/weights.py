@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError
 from shared_core.quantization.layers import weights_of
+from shared_core.ranks import local_part
 
 
 def local_weight(weight: Any) -> Tensor:
@@ -18,13 +19,12 @@ def local_weight(weight: Any) -> Tensor:
     Raises:
         CompatibilityError: If the weight is sharded along another axis than its channels.
     """
-    if not hasattr(weight, "to_local"):
-        return weight  # type: ignore[no-any-return]
-    if any(placement.is_shard() and not placement.is_shard(0) for placement in weight.placements):
+    placements = getattr(weight, "placements", ())
+    if any(placement.is_shard() and not placement.is_shard(0) for placement in placements):
         raise CompatibilityError(
-            f"qat: weights must be sharded along axis 0, got {weight.placements}; a channel's scale needs all of it"
+            f"qat: weights must be sharded along axis 0, got {placements}; a channel's scale needs all of it"
         )
-    return weight.to_local()  # type: ignore[no-any-return]
+    return local_part(weight)
 
 
 @torch.no_grad()
