@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from fp8_runs import ALL, LOSS_SCALE, Quiet, backward, data, net, update
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,18 +16,6 @@ from shared_core.fp8 import Fp8Config, convert_to_fp8
 from shared_core.fp8.operators import _LAYERS, fp8_grad_input, fp8_grad_weight, fp8_linear
 from shared_core.recipe import Recipe
 from shared_core.session import Session
-from shared_core.technique import BareServices
-
-ALL = ["tensorwise", "delayed", "rowwise", "blockwise", "mx", "s2fp8", "hfp8", "mxfp4", "nvfp4", "int16"]
-
-
-# hfp8 is refused without a scaler; nothing overflows at this scale, so no step is skipped
-LOSS_SCALE = {"loss_scale": {"kind": "static", "init_scale": 256.0, "format": "fp8_e5m2"}}
-
-
-class Quiet(BareServices):
-    def say(self, text):
-        pass
 
 
 @pytest.fixture(autouse=True)
@@ -34,35 +23,6 @@ def fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def net(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16))
-
-
-def data(count=4, size=12):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(size, 16, generator=generator) * (1 + step % 3) for step in range(count)]
-
-
-def backward(session, loss):
-    scaler = session.techniques["loss_scale"].scaler if "loss_scale" in session.techniques else None
-    (loss if scaler is None else scaler.scale(loss)).backward()
-
-
-def update(session, optimizer):
-    scaler = session.techniques["loss_scale"].scaler if "loss_scale" in session.techniques else None
-    if scaler is None:
-        session.before_optimizer_step()
-        optimizer.step()
-    else:
-        scaler.unscale_(optimizer)
-        session.before_optimizer_step()
-        scaler.step(optimizer)
-        scaler.update()
-    session.after_optimizer_step()
-    optimizer.zero_grad()
 
 
 def start(model, recipe):
@@ -97,7 +57,7 @@ def assert_same_run(recipe, backend, **options):
     runs = []
     for model, forward in (models[0], models[0]), (models[1], torch.compile(models[1], backend=backend, **options)):
         session, optimizer = start(model, recipe)
-        losses = train(session, optimizer, forward, data())
+        losses = train(session, optimizer, forward, data(4))
         with session.evaluating(), torch.no_grad():
             losses.append(forward(data(1)[0]).sum().item())
         runs.append((losses, *told(session)))
@@ -176,7 +136,7 @@ def test_recomputation_changes_no_number(recipe, reentrant):
     runs = []
     for model, forward in ((plain, plain), (recomputed, again)):
         session, optimizer = start(model, recipe)
-        runs.append((train(session, optimizer, forward, data()), *told(session)))
+        runs.append((train(session, optimizer, forward, data(4)), *told(session)))
     assert runs[0][0] == runs[1][0]
     assert runs[1][1] == {"forward": 8, "grad_input": 4, "grad_weight": 4}
     for a, b in zip(plain.parameters(), recomputed.parameters(), strict=True):
@@ -194,7 +154,7 @@ def test_recomputation_inside_a_compiled_graph():
     ends = []
     for model, call in ((plain, plain), (recomputed, forward)):
         session, optimizer = start(model, "delayed")
-        train(session, optimizer, call, data())
+        train(session, optimizer, call, data(4))
         ends.append(told(session)[1]["history"])
     assert torch.equal(*ends)
     for a, b in zip(plain.parameters(), recomputed.parameters(), strict=True):

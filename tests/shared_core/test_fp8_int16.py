@@ -1,13 +1,12 @@
 """The int16 recipe: fixed point with one exponent a tensor, moved by the count of overflows."""
 
 import math
-import socket
-import subprocess
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
+from two_ranks import run_two_ranks
 
 from shared_core.errors import CheckpointError
 from shared_core.fp8.int16 import Int16Cast, SharedExponentBank, fixed_point_round_to, needed_exponent
@@ -187,14 +186,7 @@ def worker(rank, port, folder):
 
 
 def test_two_processes_have_the_exponents_of_one(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    commands = [[sys.executable, "-P", __file__, str(rank), str(port), str(tmp_path)] for rank in range(2)]
-    workers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    for process in workers:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+    run_two_ranks(__file__, tmp_path)
     bank = SharedExponentBank(1)
     alone = {"trace": [step(bank, *pair, applied=index != 4) for index, pair in enumerate(shards())]}
     alone |= bank.state_dict()

@@ -1,14 +1,13 @@
 """Ranges of all layers from histograms, and observers and banks on two ranks: those of one process on all data."""
 
 import math
-import socket
-import subprocess
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
+from two_ranks import run_two_ranks
 
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.quantization import EstimatorBank, Histogram, make_observer
@@ -182,14 +181,7 @@ def worker(rank, port, folder):
 
 
 def test_two_ranks_hold_what_one_process_would(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    commands = [[sys.executable, "-P", __file__, str(rank), str(port), str(tmp_path)] for rank in range(2)]
-    workers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    for process in workers:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+    run_two_ranks(__file__, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     expected = {}
     for kind in STREAMING:

@@ -1,13 +1,12 @@
 """Ranges under two processes: those of one process on the joined batch, on both ranks."""
 
-import socket
-import subprocess
 import sys
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from two_ranks import run_two_ranks
 
 from shared_core.quantization import QatConfig, QuantizationAwareTraining
 from shared_core.technique import Context
@@ -50,14 +49,7 @@ def worker(rank, port, folder):
 
 
 def test_two_processes_have_the_ranges_of_one(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    commands = [[sys.executable, "-P", __file__, str(rank), str(port), str(tmp_path)] for rank in range(2)]
-    workers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    for process in workers:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+    run_two_ranks(__file__, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     ranges, parameters = run(make(), lambda model: model, data())
     assert first["ranges"] == second["ranges"]

@@ -1,0 +1,45 @@
+"""A small net, its batches and one optimizer step: what the tests of FP8 recipes share."""
+
+import torch
+from torch import nn
+
+from shared_core.technique import BareServices
+
+ALL = ["tensorwise", "delayed", "rowwise", "blockwise", "mx", "s2fp8", "hfp8", "mxfp4", "nvfp4", "int16"]
+
+# hfp8 is refused without a scaler; nothing overflows at this scale, so no step is skipped
+LOSS_SCALE = {"loss_scale": {"kind": "static", "init_scale": 256.0, "format": "fp8_e5m2"}}
+
+
+class Quiet(BareServices):
+    def say(self, text):
+        pass
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16))
+
+
+def data(count=8, size=12):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(size, 16, generator=generator) * (1 + step % 3) for step in range(count)]
+
+
+def backward(session, loss):
+    scaler = session.techniques["loss_scale"].scaler if "loss_scale" in session.techniques else None
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def update(session, optimizer):
+    scaler = session.techniques["loss_scale"].scaler if "loss_scale" in session.techniques else None
+    if scaler is None:
+        session.before_optimizer_step()
+        optimizer.step()
+    else:
+        scaler.unscale_(optimizer)
+        session.before_optimizer_step()
+        scaler.step(optimizer)
+        scaler.update()
+    session.after_optimizer_step()
+    optimizer.zero_grad()
