@@ -8,19 +8,11 @@ import torch
 from eff_kernels import fp8 as kernels
 from torch import Tensor
 
+from shared_core.fp8 import probe
 from shared_core.fp8.casts import Cast, Role
 from shared_core.fp8.config import Fp8Config
+from shared_core.fp8.native import BLOCKS, native_mm
 from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch
-
-_TENSOR, _ROW = (0, 0), (1, 0)
-# recipe → block of inputs and gradients, block of weights (both along the contracted axis), rounding of scales
-_BLOCKS: dict[str, tuple[kernels.Block, kernels.Block, kernels.Rounding]] = {
-    "tensorwise": (_TENSOR, _TENSOR, "exact"),
-    "delayed": (_TENSOR, _TENSOR, "exact"),
-    "rowwise": (_ROW, _ROW, "power_of_two"),
-    "blockwise": ((1, 128), (128, 128), "exact"),
-    "mx": ((1, 32), (1, 32), "mx"),
-}
 
 
 class Operand(NamedTuple):
@@ -31,14 +23,21 @@ class Operand(NamedTuple):
     record: bool
 
 
+class Product(NamedTuple):
+    """A product, and whether torch's scaled matmul computed it."""
+
+    value: Tensor
+    is_scaled_mm: bool
+
+
 class Arithmetic(Protocol):
     """What a recipe does to the operands of a product."""
 
-    def uses_scaled_mm(self, device: torch.device) -> bool:
-        """Return whether products run on torch's scaled matmul there."""
+    def why_emulated(self, device: torch.device) -> str | None:
+        """Return why products do not run on torch's scaled matmul there, to follow "as"; None if they do."""
         ...
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> Product:
         """Return ``a @ b.t()`` of the cast operands, accumulated in float32, in `dtype`."""
         ...
 
@@ -55,21 +54,23 @@ class ScaledArithmetic:
 
     def __init__(self, config: Fp8Config, bank: AmaxBank | None, index: int, watch: NonFiniteWatch | None) -> None:
         self.config, self.bank, self.index, self.watch = config, bank, index, watch
-        self.block, self.weight_block, self.rounding = _BLOCKS[config.recipe]
+        self.block, self.weight_block, self.rounding = BLOCKS[config.recipe]
 
-    def uses_scaled_mm(self, device: torch.device) -> bool:
-        """Return whether products run on torch's scaled matmul there."""
-        if self.config.backend != "auto":
-            return self.config.backend == "scaled_mm"
-        return not self.config.is_always_emulated and kernels.multiplies_fp8(device)
+    def why_emulated(self, device: torch.device) -> str | None:
+        """Return why products do not run on torch's scaled matmul there, to follow "as"; None if they do."""
+        if self.config.backend == "scaled_mm":
+            return None
+        if self.config.backend == "emulated":
+            return "backend=emulated asks"
+        return probe.why_not_native(self.config.recipe, self.config.gradient_dtype, device)
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> Product:
         """Return the product, on the device's scaled matmul or with the same numbers emulated."""
         left, right = self._quantize(a), self._quantize(b)
         kernels.check_scaled_mm_constraints(left, right)
-        if not self.uses_scaled_mm(left.codes.device):
-            return kernels.emulated_mm(left, right, dtype)
-        return kernels.scaled_mm(left, right, torch.float32 if dtype == torch.float64 else dtype).to(dtype)
+        if self.why_emulated(left.codes.device) is not None:
+            return Product(kernels.emulated_mm(left, right, dtype), False)
+        return Product(native_mm(left, right, torch.float32 if dtype == torch.float64 else dtype).to(dtype), True)
 
     def _quantize(self, operand: Operand) -> kernels.Scaled:
         matrix, role = operand.matrix.contiguous(), operand.role
@@ -98,16 +99,16 @@ class CastArithmetic:
     def __init__(self, cast: Cast, watch: NonFiniteWatch | None) -> None:
         self.cast, self.watch = cast, watch
 
-    def uses_scaled_mm(self, device: torch.device) -> bool:
-        """Return False: always emulated."""
-        return False
+    def why_emulated(self, device: torch.device) -> str:
+        """Return why, on every device."""
+        return "this recipe has no scaled matmul here"
 
-    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+    def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> Product:
         """Return the product of the rounded values."""
         left, right = (self._values(operand) for operand in (a, b))
         common = torch.promote_types(left.dtype, right.dtype)
         with torch.autocast(left.device.type, enabled=False):
-            return (left.to(common) @ right.to(common).t()).to(dtype)
+            return Product((left.to(common) @ right.to(common).t()).to(dtype), False)
 
     def _values(self, operand: Operand) -> Tensor:
         values = self.cast.cast(operand.matrix.contiguous(), operand.role, operand.record)

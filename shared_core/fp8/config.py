@@ -28,6 +28,7 @@ _DTYPES = {
     "fp4_e2m1": torch.float4_e2m1fn_x2,
     "int16": torch.int16,
 }
+_SCALED_MM_EVERYWHERE = ("tensorwise", "delayed", "rowwise")  # torch has it on CPUs too; of blocks on some GPUs only
 _HYBRID = ("tensorwise", "delayed")  # recipes that may have another format for gradients
 
 
@@ -74,10 +75,10 @@ class Fp8Config(TechniqueConfig):
             raise self._error("format", f"must be {own} with recipe={self.recipe}")
         if self.format == "e4m3" and self.forward_format != "fp8_e4m3":
             raise self._error("format", f"must be auto with recipe={self.recipe}, which has formats of its own")
-        if self.backend == "scaled_mm" and self.is_always_emulated:
+        if self.backend == "scaled_mm" and self.recipe not in _SCALED_MM_EVERYWHERE:
             raise self._error("backend", f"must be emulated (or auto) with recipe={self.recipe}")
         if self.backend == "torchao" and self.recipe not in ("tensorwise", "rowwise"):
-            own = "emulated (or auto)" if self.is_always_emulated else "auto, emulated or scaled_mm"
+            own = "auto, emulated or scaled_mm" if self.recipe in _SCALED_MM_EVERYWHERE else "emulated (or auto)"
             raise self._error("backend", f"must be {own} with recipe={self.recipe}, which torchao does not have")
 
     @property
@@ -99,11 +100,6 @@ class Fp8Config(TechniqueConfig):
     def has_scales(self) -> bool:
         """Whether operands are FP8 codes with a scale a block, as scaled matmuls take them."""
         return self.forward_format == "fp8_e4m3"
-
-    @property
-    def is_always_emulated(self) -> bool:
-        """Whether this recipe has no scaled matmul here, on any device."""
-        return self.recipe not in ("tensorwise", "delayed", "rowwise")
 
     @property
     def has_session_state(self) -> bool:

@@ -57,9 +57,9 @@ class LayerFp8:
         """Return ``a @ b.t()`` in `dtype` and count it; what is not observed is not remembered."""
         observing = self.watch is not None and self.watch.observing
         a, b = (operand._replace(record=operand.record and observing) for operand in (a, b))
-        out = self.arithmetic.multiply(a, b, dtype)
-        (self.scaled if self.arithmetic.uses_scaled_mm(out.device) else self.emulated)[product] += 1
-        return out
+        value, is_scaled_mm = self.arithmetic.multiply(a, b, dtype)
+        (self.scaled if is_scaled_mm else self.emulated)[product] += 1
+        return value
 
 
 def _layer(handle: Tensor) -> LayerFp8:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError, TrainingError
 from shared_core.fast_paths import Undo, fast_paths_off, fast_paths_on
+from shared_core.fp8 import probe
 from shared_core.fp8.config import Fp8Config
 from shared_core.fp8.convert import Bank, convert_layer, select_layers
 from shared_core.fp8.hfp8 import round_update_, round_weights_
@@ -17,7 +18,7 @@ from shared_core.fp8.int16 import SharedExponentBank
 from shared_core.fp8.linear import restore
 from shared_core.fp8.operators import PRODUCTS, LayerFp8
 from shared_core.fp8.scaling import ROLES, AmaxBank, NonFiniteWatch
-from shared_core.fp8.torchao_backend import emulates, follow_device, restore_from_torchao
+from shared_core.fp8.torchao_backend import follow_device, restore_from_torchao
 from shared_core.loss_dtype import LossDtype
 from shared_core.ranks import local_part
 from shared_core.technique import Context, Technique
@@ -44,7 +45,7 @@ class Fp8Training(Technique):
         self.states: dict[str, LayerFp8] = {}  # empty where torchao multiplies
         self.discarded = 0
         self._in_a_row = 0
-        self._native = False
+        self._emulated_because: str | None = None
         self._watch = NonFiniteWatch()
         self._loss_dtype = LossDtype()
         self._bank: Bank | None = None
@@ -94,16 +95,12 @@ class Fp8Training(Technique):
         self._observe(True)
         if self.config.recipe == "hfp8":
             round_weights_([local_part(module.weight.detach()) for module in self.layers.values()])
-        self._native = not self._emulates(device)
-        if not self._native:
-            reason = "as backend=emulated asks"
-            if self.config.backend != "emulated":
-                reason = f"as {device.type} does not multiply FP8"
-                if self.config.is_always_emulated:
-                    reason = "as this recipe has no scaled matmul here"
+        self._emulated_because = self._why_emulated(device)
+        if self._emulated_because is not None:
             context.services.say(
-                f"efftrain: fp8: EMULATED, {reason}: products are computed in float32 on {self.config.forward_format} "
-                "values, so the numbers are those of such training but every step is slower, not faster"
+                f"efftrain: fp8: EMULATED, as {self._emulated_because}: products are computed in float32 on "
+                f"{self.config.forward_format} values, so the numbers are those of such training but every step is "
+                "slower, not faster"
             )
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
@@ -172,10 +169,11 @@ class Fp8Training(Technique):
         if self._bank is not None:
             self._bank.observing = observing
 
-    def _emulates(self, device: torch.device) -> bool:
+    def _why_emulated(self, device: torch.device) -> str | None:
         if not self.states:
-            return emulates(next(iter(self.layers.values())))
-        return not next(iter(self.states.values())).arithmetic.uses_scaled_mm(device)
+            return probe.why_not_native(self.config.recipe, self.config.gradient_dtype, device)
+        # hfp8's layers in 16 bit are emulated as its others are
+        return next(iter(self.states.values())).arithmetic.why_emulated(device)
 
     def weights_replaced(self, context: Context) -> None:
         """Forget the histories: those of other weights do not fit; the next scales are of current magnitudes."""
@@ -243,6 +241,7 @@ class Fp8Training(Technique):
             "gradient_format": self.config.gradient_format,
             "layers": len(layers),
             "native_layers": sum(entry["native"] for entry in layers),
+            **({} if self._emulated_because is None else {"emulated_because": self._emulated_because}),
             "discarded_steps": self.discarded,
             **self._loss_dtype.report(),
             "left_out": dict(self.left_out),
@@ -255,7 +254,8 @@ class Fp8Training(Technique):
             entry["sixteen_bit"] = name in self.sixteen_bit
         state = self.states.get(name)
         if state is None:  # torchao does not count; it multiplies as it was told at the start
-            return entry | {"by": "torchao", "native": self._native and module.weight.device.type == "cuda"}
+            on_gpu = module.weight.device.type == "cuda"
+            return entry | {"by": "torchao", "native": on_gpu and self._emulated_because is None}
         entry |= {
             # native means on hardware that multiplies FP8, and seen to be called, not only asked for
             "native": bool(state.scaled) and not state.emulated and module.weight.device.type == "cuda",

@@ -7,10 +7,10 @@ import sys
 from typing import Any
 
 import torch
-from eff_kernels import fp8 as kernels
 from torch import nn
 
 from shared_core.errors import MissingExtraError
+from shared_core.fp8 import probe
 from shared_core.fp8.config import Fp8Config
 from shared_core.fp8.linear import change_class
 
@@ -21,7 +21,7 @@ _ADDED = ("scaling_type_input", "scaling_type_weight", "scaling_type_grad_output
 def swap_to_torchao(module: nn.Linear, config: Fp8Config) -> None:
     """Make a stock layer torchao's `Float8Linear`, in place: module, parameters and keys stay.
 
-    Products run on torch's scaled matmul where the device multiplies FP8, else torchao emulates them.
+    Products run on torch's scaled matmul where that gives the emulation's numbers, else torchao emulates them.
 
     Args:
         module: A stock layer.
@@ -56,11 +56,6 @@ def restore_from_torchao(module: nn.Module) -> None:
             vars(module).pop(name, None)
 
 
-def emulates(module: nn.Module) -> bool:
-    """Return whether a torchao layer multiplies dequantised values."""
-    return bool(module.config.emulate)  # type: ignore[union-attr]
-
-
 def _torchao(config: Fp8Config, device: torch.device) -> tuple[Any, Any]:
     try:
         from torchao.float8 import Float8LinearConfig
@@ -68,7 +63,8 @@ def _torchao(config: Fp8Config, device: torch.device) -> tuple[Any, Any]:
     except ImportError as error:
         raise MissingExtraError("fp8: backend=torchao", "torchao", "torchao") from error
     settings = Float8LinearConfig.from_recipe_name(config.recipe)
-    changes: dict[str, Any] = {"emulate": not kernels.multiplies_fp8(device)}
+    reason = probe.why_not_native(config.recipe, config.gradient_dtype, device)
+    changes: dict[str, Any] = {"emulate": reason is not None}
     if config.gradient_dtype != settings.cast_config_grad_output.target_dtype:
         gradient = dataclasses.replace(settings.cast_config_grad_output, target_dtype=config.gradient_dtype)
         changes |= {"cast_config_grad_output": gradient, "cast_config_grad_output_for_grad_weight": gradient}

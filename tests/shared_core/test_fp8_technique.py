@@ -266,7 +266,9 @@ def test_states_of_other_runs_are_refused():
 def test_the_run_says_once_and_aloud_that_it_emulates():
     for options, reason in (
         ({}, "cpu does not multiply FP8"),
-        ({"recipe": "mx"}, "this recipe has no scaled matmul"),
+        ({"recipe": "mx"}, "cpu does not multiply FP8"),
+        ({"recipe": "rowwise", "backend": "emulated"}, "backend=emulated asks"),
+        ({"recipe": "mxfp4"}, "this recipe has no scaled matmul"),
         ({"recipe": "int16"}, "on int16 values"),
         ({"recipe": "rowwise", "backend": "torchao"}, "cpu does not multiply FP8"),
     ):
@@ -279,6 +281,7 @@ def test_the_run_says_once_and_aloud_that_it_emulates():
         assert reason in line
         session.finish()
         told = session.receipt()["techniques"]["fp8"]
+        assert f"EMULATED, as {told['emulated_because']}: products" in line
         assert told["native_layers"] == 0
         assert told["per_layer"][0].get("emulated", {"forward": 3})["forward"] == 3
     session, _ = start(net(), backend="scaled_mm")

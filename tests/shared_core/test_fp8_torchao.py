@@ -12,7 +12,7 @@ from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 
 from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
-from shared_core.fp8 import Fp8Config, Fp8Linear, convert_to_fp8
+from shared_core.fp8 import Fp8Config, Fp8Linear, convert_to_fp8, probe
 from shared_core.recipe import Recipe
 from shared_core.session import Session
 from shared_core.technique import BareServices
@@ -139,7 +139,7 @@ def test_what_torchao_multiplies_by_follows_the_device_at_the_start_of_training(
     session = Session(Recipe.from_dict({"fp8": {"recipe": "rowwise", "backend": "torchao"}}), services=Quiet())
     session.attach(model)
     assert model[2].config.emulate
-    monkeypatch.setattr(kernels, "multiplies_fp8", lambda device: True)  # as if the trainer had moved it to a GPU
+    monkeypatch.setattr(probe, "why_not_native", lambda *_: None)  # as if the trainer had moved it to a GPU
     session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=1)
     assert not model[2].config.emulate
     assert model[2].config.pad_inner_dim
