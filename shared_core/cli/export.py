@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shared_core.cli.loading import build_model, load_weights
+from shared_core.cli.loading import build_model, function, load_weights
 from shared_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ def export(
     static_batch: Annotated[
         bool, typer.Option("--static-batch", help="Fix the batch to the length of the example's.")
     ] = False,
+    calibration: Annotated[
+        str | None, typer.Option(help="module:function that returns batches of inputs: codes between convolutions too.")
+    ] = None,
     no_verify: Annotated[
         bool, typer.Option("--no-verify", help="Do not run the file in onnxruntime and compare.")
     ] = False,
@@ -53,7 +56,11 @@ def export(
         load_quantized(network, weights)
     from shared_core.quantization.export_onnx import export_onnx
 
-    report = export_onnx(network, inputs, out, opset=opset, dynamic_batch=not static_batch, verify=not no_verify)
+    batches = None if calibration is None else list(function(calibration, "eff export: --calibration")())
+    report = export_onnx(
+        network, inputs, out,
+        opset=opset, dynamic_batch=not static_batch, verify=not no_verify, calibration=batches,
+    )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), default=str, indent=2))
         return
@@ -64,16 +71,19 @@ def export(
         typer.echo("not compared with the model")
     else:
         typer.echo(f"largest difference to the model: {report.largest_difference:.2g}")
+    if report.relative_change is not None:
+        typer.echo(f"codes between layers change the outputs by {report.relative_change:.2%}")
     nodes = ", ".join(f"{count} {name}" for name, count in report.integer_nodes.items())
     typer.echo(f"integer kernels of onnxruntime here: {nodes or 'none'}")
 
 
-def load_quantized(model: nn.Module, path: Path) -> None:
+def load_quantized(model: nn.Module, path: Path, where: str = "eff export") -> None:
     """Load the baked weights and the ranges that training with qat saved into a plain model.
 
     Args:
         model: The plain model; changed in place.
         path: A folder, a ``.safetensors`` file beside ``eff_deployment.json``, or a ``.ckpt``.
+        where: The command, for errors.
 
     Raises:
         CheckpointError: If it is missing, damaged, of another model, or without ranges.
@@ -83,5 +93,5 @@ def load_quantized(model: nn.Module, path: Path) -> None:
 
     beside = path if path.is_dir() or path.suffix == ".ckpt" or not path.exists() else path.parent
     ranges = read_deployment(beside).get("qat", {}).get("ranges", {})
-    prefix = load_weights(model, path, "eff export")
+    prefix = load_weights(model, path, where)
     apply_ranges(model, {name.removeprefix(prefix): value for name, value in ranges.items() if name.startswith(prefix)})

@@ -65,7 +65,7 @@ def load_weights(model: nn.Module, path: Path, where: str) -> str:
     Raises:
         CheckpointError: If it is missing, damaged, or of another model.
     """
-    state_dict = _state_dict(path, where)
+    state_dict = state_dict_of(path, where)
     names = list(model.state_dict())
     first = next((key for key in state_dict if names and key.endswith(names[0])), "")
     prefix = first.removesuffix(names[0]) if first else ""
@@ -81,7 +81,8 @@ def load_weights(model: nn.Module, path: Path, where: str) -> str:
     return prefix
 
 
-def _state_dict(path: Path, where: str) -> dict[str, Tensor]:
+def state_dict_of(path: Path, where: str) -> dict[str, Tensor]:
+    """Return the tensors that a folder, a ``.safetensors``, a ``.ckpt`` or another file of weights holds."""
     from shared_core.soup.sources import load_torch_file, open_ingredient
 
     if path.suffix == ".ckpt":  # opened as an ingredient it would give the latent weights

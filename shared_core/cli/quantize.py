@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import itertools
 import json
-from collections.abc import Iterable, Iterator
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shared_core.cli import quantize_report_measures as measures
+from shared_core.cli.export import load_quantized
 from shared_core.cli.loading import build_model, function, load_weights
+from shared_core.cli.page import Cell, Section, Table, check_page, write_page
+from shared_core.cli.progress_bar import bar
+from shared_core.cli.quantize_report import sections, tell
 from shared_core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
 
+    from shared_core.quantization import QatConfig, SelectivePlan
+    from shared_core.quantization.torchao_methods import TorchaoReport
+
 REPORT_FILE = "eff_quantization.json"
+PLAN_FILE = "plan.yaml"
+_FLAGS = {"evaluate": "eval", "set_options": "set"}
+_WITHOUT_METHOD = ("plan", "equalize", "correct_bias", "sensitivity", "largest_loss", "all_layers", "attack", "latency")
+_GAINS = ("plain_output_sqnr_db", "output_sqnr_db", "plain_sqnr_db", "sqnr_db")
+_PLACES = ("as_json", "out", "report")  # where a report goes does not change it
 
 
 def quantize(
     model: Annotated[str, typer.Argument(help="module:function that returns the model, or (model, example_inputs).")],
     out: Annotated[Path, typer.Option(help="The folder to write; it must not exist or be empty.")],
     scheme: Annotated[
-        str, typer.Option(help="As --qat_scheme: int8, int8_weight, int8_dynamic, int4_weight, ...")
-    ] = "int8",
+        str | None,
+        typer.Option(
+            help="As --qat_scheme: int8 (the default), int8_weight, int8_dynamic, int4_weight, ...; with --method the "
+            "method's own by default."
+        ),
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help="gptq, awq or smoothquant, by torchao, in place of rounding. Needs --calibration."),
+    ] = None,
     weights: Annotated[Path | None, typer.Option(help="A folder or file with the trained weights.")] = None,
     calibration: Annotated[
         str | None, typer.Option(help="module:function that returns batches of inputs: tensors, tuples or dicts.")
@@ -32,7 +57,9 @@ def quantize(
     batches: Annotated[int, typer.Option(help="Calibration batches to run, at most.")] = 100,
     set_options: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Another option of qat as NAME=VALUE, such as range=kl; may be repeated."),
+        typer.Option(
+            "--set", help="Another option of qat (or of --method) as NAME=VALUE, such as range=kl; may be repeated."
+        ),
     ] = None,
     plan: Annotated[
         Path | None, typer.Option(help="A bit plan that was saved as YAML; --set and --scheme add to it.")
@@ -44,53 +71,234 @@ def quantize(
     evaluate: Annotated[
         str | None, typer.Option("--eval", help="module:function that takes a model and returns its quality.")
     ] = None,
+    mode: Annotated[str, typer.Option(help="Whether quality is better when larger (max) or smaller (min).")] = "max",
+    accept: Annotated[
+        str,
+        typer.Option(
+            help="Largest loss of quality, as a share of the float model's: a number, default (0.5 % acceptable, over "
+            "1 % not) or recommender (0.01 %)."
+        ),
+    ] = "default",
+    qat: Annotated[
+        Path | None, typer.Option(help="What qat saved of the same model, to be judged beside it: a folder or .ckpt.")
+    ] = None,
+    sensitivity: Annotated[
+        str | None, typer.Option(help="Measure what each layer costs alone: rmse of the output, or kl. Needs batches.")
+    ] = None,
+    largest_loss: Annotated[
+        float | None,
+        typer.Option(help="Quantise as many layers as lose at most this much of --eval, in its own unit."),
+    ] = None,
+    all_layers: Annotated[
+        bool, typer.Option("--all-layers", help="With --largest-loss: do not keep first, last and the like in float.")
+    ] = False,
+    attack: Annotated[
+        str | None,
+        typer.Option(help="module:function that returns batches (images, classes): accuracy under FGSM and PGD."),
+    ] = None,
+    attack_eps: Annotated[
+        str, typer.Option(help="Largest changes of an input, in its own unit, such as 2/255,0.03.")
+    ] = "2/255,8/255",
+    attack_range: Annotated[
+        str, typer.Option(help="Smallest and largest value of an input as LOW,HIGH; none.")
+    ] = "0,1",
+    attack_steps: Annotated[int, typer.Option(help="Steps of PGD, each of 2.5·eps/steps.")] = 20,
     latency: Annotated[
         bool, typer.Option("--latency", help="Time one forward in float, bf16 and quantised; MODEL gives the inputs.")
     ] = False,
+    report: Annotated[
+        Path | None, typer.Option(help="Write a page with tables and plots: an .html file, and a .md beside it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Quantise a trained model and save plain weights, what a deployment needs beside them, and a report.
 
     The folder holds model.safetensors, whose weights have the values of their codes and load into the plain model (with
     --equalize or --correct-bias, into the plain model without batch norms that were fused);
-    eff_deployment.json, with which `apply_ranges`, `convert` and `eff export` make it quantise its inputs; and
-    eff_quantization.json, the report.
+    eff_deployment.json, with which `apply_ranges`, `convert` and `eff export` make it quantise its inputs; plan.yaml,
+    with --largest-loss; and eff_quantization.json, the report. With --method the weights are plain too, no deployment
+    file is written, and quality is that of torchao's kernels.
     """
+    scheme = scheme or (None if method else "int8")
+    asked = {_FLAGS.get(name, name): value for name, value in locals().items() if name not in _PLACES}
+    import torch
+
     from shared_core.quantization import BitPlan, QatConfig, quantize_with_report
     from shared_core.quantization.latency import latencies
+    from shared_core.quantization.quality_report import judge_loss, layer_bytes, thresholds
     from shared_core.quantization.sizes import quantized_bytes
+    from shared_core.quantization.torchao_layers import TorchaoMethodConfig, check_runs, to_plain_weights
+    from shared_core.quantization.torchao_methods import quantize_with_torchao
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"eff quantize: --out must be a new or empty folder, got {out}")
+    if report is not None:
+        check_page(report, "eff quantize: --report", made=out)
+    if mode not in ("max", "min"):
+        raise ConfigError(f"eff quantize: --mode must be max or min, got {mode!r}")
+    thresholds(accept)
+    _check_together(
+        ("--qat", qat, "--eval or --attack", evaluate or attack),
+        ("--sensitivity", sensitivity, "--calibration", calibration),
+        ("--largest-loss", largest_loss is not None, "--eval and --calibration", evaluate and calibration),
+        ("--all-layers", all_layers, "--largest-loss", largest_loss is not None),
+        ("--method", method, "--calibration", calibration),
+    )
+    alone = [name for name in _WITHOUT_METHOD if method and asked[name] is not None and asked[name] is not False]
+    if alone:
+        flags = ", ".join("--" + name.replace("_", "-") for name in alone)
+        raise ConfigError(f"eff quantize: --method must stand without {flags}, which it cannot serve; leave it out")
+    own = dict(_options(set_options or [])) if method else {}
+    by_torchao = TorchaoMethodConfig.from_dict({"method": method, "scheme": scheme, **own}) if method else None
+    if largest_loss is not None and plan is not None:
+        raise ConfigError("eff quantize: --largest-loss must stand without --plan, which it would make; leave one out")
     options: dict[str, Any] = BitPlan.from_yaml(plan).qat_options() if plan is not None else {}
-    options |= {"scheme": scheme, **_options(set_options or [])}
+    if by_torchao is None:
+        options |= {"scheme": scheme, **_options(set_options or [])}
+    else:
+        options["scheme"] = by_torchao.scheme
     if scheme == "int8":
         options.setdefault("range", "mse")
     config = QatConfig.from_dict(options)
+    if largest_loss is not None:
+        measures.check_plannable(config, largest_loss)
+    if sensitivity not in (None, "kl", "rmse"):
+        raise ConfigError(f"eff quantize: --sensitivity must be kl or rmse, got {sensitivity!r}")
+    settings = measures.attack_settings(attack_eps, attack_range, attack_steps)
     network, inputs = build_model(model, "eff quantize")
     if latency and inputs is None:
         raise ConfigError(f"eff quantize: {model} must return (model, example_inputs) for --latency, got a model alone")
+    if by_torchao is not None:
+        some = next((value for value in network.parameters() if value.is_floating_point()), torch.empty(0))
+        check_runs(by_torchao, some.device, some.dtype)  # before batches are loaded and quality is measured
+    models = {"float": network}
+    if qat is not None:
+        models["qat"] = copy.deepcopy(network)
+        load_quantized(models["qat"], qat, "eff quantize: --qat")
     if weights is not None:
         load_weights(network, weights, "eff quantize")
     judge = function(evaluate, "eff quantize: --eval") if evaluate else None
-    data = None if calibration is None else _shown(function(calibration, "eff quantize: --calibration")(), batches)
-    before = None if judge is None else float(judge(network.eval()))
-    quantized, report = quantize_with_report(
-        network, config, data, num_batches=batches, equalize=equalize, correct_bias=correct_bias
-    )
-    after = None if judge is None else float(judge(quantized))
+    images = None if attack is None else measures.attack_data(function(attack, "eff quantize: --attack")())
+    data = None
+    if calibration is not None:
+        data = list(_loaded(function(calibration, "eff quantize: --calibration")(), batches))
+
+    quality: dict[str, float | None] = {"float": None, "quantized": None}
+    attacks: list[dict[str, Any]] = []
+
+    def measure(name: str) -> None:
+        if judge is not None:
+            quality[name] = float(judge(models[name].eval()))
+        if images is not None:
+            with bar(f"attacks on the {name} model") as advance:
+                for row in measures.attacked(name, models[name], network, images, settings):
+                    attacks.append(row)
+                    advance(len(attacks), None)
+
+    def quantized_as(config: QatConfig, show: Callable[[int, int], None] | None = None) -> tuple[nn.Module, Any]:
+        if by_torchao is not None and data is not None:
+            return quantize_with_torchao(
+                network, calibration=data, num_batches=batches, progress=show, **by_torchao.to_dict()
+            )
+        return quantize_with_report(
+            network,
+            config,
+            data,
+            num_batches=batches,
+            equalize=equalize,
+            correct_bias=correct_bias,
+            progress=show,
+        )
+
+    measure("float")
+    with bar("calibration") as advance:
+        models["quantized"], done = quantized_as(config, advance)
+    costs, found, keep = None, None, dict[str, str]()
+    if data is not None and (sensitivity is not None or largest_loss is not None):
+        with bar("sensitivity of layers"):
+            costs = measures.sensitivities(network, done, data, sensitivity or "rmse")
+    if costs is not None and judge is not None and data is not None and largest_loss is not None:
+        keep = {} if all_layers else measures.kept_in_float(network, costs, data[0])
+        with bar("plan") as advance:
+            config, found = measures.selective_plan(
+                network, config, costs, lambda chosen: quantized_as(chosen)[0], judge,
+                largest_loss=largest_loss, mode=mode, keep=keep,
+            )  # fmt: skip
+        models["quantized"], done = quantized_as(config)
+    for name in ("quantized", *(["qat"] if qat is not None else [])):
+        measure(name)
     values = {
-        "config": config.to_dict(),
-        **dataclasses.asdict(report),
-        "quality": {"float": before, "quantized": after},
-        "milliseconds": latencies(network, quantized, inputs) if latency else {},
-        "bytes": {"float": _bytes(network), "quantized": quantized_bytes(quantized)},
+        "asked": {name: str(value) if isinstance(value, Path) else value for name, value in asked.items()},
+        "config": (by_torchao or config).to_dict(),
+        "ranges": {},
+        "notes": [] if by_torchao is None else _notes_of_method(done),
+        **dataclasses.asdict(done),
+        "quality": quality,
+        "verdicts": {
+            name: _no_nan(dataclasses.asdict(judge_loss(quality["float"], value, accept, mode)))  # type: ignore[arg-type]
+            for name, value in quality.items()
+            if name != "float" and value is not None and quality["float"] is not None
+        },
+        "milliseconds": latencies(network, models["quantized"], inputs) if latency else {},
+        "machine": measures.machine() if latency else {},
+        "bytes": {"float": _bytes(network)},
+        "layer_bytes": {name: list(sizes) for name, sizes in layer_bytes(models["quantized"]).items()},
+        "sensitivity": None if costs is None else {"metric": sensitivity or "rmse", "layers": costs},
+        "plan": None if found is None else measures.plan_values(found, keep, mode),
+        "attacks": None if images is None else {**settings, "rows": attacks},
     }
-    _write(out, quantized, values)
+    if by_torchao is None:
+        values["bytes"]["quantized"] = quantized_bytes(models["quantized"])
+    else:
+        to_plain_weights(models["quantized"])
+        values["layer_bytes"] = {entry["name"]: [entry["float_bytes"], entry["bytes"]] for entry in done.layers}
+        saved = sum(before - after for before, after in values["layer_bytes"].values())
+        values["bytes"]["quantized"] = values["bytes"]["float"] - saved
+    _write(out, models["quantized"], values, found, config)
+    if report is not None:
+        gained = [] if by_torchao is None else [_section_of_method(values)]
+        write_page(report, f"Quantisation of {model}", [*sections(values), *gained])
     if as_json:
         typer.echo(json.dumps(values, indent=2, default=str))
         return
-    _tell(out, values)
+    tell(out, values)
+    if report is not None:
+        typer.echo(f"wrote {report} and {report.with_suffix('.md')}")
+
+
+def _notes_of_method(done: TorchaoReport) -> list[str]:
+    gains = sorted(entry["output_sqnr_db"] - entry["plain_output_sqnr_db"] for entry in done.layers)
+    error = done.output_error
+    return [
+        f"{done.method} of torchao {done.torchao}: relative error of the model's output on the calibration batches "
+        f"{error['quantized']:.3%}, with plain rounding to the same grid {error['plain']:.3%}",
+        f"the outputs of {sum(gain > 0 for gain in gains)} of {len(gains)} layers gained, the median layer "
+        f"{statistics.median(gains):+.2f} dB",
+        f"runs as: {'; '.join(dict.fromkeys(entry['kernel'] for entry in done.layers))}; the saved weights are the "
+        "values of the codes, for products in float",
+    ]
+
+
+def _section_of_method(values: dict[str, Any]) -> Section:
+    rows: list[list[Cell]] = [
+        [entry["name"], *(round(entry[key], 2) for key in _GAINS), entry["kernel"]] for entry in values["layers"]
+    ]
+    headings = ["layer", "output, plainly rounded", "output", "weight, plainly rounded", "weight", "kernel"]
+    return Section(
+        f"What {values['method']} gained",
+        [
+            "Signal to noise in dB of each layer's output, on the calibration batches with inputs in float, and of its "
+            "weight, beside plain rounding to the same kind of grid. A method that looks at the inputs may lose on the "
+            "weight and gain on the output.",
+            Table(headings, rows),
+        ],
+    )
+
+
+def _check_together(*needs: tuple[str, Any, str, Any]) -> None:
+    for name, given, other, there in needs:
+        if given and not there:
+            raise ConfigError(f"eff quantize: {name} must come with {other}; add what is missing")
 
 
 def _options(pairs: list[str]) -> dict[str, str]:
@@ -103,21 +311,24 @@ def _options(pairs: list[str]) -> dict[str, str]:
     return options
 
 
-def _shown(batches: Iterable[Any], count: int) -> Iterator[Any]:
-    from rich.progress import Progress
-
-    with Progress(transient=True) as progress:
-        bar = progress.add_task("calibration", total=count)
-        for batch in batches:
+def _loaded(batches: Iterable[Any], count: int) -> Iterator[Any]:
+    with bar("loading batches") as advance:
+        for number, batch in enumerate(itertools.islice(batches, max(count, 0)), 1):
             yield batch
-            progress.advance(bar)
+            advance(number, None)
+
+
+def _no_nan(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
 
 
 def _bytes(model: nn.Module) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    # a shared weight is one
+    tensors = {value.data_ptr(): value.numel() * value.element_size() for value in model.state_dict().values()}
+    return sum(tensors.values())
 
 
-def _write(out: Path, model: nn.Module, values: dict[str, Any]) -> None:
+def _write(out: Path, model: nn.Module, values: dict[str, Any], found: SelectivePlan | None, config: QatConfig) -> None:
     from safetensors.torch import save_model
 
     from shared_core.atomic import atomic_folder
@@ -125,33 +336,8 @@ def _write(out: Path, model: nn.Module, values: dict[str, Any]) -> None:
 
     with atomic_folder(out) as temporary:
         save_model(model, str(temporary / "model.safetensors"))  # shared tensors once
-        write_deployment(str(temporary), {"qat": {"ranges": values["ranges"]}})
+        if values["ranges"]:
+            write_deployment(str(temporary), {"qat": {"ranges": values["ranges"]}})
+        if found is not None:
+            found.plan.to_yaml(temporary / PLAN_FILE, scheme=config.scheme)
         (temporary / REPORT_FILE).write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")
-
-
-def _tell(out: Path, values: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"quantised with {values['config']['scheme']}: {out}", title_justify="left")
-    for heading in ("layer", "weights", "bits", "input", "SQNR (dB)"):
-        table.add_column(heading, justify="left" if heading in ("layer", "input") else "right")
-    for entry in values["layers"]:
-        table.add_row(
-            entry["name"], f"{entry['weights']:,}", str(entry["weight_bits"]), entry["input"], f"{entry['sqnr_db']:.1f}"
-        )
-    console = Console()
-    console.print(table)
-    for name, reason in values["left_out"].items():
-        console.print(f"left in float: {name}: {reason}", markup=False)
-    for note in values["notes"]:
-        console.print(f"note: {note}", markup=False)
-    size = values["bytes"]
-    ratio = size["float"] / size["quantized"]
-    console.print(f"size as codes: {size['quantized']:,} of {size['float']:,} bytes, {ratio:.2f} times smaller")
-    if values["milliseconds"]:
-        told = ", ".join(f"{name} {found:.2f} ms" for name, found in values["milliseconds"].items())
-        console.print(f"one forward, one thread: {told}")
-    quality = values["quality"]
-    if quality["float"] is not None:
-        console.print(f"quality: {quality['float']:.4f} in float, {quality['quantized']:.4f} quantised")

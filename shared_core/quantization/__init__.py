@@ -41,9 +41,14 @@ from shared_core.quantization.lora_config import LoraConfig as LoraConfig
 from shared_core.quantization.post_training import QuantizationReport as QuantizationReport
 from shared_core.quantization.post_training import quantize as quantize
 from shared_core.quantization.post_training import quantize_with_report as quantize_with_report
+from shared_core.quantization.quality_report import judge_loss as judge_loss
 from shared_core.quantization.range_estimator import RangeEstimator as RangeEstimator
 from shared_core.quantization.range_estimators import make_observer as make_observer
 from shared_core.quantization.ranges import apply_ranges as apply_ranges
+from shared_core.quantization.robustness import AdversarialAccuracy as AdversarialAccuracy
+from shared_core.quantization.robustness import adversarial_accuracy as adversarial_accuracy
+from shared_core.quantization.robustness import fgsm as fgsm
+from shared_core.quantization.robustness import pgd as pgd
 from shared_core.quantization.selective import SelectivePlan as SelectivePlan
 from shared_core.quantization.selective import keep_high as keep_high
 from shared_core.quantization.selective import plan_by_quality as plan_by_quality
@@ -54,3 +59,7 @@ from shared_core.quantization.technique import QuantizationAwareTraining as Quan
 from shared_core.quantization.ternary import binarize as binarize
 from shared_core.quantization.ternary import binarize_activation as binarize_activation
 from shared_core.quantization.ternary import ternarize as ternarize
+from shared_core.quantization.torchao_layers import methods_here as methods_here
+from shared_core.quantization.torchao_layers import to_plain_weights as to_plain_weights
+from shared_core.quantization.torchao_methods import TorchaoReport as TorchaoReport
+from shared_core.quantization.torchao_methods import quantize_with_torchao as quantize_with_torchao

@@ -56,6 +56,9 @@ class QatConfig(TechniqueConfig):
     )
     ema_constant: float = option(0.01, help="weight of a new step in the moving average", above=0.0, high=1.0)
     percentile: float = option(99.99, help="share of the values inside the range, in percent", above=50.0, high=100.0)
+    clip_gelu: float | None = option(
+        None, help="largest value with a code where a layer reads the output of a GELU; 10 is usual", above=0.0
+    )
     weight_bits: int | None = option(
         None, help="bits of a weight code, -(2^(b-1) - 1) to 2^(b-1) - 1; by default the scheme's", low=2, high=8
     )
@@ -102,6 +105,8 @@ class QatConfig(TechniqueConfig):
         static = self.scheme == "int8" or (self.scheme in ("ternary", "binary") and self.activation_bits is not None)
         if self.range != "ema" and not static:
             raise self._error("range", f"must be left alone with scheme={self.scheme}, which observes no activations")
+        if self.clip_gelu is not None and (not static or self.range in ("lsq", "lsq_plus")):
+            raise self._error("clip_gelu", f"must be left alone with scheme={self.scheme} and range={self.range}")
         if self.weight_bits is not None and not self.scheme.startswith("int"):
             raise self._error("weight_bits", f"must be left alone with scheme={self.scheme}, which fixes them")
         if self.activation_bits is not None and self.scheme in ("int8_weight", "int4_weight", "fp8", "mxfp4", "nvfp4"):

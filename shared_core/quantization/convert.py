@@ -33,10 +33,11 @@ def convert(
 
     The reference is exact and portable, not fast. ``backend="torchao"`` puts linear layers on torchao's kernels with
     the same weight codes: int8 weights whose inputs have a range, or one for each token, or stay in float, and on CPUs
-    int4 weights with inputs in float. Layers that have no such kernel stay on the reference; `conversion_report` says
-    what runs where. Outside of `torch.compile` much of the time goes into the codes of inputs: compile the converted
-    model, for inference with ``torch.compile(model, options={"freezing": True})`` under `torch.no_grad`, which packs
-    the weights once and touches no setting of other models.
+    int4 weights with inputs in float. On CPUs it puts 2-d convolutions on oneDNN's, which sum the same integers. Layers
+    that have no such kernel stay on the reference; `conversion_report` says what runs where. Outside of `torch.compile`
+    much of the time goes into the codes of inputs: compile the converted model, for inference with
+    ``torch.compile(model, options={"freezing": True})`` under `torch.no_grad`, which packs the weights once and touches
+    no setting of other models.
 
     Args:
         model: A model in or after quantization-aware training, or a plain one with baked weights.

@@ -66,7 +66,8 @@ def _mapping(output: Any) -> Any:
     return dict(output) if isinstance(output, Mapping) else output
 
 
-def _session(file: Path | str, optimise: bool, save: Path | None = None) -> Any:
+def session_of(file: Path | str, optimise: bool, save: Path | None = None) -> Any:
+    """Return an onnxruntime session on the CPU; `save` is where it writes the graph that it made of the file."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -103,7 +104,7 @@ def _run(file: Path, inputs: Any) -> tuple[list[Any], list[Any]]:
     with tempfile.TemporaryDirectory(prefix="eff-onnx-") as folder:
         probe = Path(folder) / "probe.onnx"
         onnx.save(model, probe)
-        session = _session(probe, optimise=False)
+        session = session_of(probe, optimise=False)
         found = session.run(None, feeds(session, inputs))
     return found[:num_outputs], found[num_outputs:]
 
@@ -156,13 +157,33 @@ def _forced_input(quantize: Any, scale: Tensor, zero_point: Tensor, lowest: int,
     return forward
 
 
+def relative_change(file: Path, other: Path, inputs: Any) -> float:
+    """Return the largest difference between two files' outputs, without optimisation, relative to the largest output.
+
+    Raises:
+        CompatibilityError: If it is not finite.
+    """
+    pairs: list[tuple[Any, Any]] = []
+    for session in (session_of(file, optimise=False), session_of(other, optimise=False)):
+        pairs.append(session.run(None, feeds(session, inputs)))
+    changes = [
+        float(np.abs(mine - theirs).max(initial=0.0) / (np.abs(theirs).max(initial=0.0) or 1.0))
+        for mine, theirs in zip(*pairs, strict=True)
+    ]
+    if not np.isfinite(changes).all():
+        raise CompatibilityError(
+            f"export_onnx: outputs on example_inputs must be finite, got a change of {max(changes)}; look for NaN"
+        )
+    return max(changes, default=0.0)
+
+
 def integer_nodes(file: Path) -> dict[str, int]:
     """Return operator → how many of them onnxruntime runs on integers once it has optimised the file."""
     import onnx
 
     with tempfile.TemporaryDirectory(prefix="eff-onnx-") as folder:
         target = Path(folder) / "optimised.onnx"
-        _session(file, optimise=True, save=target)
+        session_of(file, optimise=True, save=target)
         nodes = onnx.load(target, load_external_data=False).graph.node
     kinds = Counter(node.op_type for node in nodes)
     return {kind: count for kind, count in sorted(kinds.items()) if _sums_integers(kind)}

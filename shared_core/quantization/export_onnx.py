@@ -9,7 +9,7 @@ import importlib.util
 import logging
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shared_core.atomic import atomic_write
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError
-from shared_core.quantization.export_check import check_file, integer_nodes
+from shared_core.quantization.export_activations import quantize_activations
+from shared_core.quantization.export_check import check_file, integer_nodes, relative_change
 from shared_core.quantization.export_layers import check_begun, check_exportable, input_qparams, to_export
 from shared_core.quantization.export_ops import translations
 from shared_core.quantization.fusion import fuse_batch_norm
@@ -47,6 +48,9 @@ class ExportReport:
         largest_difference: Between onnxruntime without optimisation and the model on the example inputs; None if it
             was not compared.
         moved_codes: Share of activation codes that float rounding put on the other side of a tie in that comparison.
+        quantized_activations: Tensors between layers that got codes of their own from `calibration`.
+        relative_change: What those codes, and biases on the grid of the sums, change in the outputs for the example
+            inputs, relative to the largest output; None without `calibration`.
     """
 
     path: Path
@@ -56,6 +60,8 @@ class ExportReport:
     integer_nodes: dict[str, int]
     largest_difference: float | None
     moved_codes: float | None
+    quantized_activations: tuple[str, ...] = ()
+    relative_change: float | None = None
 
 
 def export_onnx(
@@ -66,6 +72,7 @@ def export_onnx(
     opset: int = 21,
     dynamic_batch: bool = True,
     verify: bool = True,
+    calibration: Iterable[Any] | None = None,
 ) -> ExportReport:
     """Write `model` to an ONNX file that computes what it computes in evaluation; return what was written.
 
@@ -74,6 +81,10 @@ def export_onnx(
     that a runtime can sum integers. Weights with a scale for each group are dequantised block by block; inputs with a
     range for each token go through MatMulInteger in Linear layers. A batch norm that alone reads a quantised layer is
     folded into its scales, which leaves the codes as they are. Everything else stays in float.
+
+    onnxruntime runs a convolution on integers only where its output is quantised: what a residual sum, a concatenation
+    or an average pool reads comes out of a convolution in float, for training has no quantiser there. With
+    `calibration` it gets one, which is several times faster and no longer exactly what the model computes.
 
     Args:
         model: In or after quantization-aware training, or a plain model on which `apply_ranges` was called; float32.
@@ -85,9 +96,11 @@ def export_onnx(
         verify: Run the file in onnxruntime, without optimisation, and compare. Codes that float rounding moves to
             the next step are set to the file's before outputs are compared, to 1e-5 of their size (at least of 1; 1e-2
             where inputs have a range for each token). Without onnxruntime nothing is compared.
+        calibration: Batches of inputs, each as `example_inputs`, for ranges of activations between layers. What is
+            compared is the file before it gets them; how far it moves then is in the report.
 
     Raises:
-        MissingExtraError: If onnx or onnxscript is not installed.
+        MissingExtraError: If onnx or onnxscript is not installed, or with `calibration` onnxruntime.
         MatchError: If no layer is quantised.
         CompatibilityError: If a layer's scheme has no exact ONNX form, a weight is not finite, or the file computes
             something else; nothing is written.
@@ -103,9 +116,11 @@ def export_onnx(
         >>> report.quantized, report.integer_nodes, report.largest_difference < 1e-5
         (('0',), {'QGemm': 1}, True)
     """
-    _check_arguments(example_inputs, opset)
+    _check_arguments(example_inputs, opset, calibration is not None)
     reference, names = _reference(model)
     runs = importlib.util.find_spec("onnxruntime") is not None
+    activations: tuple[str, ...] = ()
+    change: float | None = None
     difference = moved = None
     with tempfile.TemporaryDirectory(prefix="eff-onnx-") as folder:
         file = Path(folder) / "model.onnx"
@@ -120,15 +135,20 @@ def export_onnx(
             except CompatibilityError:
                 if exact_bias:
                     raise
+        if calibration is not None:
+            exact, file = file, Path(folder) / "integer.onnx"
+            activations = quantize_activations(exact, file, calibration)
+            change = relative_change(file, exact, example_inputs)
         nodes = integer_nodes(file) if runs else {}
         with atomic_write(path) as temporary:
             temporary.write_bytes(file.read_bytes())
     path = Path(path)
-    return ExportReport(path, path.stat().st_size, names, float_layers, nodes, difference, moved)
+    size = path.stat().st_size
+    return ExportReport(path, size, names, float_layers, nodes, difference, moved, activations, change)
 
 
-def _check_arguments(example_inputs: Any, opset: int) -> None:
-    for library in ("onnx", "onnxscript"):
+def _check_arguments(example_inputs: Any, opset: int, calibrates: bool) -> None:
+    for library in ("onnx", "onnxscript", *["onnxruntime"] * calibrates):
         if importlib.util.find_spec(library) is None:
             raise MissingExtraError("export_onnx", library, "onnx")
     if isinstance(opset, bool) or opset not in _OPSETS:

@@ -1,4 +1,4 @@
-"""Converted linear layers on torchao's kernels, with the codes that they have already."""
+"""Converted layers on torchao's and oneDNN's kernels, with the codes that they have already."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared_core.errors import ConfigError, MissingExtraError, nearest
-from shared_core.quantization.integer_modules import IntegerLayer, IntLinear, channel_codes
+from shared_core.quantization.integer_modules import IntConv2d, IntegerLayer, IntLinear, channel_codes
 from shared_core.quantization.modules import STOCK, FakeQuantLinear, layer_entry
+from shared_core.quantization.onednn_convolution import OneDnnConv2d
 from shared_core.quantization.ranges import saved_scheme
 
 WHERE = "convert: backend=torchao"
@@ -74,7 +75,7 @@ class TorchaoLinear(nn.Linear):
 
 
 def to_torchao(model: nn.Module) -> nn.Module:
-    """Return a converted model with its linear layers on torchao's kernels, where there are any; changed in place."""
+    """Return a converted model with its layers on torchao's and oneDNN's kernels, where there are any; in place."""
     made: dict[int, nn.Module] = {}
     for module in list(model.modules()):
         if isinstance(module, IntLinear | FakeQuantLinear):
@@ -83,6 +84,12 @@ def to_torchao(model: nn.Module) -> nn.Module:
                 module.stays_because = why  # type: ignore[assignment]
             else:
                 made[id(module)] = fast
+        elif isinstance(module, IntConv2d):
+            why = _why_no_convolution(module)
+            if why:
+                module.stays_because = why  # type: ignore[assignment]
+            else:
+                OneDnnConv2d.take(module, _told("oneDNN int8 static", module.weight_codes.device, "onednn.qconv2d"))
     if id(model) in made:
         return made[id(model)]
     for parent in list(model.modules()):
@@ -101,7 +108,7 @@ def _fast_linear(module: IntLinear | FakeQuantLinear) -> tuple[TorchaoLinear | N
         if why:
             return None, why
         weight = _int8(module.weight_codes, module.weight_scale, torch.float32, module)
-        return TorchaoLinear(weight, module.bias, True, _told("int8 static", module.weight_codes.device)), ""
+        return TorchaoLinear(weight, module.bias, True, _told("torchao int8 static", module.weight_codes.device)), ""
     entry = layer_entry(module) or {}
     scheme = saved_scheme(entry, WHERE)
     float_weight = module.weight.detach()
@@ -119,7 +126,7 @@ def _fast_linear(module: IntLinear | FakeQuantLinear) -> tuple[TorchaoLinear | N
         return None, why
     codes, scale = channel_codes(float_weight, scheme, entry)
     weight = _int8(codes, scale, float_weight.dtype, "token" if dynamic else None)
-    told = _told("int8 dynamic", codes.device) if dynamic else "torchao int8 weight-only: a product in float"
+    told = _told("torchao int8 dynamic", codes.device) if dynamic else "torchao int8 weight-only: a product in float"
     return TorchaoLinear(weight, module.bias, False, told), ""
 
 
@@ -131,15 +138,22 @@ def _why_no_int8(device: torch.device, weight_bits: int) -> str:
     return ""
 
 
+def _why_no_convolution(module: IntConv2d) -> str:
+    device = module.weight_codes.device
+    if device.type != "cpu":
+        return f"torch has no int8 convolution on {device.type}"
+    return _why_no_int8(device, module.weight_bits) or OneDnnConv2d.why_not(module)
+
+
 def _cpu(instructions: str) -> bool:
     supported: Callable[[], bool] | None = getattr(torch.cpu, f"_is_{instructions}_supported", None)
     return supported is not None and supported()
 
 
-def _told(kind: str, device: torch.device) -> str:
+def _told(kind: str, device: torch.device, call: str = "torch._int_mm") -> str:
     instructions = "AMX" if _cpu("amx_tile") else "AVX512-VNNI" if _cpu("vnni") else "no VNNI"
     on = f", {instructions}" if device.type == "cpu" else ""
-    return f"torchao {kind}: int8 x int8 -> int32 (torch._int_mm{on})"
+    return f"{kind}: int8 x int8 -> int32 ({call}{on})"
 
 
 def _int8(codes: Tensor, scale: Tensor, dtype: torch.dtype, inputs: IntLinear | str | None) -> Tensor:
@@ -231,6 +245,8 @@ def conversion_report(model: nn.Module) -> dict[str, dict[str, str]]:
     for name, module in model.named_modules():
         if isinstance(module, TorchaoLinear):
             kind, kernel = "Linear", module.kernel
+        elif isinstance(module, OneDnnConv2d):
+            kind, kernel = "Conv2d", module.kernel
         elif isinstance(module, IntegerLayer):
             kind, kernel = type(module).__name__.removeprefix("Int"), "reference: whole numbers, summed in float64"
         elif type(module) in STOCK:

@@ -200,6 +200,8 @@ def trace(model: nn.Module, example_inputs: Any = None, *, where: str = "trace")
 
 
 def _is_leaf(module: nn.Module) -> bool:
+    if hasattr(module, "get_base_layer"):  # peft's, whose forward looks at values
+        return True
     return type(module).__module__.startswith("torch.nn") and not isinstance(
         module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from eff_kernels import quantization as kernels
@@ -16,6 +16,9 @@ from shared_core.quantization.learned_ranges import InputRange, WeightScale, sta
 from shared_core.quantization.observers import RangeBank
 from shared_core.quantization.schemes import LayerScheme
 from shared_core.quantization.weight_quantizers import on_grid, quantize_weight
+
+if TYPE_CHECKING:
+    from shared_core.quantization.gelu_outputs import GeluInputs
 
 
 class LayerQuantizer:
@@ -40,6 +43,10 @@ class LayerQuantizer:
         """The batch norm that the layer computes, seen from it; None if there is none."""
         self.fixed_scale: Tensor | None = None
         """Saved scales of the folded weight, one a channel; None: those that the weight gives."""
+        self.clip: float | None = None
+        """Largest value that is observed: of the output of a GELU."""
+        self.gelu_inputs: GeluInputs | None = None
+        """Looks at the input, as long as it is not known whether that is the output of a GELU."""
         self.learned_input: InputRange | None = None
         self.learned_weight: WeightScale | None = None
 
@@ -57,7 +64,9 @@ class LayerQuantizer:
             and x.numel()
             and (learned is None or not learned.learns)
         ):
-            bank.observe(index, x)
+            if self.gelu_inputs is not None:
+                self.gelu_inputs.look(self, x)
+            bank.observe(index, x if self.clip is None else x.detach().clamp(max=self.clip))
         if not (bank.quantizing and self.has_range):
             return x if learned is None else stay_in_graph(x, *learned.parameters(module))
         if learned is not None and learned.learns:

@@ -18,6 +18,7 @@ from shared_core.quantization.lora_base import (
     library,
     on_device,
     on_grid,
+    on_qat_grid,
     relative_error,
     restore_,
     sqnr,
@@ -31,6 +32,7 @@ from shared_core.quantization.lora_layers import (
     release_,
     select_linear,
 )
+from shared_core.quantization.modules import is_quantized
 from shared_core.technique import Context, Technique
 
 
@@ -164,7 +166,10 @@ class LoraTraining(Technique):
     # -- end
 
     def finish(self, model: nn.Module, context: Context) -> None:
-        """Merge in float, round to the base's grid again if asked to, and leave the user's own layers."""
+        """Merge in float, round to the base's grid again if asked to, and leave the user's own layers.
+
+        Those that qat quantises it still does: it bakes the merged weight when its own turn comes.
+        """
         self._last = self.state_dict()  # a run that trains on goes on from here, not from a newly quantised base
         for name, layer in self.layers.items():
             merged, exact = merged_weight(layer), merged_weight(layer, torch.float64)
@@ -173,10 +178,11 @@ class LoraTraining(Technique):
             told["merge_error"] = relative_error(exact, merged)
             if self.config.requantize:
                 merged = on_grid(merged, self.config)
-                told["requantized_error"] = relative_error(exact, merged)
+                told |= _cost(exact, merged)
+            elif is_quantized(layer.user_layer):
+                told |= _cost(exact, on_qat_grid(layer.user_layer, merged))
             give_back(model, layer, merged)
         self.layers = {}
-        self.detach(model)
 
     def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the state dict, whose weights are merged already, rounded to the base's grid if asked to."""
@@ -253,3 +259,12 @@ class LoraTraining(Technique):
             "left_out": dict(self.left_out),
             "per_layer": per_layer,
         }
+
+
+def _cost(exact: Tensor, rounded: Tensor) -> dict[str, Any]:
+    ratio = sqnr(exact, rounded)
+    return {
+        "requantized_error": relative_error(exact, rounded),
+        "requantized_sqnr_db": round(ratio, 3) if math.isfinite(ratio) else None,
+        "requantized_largest_change": (exact - rounded.double()).abs().max().item(),
+    }

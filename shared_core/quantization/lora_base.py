@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, MissingExtraError, TrainingError
 from shared_core.quantization.lora_config import LoraConfig
+from shared_core.quantization.modules import is_quantized
 
 _OUTLIERS = 6.0
 """Input columns with larger values are multiplied in 16 bit (Dettmers et al., 2022, arXiv:2208.07339, section 3.2)."""
@@ -119,8 +120,10 @@ def frozen_tensors(layer: Any) -> dict[str, Tensor]:
 
 
 def float_weight(layer: Any) -> Tensor:
-    """Return the frozen weight that a layer of `freeze` computes with, in float."""
+    """Return the frozen weight that a layer of `freeze` computes with, in float; rounded, where qat does so by now."""
     weight = layer.weight
+    if is_quantized(layer) and layer.quantizer.bank.quantizing:
+        return on_qat_grid(layer, weight.detach())
     if getattr(weight, "quant_state", None) is not None:
         dequantized: Tensor = library("bitsandbytes", "bnb").functional.dequantize_4bit(weight.data, weight.quant_state)
         return dequantized
@@ -156,6 +159,12 @@ def on_grid(weight: Tensor, config: LoraConfig) -> Tensor:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
     return float_weight(freeze(linear, config)).to(weight.dtype)
+
+
+def on_qat_grid(layer: Any, weight: Tensor) -> Tensor:
+    """Return `weight` rounded as qat, which quantises `layer`, bakes it."""
+    rounded: Tensor = layer.quantizer.baked_weight(layer, weight)
+    return rounded
 
 
 def sqnr(weight: Tensor, rounded: Tensor) -> float:

@@ -45,7 +45,9 @@ class LoraConfig(TechniqueConfig):
     def validate(self) -> None:
         """Refuse a grid to round to where there is none, and nothing beside something."""
         if self.requantize and self.base == "none":
-            raise self._error("requantize", "must be false with base=none, which has no grid")
+            raise self._error(
+                "requantize", "must be false with base=none, which has no grid; that of qat needs no flag"
+            )
         if "none" in self.train and len(self.train) > 1:
             raise self._error("train", "must be none alone, or patterns")
 

@@ -14,6 +14,7 @@ from shared_core.errors import CompatibilityError, MatchError, nearest
 from shared_core.module_match import match_modules, own_class, plain_name
 from shared_core.quantization.lora_base import float_weight, freeze, frozen_tensors, library, restore_
 from shared_core.quantization.lora_config import LoraConfig
+from shared_core.quantization.plain_state import LEARNED
 
 _ADAPTER = "default"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -161,7 +162,7 @@ def adapters(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
 
 @torch.no_grad()
 def merged_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``Q⁻¹(Q(W)) + alpha/rank·BA``, summed in float32 at least.
+    """Return ``Q⁻¹(Q(W)) + alpha/rank·BA``, summed in float32 at least; Q is qat's where it quantises the base.
 
     Args:
         layer: From `inject`.
@@ -191,7 +192,7 @@ def _load_plain(layer: Any, state_dict: dict[str, Any], prefix: str, *args: Any)
     user: nn.Linear = layer.user_layer
     for name, current in user._parameters.items():
         key = prefix + name
-        if current is None:
+        if current is None or name in LEARNED:
             continue
         if key not in state_dict:
             missing.append(key)
@@ -234,7 +235,8 @@ def give_back(model: nn.Module, layer: Any, weight: Tensor | None) -> None:
     """Put the user's own layer back in its place, with `weight` in its own parameter; None leaves what it has."""
     user: nn.Linear = layer.user_layer
     path = next(path for path, module in model.named_modules() if module is layer)
-    user.to(layer.plain.device, layer.plain.dtype)
+    if layer.base_layer is not user:  # else it is part of the model; what qat learns on it keeps its dtype
+        user.to(layer.plain.device, layer.plain.dtype)
     if weight is not None:
         user.weight.data = weight
     user.train(layer.training)

@@ -94,6 +94,7 @@ def quantize_with_report(
     fuse: bool | None = None,
     equalize: bool = False,
     correct_bias: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[nn.Module, QuantizationReport]:
     """Return (quantised copy, report); see `quantize`.
 
@@ -106,6 +107,7 @@ def quantize_with_report(
             for `equalize` and `correct_bias`: the quantised weight has batch norms folded in all the same.
         equalize: Even out the ranges of channels across layers first (Nagel et al. 2019, arXiv:1906.04721).
         correct_bias: Subtract the mean error that quantisation brings into each channel (the same, section 4.2).
+        progress: Called with (batches run, batches) after each batch whose ranges are observed, to show a bar.
 
     Raises:
         ConfigError: If an option breaks its rule, or calibration is missing or not what the model takes.
@@ -135,7 +137,7 @@ def quantize_with_report(
     context = Context(model=quantized)
     technique.attach(quantized, context)
     _check_finite(technique)
-    used = _calibrate(quantized, technique, batches, notes)
+    used = _calibrate(quantized, technique, batches, notes, progress)
     if config.range == "mse":
         _search_weights(technique)
     report = _finish(quantized, technique, context)
@@ -190,7 +192,11 @@ def _check_finite(technique: QuantizationAwareTraining) -> None:
 
 
 def _calibrate(
-    model: nn.Module, technique: QuantizationAwareTraining, batches: list[Any] | None, notes: list[str]
+    model: nn.Module,
+    technique: QuantizationAwareTraining,
+    batches: list[Any] | None,
+    notes: list[str],
+    progress: Callable[[int, int], None] | None,
 ) -> int:
     bank = technique.bank
     if not technique.static:
@@ -203,17 +209,23 @@ def _calibrate(
     bank.move_(next(model.parameters()).device)
     # histograms of all batches fit into one window, and ranges are derived from it once
     at_once = isinstance(bank, EstimatorBank)
+    gelu = technique.gelu_inputs
     with _observing(technique), evaluating(model), torch.no_grad():
-        for batch in batches:
+        for done, batch in enumerate(batches, 1):
             try:
-                call_model(model, batch)
+                with contextlib.nullcontext() if gelu is None else gelu.gradients(model):
+                    call_model(model, batch)
             except TypeError as error:
                 raise ConfigError(
                     f"{WHERE}: calibration must hold what the model takes: a tensor, a tuple of arguments or a mapping "
                     f"of keyword arguments, without labels, got {type(batch).__name__} ({error})"
                 ) from error
+            if gelu is not None:
+                gelu.settle(bank.device)
             if not at_once:
                 bank.commit(bank.take_window())
+            if progress is not None:
+                progress(done, len(batches))
     if at_once:
         bank.commit(bank.take_window())
     technique.read_known()

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections import Counter
+from collections.abc import Iterable
 
 from torch import nn
 
 from shared_core.errors import CompatibilityError, MatchError
-from shared_core.module_match import match_modules
+from shared_core.module_match import Matched, match_modules, plain_name
 from shared_core.quantization.layers import weights_of
 from shared_core.quantization.modules import FAKE_QUANT, is_quantized
+
+_BASE = ".base_layer"
+_ADAPTER = "a LoRA adapter, trained in float over a quantised base"
+_ORIGINAL = "the original of what peft trains in its place (modules_to_save)"
 
 
 def select_layers(
     model: nn.Module, include: tuple[str, ...], skip: tuple[str, ...]
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Return (name → layer to quantise, name → why a matched layer stays in float).
+
+    Of a layer with adapters what is quantised is the layer beneath them, whose own name includes and skips it too.
+    Under the adapters of `lora`, which are merged at the end, it keeps that name; in a model of peft's, which stays
+    one, it has peft's (``…base_layer``).
 
     Args:
         model: Searched through.
@@ -24,15 +34,21 @@ def select_layers(
 
     Raises:
         MatchError: If nothing is left.
-        CompatibilityError: If a layer that was asked for by name or type cannot be quantised, or the model
-            already has quantisers.
+        CompatibilityError: If a layer that was asked for by name or type cannot be quantised, a matched one holds
+            codes of bitsandbytes, or the model already has quantisers.
     """
     if any(is_quantized(module) for module in model.modules()):
         raise CompatibilityError("qat: model must have no quantisers yet; detach or finish the earlier run first")
-    matched = match_modules(model, tuple(FAKE_QUANT), where="qat", include=include, skip=skip)
+    adapted = {plain_name(name): module for name, module in model.named_modules() if hasattr(module, "get_base_layer")}
+    reach = [_reach_bases(model, patterns, list(adapted)) for patterns in (include, skip)]
+    matched = match_modules(model, tuple(FAKE_QUANT), where="qat", include=reach[0], skip=reach[1])
     # a module under two names is one owner: `modules()` yields it once
     owners = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
-    reasons = [_why_not(found.name, found.module) for found in matched]
+    replaced = {id(inner) for module in model.modules() for inner in _originals(module)}
+    reasons = [
+        _ORIGINAL if id(found.module) in replaced else _why_adapted(found, adapted, include) or _why_not(found.module)
+        for found in matched
+    ]
     able = [found.module for found, reason in zip(matched, reasons, strict=True) if reason is None]
     quantised = Counter(id(weight) for module in able for weight in weights_of(module).values())
     layers: dict[str, nn.Module] = {}
@@ -42,9 +58,12 @@ def select_layers(
         # an embedding and a head that share a weight quantise its rows alike
         if reason is None and any(owners[id(w)] > quantised[id(w)] for w in weights_of(found.module).values()):
             reason = "its weight is tied to another module, which would not be quantised"
+        own = found.name.removesuffix(_BASE)
         if reason is None:
-            layers[found.name] = found.module
-        elif found.name in include or type(found.module).__name__ in include:
+            layers[own if hasattr(adapted.get(own), "user_layer") else found.name] = found.module
+        elif {found.name, own} & set(include) or (
+            type(found.module).__name__ in include and reason not in (_ADAPTER, _ORIGINAL)
+        ):
             raise CompatibilityError(f"qat: include must name layers that can be quantised, got {found.name}: {reason}")
         else:
             left_out[found.name] = reason
@@ -54,9 +73,50 @@ def select_layers(
     return layers, left_out
 
 
-def _why_not(name: str, module: nn.Module) -> str | None:
-    if any(part.startswith("lora_") for part in name.split(".")):
-        return "a LoRA adapter, trained in float over a quantised base"
+def _reach_bases(model: nn.Module, patterns: tuple[str, ...], adapted: list[str]) -> tuple[str, ...]:
+    """Return `patterns` with names of adapted layers, first and last replaced by those of the layers meant."""
+    if not adapted:
+        return patterns
+    able = [plain_name(name) for name, module in model.named_modules() if isinstance(module, tuple(FAKE_QUANT))]
+    own = [name for name in able if not _is_adapter(name)]
+    reached: list[str] = []
+    for pattern in patterns:
+        if pattern in ("first", "last"):
+            reached += own[:1] if pattern == "first" else own[-1:]
+            continue
+        bases = [name + _BASE for name in adapted if fnmatch.fnmatchcase(name, pattern)]
+        reached += bases
+        if not bases or any(fnmatch.fnmatchcase(name, pattern) for name in able):
+            reached.append(pattern)
+    return tuple(reached)
+
+
+def _is_adapter(name: str) -> bool:
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
+def _why_adapted(found: Matched, adapted: dict[str, nn.Module], include: tuple[str, ...]) -> str | None:
+    if _is_adapter(found.name):
+        if not any("lora_" in pattern and fnmatch.fnmatchcase(found.name, pattern) for pattern in include):
+            return _ADAPTER
+        if hasattr(adapted.get(found.name.partition(".lora_")[0]), "user_layer"):
+            return "an adapter of lora, which is merged in float"
+    if any(hasattr(getattr(found.module, "weight", None), state) for state in ("quant_state", "SCB")):
+        raise CompatibilityError(
+            f"qat: {found.name} must have float weights, got codes of bitsandbytes, whose grid is fixed; load the "
+            "model without quantization_config and let the scheme quantise it (int4_weight, nvfp4), or skip the layer"
+        )
+    if any(getattr(adapted.get(found.name.removesuffix(_BASE)), "use_dora", {}).values()):
+        return "DoRA computes with its float weight too"
+    return None
+
+
+def _originals(module: nn.Module) -> Iterable[nn.Module]:
+    original = module._modules.get("original_module") if "modules_to_save" in module._modules else None
+    return () if original is None else original.modules()
+
+
+def _why_not(module: nn.Module) -> str | None:
     if type(module) not in FAKE_QUANT:
         # also torch's own NonDynamicallyQuantizableLinear: attention reads its weight and never calls its
         # forward

@@ -16,6 +16,7 @@ from shared_core.positions import parse_position
 from shared_core.quantization.batch_norm_folding import STOCK as STOCK_OF_FOLDED
 from shared_core.quantization.config import QatConfig
 from shared_core.quantization.folds import find_folds, relative
+from shared_core.quantization.gelu_outputs import GeluInputs
 from shared_core.quantization.layer_quantizer import LayerQuantizer
 from shared_core.quantization.layers import weights_of
 from shared_core.quantization.learning import Learned, make_bank
@@ -53,6 +54,7 @@ class QuantizationAwareTraining(Technique):
         self._began_at: int | None = None
         self._final: list[dict[str, Any]] | None = None
         self.bank = RangeBank([])
+        self.gelu_inputs: GeluInputs | None = None
         self._learned = Learned(config, {})
 
     def attach(self, model: nn.Module, context: Context) -> None:
@@ -74,6 +76,10 @@ class QuantizationAwareTraining(Technique):
             else:
                 swap(module, quantizer)
         self._learned = Learned(config, self.layers)
+        if config.clip_gelu is not None:
+            self.gelu_inputs = GeluInputs(
+                model, dict(zip(self.static, self._quantizers(), strict=True)), config.clip_gelu
+            )
         self._undo = fast_paths_off(model, tuple(STOCK))
         names = {id(module): name for name, module in self.layers.items()}
         # a module that the model holds under two names has two keys in the state dict
@@ -83,6 +89,8 @@ class QuantizationAwareTraining(Technique):
             if id(module) in names
             for weight in weights_of(module)
         }
+        # the state dict of a layer under adapters of lora has the merged weight, under the layer's own name
+        self._weight_keys |= {f"{name}.{weight}": name for name, m in self.layers.items() for weight in weights_of(m)}
 
     def _find_folds(self, model: nn.Module) -> dict[str, str]:
         if not self.config.fold_batch_norm:
@@ -100,6 +108,8 @@ class QuantizationAwareTraining(Technique):
         if self._keeps_modules:
             return
         self._learned.close()
+        if self.gelu_inputs is not None:
+            self.gelu_inputs.close()
         for module in self.layers.values():
             restore(module)
         fast_paths_on(self._undo)
@@ -156,6 +166,8 @@ class QuantizationAwareTraining(Technique):
 
     def before_optimizer_step(self, context: Context) -> None:
         """Take the window of this step; a window already pending belongs to a skipped step and is dropped."""
+        if self.bank.observing and self.gelu_inputs is not None and self.gelu_inputs.settle(self.bank.device):
+            self.bank.clear_window()
         self._pending = self.bank.take_window() if self.bank.observing else None
         self._learned.before_step(context.optimizers)
 
@@ -268,6 +280,7 @@ class QuantizationAwareTraining(Technique):
             "layers": list(self.static),
             **self.bank.state_dict(),
             "learned": self._learned.state_dict(),
+            "gelu_inputs": None if self.gelu_inputs is None else self.gelu_inputs.state_dict(),
             "began_at": self._began_at,
         }
 
@@ -289,6 +302,8 @@ class QuantizationAwareTraining(Technique):
             rows = torch.tensor([names.index(name) for name in self.static], dtype=torch.int64)
             bank.load_state_dict(state, rows)
             self._learned.load_state_dict(state["learned"])
+            if self.gelu_inputs is not None and state.get("gelu_inputs") is not None:
+                self.gelu_inputs.load_state_dict(state["gelu_inputs"])
             self._began_at = state["began_at"]
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             if isinstance(error, CheckpointError):
@@ -344,5 +359,7 @@ class QuantizationAwareTraining(Technique):
                 report["min"], report["max"] = bank.ranges[row].tolist() if known else (None, None)
                 report["scale"] = bank.scale[row].item() if known else None
                 report["zero_point"] = int(bank.zero_point[row]) if known else None
+                if self.gelu_inputs is not None:
+                    report["clip_gelu"] = name in self.gelu_inputs.found
             reports.append({**report, **weight_report(module)})
         return reports

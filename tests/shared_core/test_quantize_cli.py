@@ -9,7 +9,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from shared_core.cli import app
-from shared_core.errors import CheckpointError, ConfigError
+from shared_core.errors import CheckpointError, ConfigError, TrainingError
 from shared_core.plain_checkpoint import read_deployment
 from shared_core.quantization import BitPlan, apply_ranges, quantize
 
@@ -33,7 +33,34 @@ def nothing():
 
 def model_and_inputs():
     return model(), torch.ones(4, 64)
+
+def pairs():
+    generator = torch.Generator().manual_seed(2)
+    x = torch.rand(64, 64, generator=generator)
+    return [(x[:40], model()(x[:40]).argmax(1)), (x[40:], model()(x[40:]).argmax(1))]
+
+def agreement(net):
+    return sum((net(x).argmax(1) == y).sum().item() for x, y in pairs()) / 64
+
+def error(net):
+    return 1.5 - agreement(net)
+
+def unpaired():
+    return [torch.ones(2, 64)]
 """
+
+
+SCHEME = ["quantize_task:model", "--out", "out", "--scheme", "int8_weight"]
+ATTACKED = [*SCHEME, "--attack", "quantize_task:pairs"]
+PLANNED = [
+    *SCHEME,
+    "--calibration",
+    "quantize_task:batches",
+    "--eval",
+    "quantize_task:agreement",
+    "--largest-loss",
+    "0",
+]
 
 
 @pytest.fixture
@@ -43,8 +70,8 @@ def run(tmp_path, monkeypatch):
     (tmp_path / "quantize_task.py").write_text(TASK)
     import quantize_task
 
-    def invoke(*args):
-        return CliRunner().invoke(app, ["quantize", *args], catch_exceptions=False)
+    def invoke(*args, **options):
+        return CliRunner().invoke(app, ["quantize", *args], catch_exceptions=False, **options)
 
     invoke.task = quantize_task
     return invoke
@@ -57,7 +84,7 @@ def test_the_folder_holds_plain_weights_ranges_and_a_report(run, tmp_path):
     )  # fmt: skip
     assert result.exit_code == 0
     report = json.loads((tmp_path / "out" / "eff_quantization.json").read_text())
-    assert json.loads(result.stdout[result.stdout.index("{") :]) == report
+    assert json.loads(result.stdout) == report
     assert report["batches"] == 5
     assert report["config"]["range"] == "mse"
     assert report["bytes"]["quantized"] == 64 * 32 + 32 * 10 + 4 * (32 + 10) + 4 * (32 + 10)
@@ -100,6 +127,30 @@ def test_weights_plan_and_options_are_taken(run, tmp_path):
     (["quantize_task:model", "--out", "out", "--scheme", "int7"], ConfigError, "scheme must be one of"),
     (["quantize_task:model", "--out", "out", "--set", "range"], ConfigError, "--set must be NAME=VALUE"),
     (["quantize_task:model", "--out", "out", "--set", "rnge=kl"], ConfigError, "did you mean 'range'"),
+    (["quantize_task:model", "--out", "out", "--report", "page.pdf"], ConfigError, "--report must be an .html file"),
+    (["quantize_task:model", "--out", "out", "--mode", "up"], ConfigError, "--mode must be max or min"),
+    (["quantize_task:model", "--out", "out", "--accept", "2"], ConfigError, "accept must be default, recommender or"),
+    (["quantize_task:model", "--out", "out", "--qat", "full"], ConfigError, "--qat must come with --eval or --attack"),
+    (["quantize_task:model", "--out", "out", "--qat", "full", "--eval", "quantize_task:quality"], CheckpointError,
+     "eff_deployment.json must hold"),
+    (["quantize_task:model", "--out", "out", "--sensitivity", "kl"], ConfigError, "must come with --calibration"),
+    ([*SCHEME, "--calibration", "quantize_task:batches", "--sensitivity", "l1"], ConfigError, "must be kl or rmse"),
+    ([*SCHEME, "--largest-loss", "0.1"], ConfigError, "must come with --eval and --calibration"),
+    ([*SCHEME, "--all-layers"], ConfigError, "--all-layers must come with --largest-loss"),
+    ([*PLANNED[:-1], "-0.1"], ConfigError, "--largest-loss must be at least 0 and finite"),
+    ([*PLANNED[:-1], "nan"], ConfigError, "--largest-loss must be at least 0 and finite"),
+    ([*PLANNED, "--plan", "plan.yaml"], ConfigError, "--largest-loss must stand without --plan"),
+    ([*PLANNED, "--set", "overrides=0:weight_bits=4"], ConfigError, "without overrides"),
+    ([*PLANNED, "--scheme", "fp8"], ConfigError, "must come with an int scheme"),
+    (PLANNED, ConfigError, "but all 2 are of those kept in float.*add --all-layers"),
+    ([*PLANNED, "--all-layers", "--set", "weight_bits=2"], TrainingError, "but each one loses more; raise it"),
+    ([*ATTACKED, "--attack-eps", "2/0"], ConfigError, "--attack-eps must be numbers above 0"),
+    ([*ATTACKED, "--attack-eps", "0"], ConfigError, "--attack-eps must be numbers above 0"),
+    ([*ATTACKED, "--attack-range", "1,0"], ConfigError, "--attack-range must be LOW,HIGH"),
+    ([*ATTACKED, "--attack-range", "1"], ConfigError, "--attack-range must be LOW,HIGH"),
+    ([*ATTACKED, "--attack-steps", "0"], ConfigError, "--attack-steps must be at least 1"),
+    ([*ATTACKED, "--attack-range", "0.4,0.5"], ConfigError, "x must lie between low and high"),
+    ([*SCHEME, "--attack", "quantize_task:unpaired"], ConfigError, "must return pairs of tensors"),
 ])  # fmt: skip
 def test_refusals_write_nothing(run, tmp_path, args, error, message):
     (tmp_path / "full").mkdir()
@@ -123,6 +174,8 @@ def test_a_model_with_a_shared_weight_is_saved_once(run, tmp_path, monkeypatch):
     monkeypatch.setattr(run.task, "model", Tied)
     assert run("quantize_task:model", "--out", "out", "--scheme", "int8_weight").exit_code == 0
     assert list(load_file(tmp_path / "out" / "model.safetensors")) == ["embed.weight"]
+    told = json.loads((tmp_path / "out" / "eff_quantization.json").read_text())["bytes"]
+    assert told == {"float": 9 * 16 * 4, "quantized": 9 * 16 + 9 * 4}
 
 
 def test_latencies_are_told_of_every_form_that_runs(run, tmp_path):
@@ -146,3 +199,22 @@ def test_a_form_without_kernels_is_left_out():
     found = latencies(model, quantize(model, "int8_weight"), torch.ones(2, 8), repeats=1)
     assert "bfloat16" not in found
     assert "float32" in found
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_bars_are_for_terminals(run, terminal):
+    result = run(
+        "quantize_task:model", "--out", "out", "--calibration", "quantize_task:batches", "--batches", "3", "--json",
+        env={"FORCE_COLOR": "1"} if terminal else {"FORCE_COLOR": None, "TTY_COMPATIBLE": None},
+    )  # fmt: skip
+    assert json.loads(result.stdout)["batches"] == 3
+    assert ("calibration" in result.stderr) == terminal
+    assert ("loading batches" in result.stderr) == terminal
+    assert terminal or result.stderr == ""
+
+
+def test_progress_is_told_to_python_too():
+    seen = []
+    batches = (torch.randn(4, 8) for _ in range(9))
+    quantize(nn.Linear(8, 4), "int8", batches, num_batches=3, progress=lambda *at: seen.append(at))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
