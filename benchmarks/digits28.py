@@ -12,14 +12,24 @@ from torch import Tensor, nn
 Batch = tuple[Tensor, Tensor]
 
 
-def digits(seed: int) -> tuple[Batch, Batch]:
-    """Return scikit-learn's digits at 28x28, split by source image: 1197 to train, 400 to test."""
+def _shuffled(seed: int) -> Batch:
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     images = F.interpolate(images, size=(28, 28), mode="bilinear", align_corners=False)[order]
-    labels = torch.tensor(data.target)[order]
+    return images, torch.tensor(data.target)[order]
+
+
+def digits(seed: int) -> tuple[Batch, Batch]:
+    """Return scikit-learn's digits at 28x28, split by source image: 1197 to train, 400 to test."""
+    images, labels = _shuffled(seed)
     return (images[:1197], labels[:1197]), (images[1397:], labels[1397:])
+
+
+def validation_digits(seed: int) -> Batch:
+    """Return the 200 images of the same split that are neither trained nor tested on."""
+    images, labels = _shuffled(seed)
+    return images[1197:1397], labels[1197:1397]
 
 
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from shared_core.config import TechniqueConfig, option
 from shared_core.positions import Position
+
+GATHERED = ("taylor", "movement", "fisher", "wanda", "neuron_taylor", "shapley")
+"""Criteria that need gradients or activations: at least one step has to pass before the first update."""
+OF_UNITS = ("l1_norm", "l2_norm", "geometric_median", "bn_scale", "neuron_taylor", "shapley")
+"""Criteria that score an output unit, never a single weight."""
+UNITS = ("neuron", "channel", "filter", "head", "layer")
+"""Granularities that prune output units whole."""
+TRACED = ("neuron", "channel", "head")
+"""Those of them that prune what belongs together through the whole network, found by tracing one micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,18 +32,57 @@ class PruneConfig(TechniqueConfig):
     switch: ClassVar[str] = "sparsity"
 
     sparsity: float = option(help="Share of the weights that are zero at the end, in [0, 1).", low=0, below=1)
-    criterion: Literal["magnitude"] = option("magnitude", help="What a weight is worth: its magnitude.")
-    schedule: Literal["one_shot", "linear", "cubic"] = option(
+    criterion: Literal[
+        "magnitude", "threshold", "random", "taylor", "movement", "fisher", "wanda", "l1_norm", "l2_norm",
+        "geometric_median", "bn_scale", "neuron_taylor", "shapley",
+    ] = option("magnitude", help="What a weight, or a unit, is worth; the lowest goes first.")  # fmt: skip
+    threshold: float | None = option(
+        None, help="With criterion threshold: only weights with |w| below it are pruned, at most sparsity.", above=0
+    )
+    permutations: int = option(
+        10,
+        help="With criterion shapley: orders of the units that are drawn; each runs one micro-batch a unit.",
+        low=2,
+    )
+    cost: Literal["none", "flops", "bytes", "energy"] = option(
+        "none", help="Divide scores by what one weight of the layer costs, so that expensive layers are pruned first."
+    )
+    granularity: Literal["unstructured", "n_m", "block", "neuron", "channel", "filter", "head", "layer"] = option(
+        "unstructured",
+        help="What is pruned whole: single weights, n of every m inputs, tiles, hidden neurons, channels with all that "
+        "depends on them, single filters, attention heads, layers.",
+    )
+    n_m: str = option("2:4", help="With granularity n_m: how many of how many neighbours along the input are kept.")
+    block: str = option("4x4", help="With granularity block: outputs x inputs of a tile.")
+    schedule: Literal["one_shot", "linear", "cubic", "cosine", "exponential", "iterative"] = option(
         "cubic", help="How sparsity grows from begin to end; one_shot prunes once, at begin."
     )
-    initial_sparsity: float = option(0.0, help="Sparsity at begin, for linear and cubic.", low=0, below=1)
-    begin: Position = option(0.0, help="First update: a fraction of the run (0.1), a step (500) or epochs (2ep).")
-    end: Position = option(0.5, help="Last update, with the full sparsity; one_shot does not use it.")
-    every: int = option(10, help="Optimizer steps between two updates; there is always one at end.", low=1)
-    scope: Literal["global", "local"] = option(
-        "global",
-        help="global: all weights compete under one threshold; local: every tensor gets the same sparsity.",
+    initial_sparsity: float = option(
+        0.0, help="Sparsity at begin; before it, with iterative. Not for one_shot.", low=0, below=1
     )
+    begin: Position = option(0.0, help="First update: a fraction of the run (0.1), a step (500) or epochs (2ep).")
+    end: Position = option(0.5, help="Last update, with the full sparsity; one_shot prunes at begin alone.")
+    every: int = option(10, help="Optimizer steps between two updates; there is always one at end.", low=1)
+    scope: Literal["global", "local", "erdos_renyi", "erdos_renyi_kernel"] = option(
+        "global",
+        help="global: all weights compete under one threshold; local: every tensor gets the same sparsity; "
+        "erdos_renyi: large tensors get more of it, by their layers' sizes (kernel: by kernels' too).",
+    )
+    dynamic: Literal["none", "recompute", "rigl"] = option(
+        "none",
+        help="none: what is pruned stays pruned; recompute: pruned weights go on learning and may come back until end; "
+        "rigl: from begin to end live weights move to where the gradient is large.",
+    )
+    drop_share: float = option(
+        0.3, help="With dynamic rigl: share of a tensor's live weights that moves at first.", above=0, below=1
+    )
+    sr_ste: float = option(
+        0.0, help="With granularity n_m: weights under the mask go on learning, and decay by this; take every 1.", low=0
+    )
+    regularizer: Literal["none", "l1", "group_lasso", "bn_l1", "weight_decay"] = option(
+        "none", help="Penalty on what may be pruned, until end; bn_l1 is on the scales of batch norms."
+    )
+    regularizer_strength: float = option(1e-4, help="Its factor.", above=0)
     include: tuple[str, ...] = option(
         (),
         help="Only modules of these names (globs), types, or first, last. Frozen ones must be named here.",
@@ -47,3 +96,91 @@ class PruneConfig(TechniqueConfig):
             raise self._error("initial_sparsity", f"must not exceed sparsity = {self.sparsity}")
         if self.schedule == "one_shot" and self.initial_sparsity:
             raise self._error("initial_sparsity", "must be 0 with schedule one_shot, which goes to sparsity at once")
+        if (self.criterion == "threshold") != (self.threshold is not None):
+            raise self._error("threshold", f"must be given with criterion threshold and only then ({self.criterion})")
+        self._validate_granularity()
+        self._validate_dynamics()
+
+    def _validate_granularity(self) -> None:
+        of_units = self.granularity in UNITS
+        if self.criterion in OF_UNITS and not of_units:
+            raise self._error("criterion", f"must score weights with granularity {self.granularity}")
+        if of_units and self.criterion in ("threshold", "movement", "wanda"):
+            raise self._error("criterion", f"must score units with granularity {self.granularity}")
+        if self.granularity == "filter" and self.criterion == "bn_scale":
+            raise self._error("criterion", "must be another with granularity filter, which knows no batch norms; "
+                              "take channel")  # fmt: skip
+        if self.granularity == "layer" and self.criterion in ("geometric_median", "bn_scale", "neuron_taylor"):
+            raise self._error("criterion", "must be another with granularity layer, which has no other units beside it")
+        if self.scope.startswith("erdos_renyi") and self.granularity not in ("unstructured", "block", "filter"):
+            raise self._error("scope", f"must be global or local with granularity {self.granularity}")
+        if self.granularity == "layer" and self.scope != "global":
+            raise self._error("scope", "must be global with granularity layer")
+        kept, of = self.kept_of
+        if self.granularity == "n_m":
+            if self.schedule != "one_shot":
+                raise self._error("schedule", "must be one_shot with granularity n_m, whose sparsity is fixed")
+            if not abs(self.sparsity - (1 - kept / of)) < 1e-6:
+                raise self._error("sparsity", f"must be {1 - kept / of:g} with n_m = {self.n_m}")
+        _ = self.block_size
+
+    def _validate_dynamics(self) -> None:
+        if self.sr_ste and self.granularity != "n_m":
+            raise self._error("sr_ste", "must be 0 without granularity n_m")
+        if self.dynamic == "rigl":
+            if self.granularity != "unstructured" or self.schedule != "one_shot" or self.criterion == "movement":
+                raise self._error(
+                    "dynamic",
+                    "needs granularity unstructured, schedule one_shot (all sparsity at begin) and a criterion other "
+                    "than movement",
+                )
+        elif self.dynamic == "recompute" and self.granularity in UNITS:
+            raise self._error("dynamic", f"must be none with granularity {self.granularity}")
+        if self.sr_ste and self.dynamic == "rigl":
+            raise self._error("sr_ste", "must be 0 with dynamic rigl")
+        if self.schedule == "one_shot" and self.criterion == "movement":
+            raise self._error("schedule", "must grow with criterion movement, which decides until end; take cubic")
+
+    @property
+    def straight_through(self) -> bool:
+        """Whether masks act in forward and backward alone, so that weights under them go on learning until end."""
+        return self.criterion == "movement" or self.dynamic == "recompute" or self.sr_ste > 0
+
+    @property
+    def updates_until_end(self) -> bool:
+        """Whether masks change from begin to end, also where sparsity does not."""
+        return self.schedule != "one_shot" or self.straight_through or self.dynamic == "rigl"
+
+    @property
+    def needs_a_step(self) -> bool:
+        """Whether nothing can be pruned before a step has shown gradients, units or costs."""
+        return self.criterion in GATHERED or self.granularity in TRACED or self.cost in ("flops", "energy")
+
+    @property
+    def works_sharded(self) -> bool:
+        """Whether FSDP2's sharded parameters will do: what is decided needs one whole weight at a time, no more."""
+        plain = self.criterion in ("magnitude", "threshold", "random") and self.granularity not in UNITS
+        return plain and self.dynamic == "none" and not self.sr_ste and self.regularizer == "none"
+
+    @property
+    def weight_criterion(self) -> str:
+        """The scorer of single weights that the criterion builds on."""
+        if self.criterion in ("random", "movement", "fisher", "wanda", "neuron_taylor"):
+            return self.criterion
+        return "taylor" if self.criterion == "taylor" and self.granularity not in UNITS else "magnitude"
+
+    @property
+    def kept_of(self) -> tuple[int, int]:
+        """`n_m` as numbers: kept, of how many."""
+        found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.n_m)
+        if not found or int(found[1]) >= int(found[2]):
+            raise self._error("n_m", "must be n:m with 1 <= n < m, such as 2:4")
+        return int(found[1]), int(found[2])
+
+    @property
+    def block_size(self) -> tuple[int, int]:
+        """`block` as numbers: outputs, inputs."""
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", self.block)
+        if not found:
+            raise self._error("block", "must be outputs x inputs, such as 4x4")
+        return int(found[1]), int(found[2])

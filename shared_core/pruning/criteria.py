@@ -1,12 +1,11 @@
-"""What each weight is worth: the lowest scores are pruned first."""
+"""Criteria that are functions of a weight alone: its magnitude, and an absolute threshold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-
 import torch
-from eff_kernels.pruning import rank_below_
 from torch import Tensor
+
+from shared_core.errors import ConfigError
 
 
 def magnitude(weight: Tensor) -> Tensor:
@@ -20,43 +19,28 @@ def magnitude(weight: Tensor) -> Tensor:
     return weight.abs() if weight.dtype == torch.float64 else weight.float().abs()
 
 
-CRITERIA: dict[str, Callable[[Tensor], Tensor]] = {"magnitude": magnitude}
-"""By name: functions of a weight that return new float32 or float64 scores of its shape."""
+@torch.no_grad()
+def below_threshold_mask(weight: Tensor, eps: float) -> Tensor:
+    """Return which weights to keep: those with ``|w| < eps`` go, however many they are.
 
-
-class WeightScores(Sequence[Tensor]):
-    """The scores of several weights, computed on access, with what is pruned already below everything.
+    Magnitudes are compared in float32 (float64 for float64). A NaN is kept: it has no magnitude.
 
     Args:
-        weights: By name, in the order in which ties are broken.
-        masks: The masks so far, by the same names; empty before the first update.
-        criterion: A key of `CRITERIA`.
+        weight: Floating point, any shape and device.
+        eps: At least 0; 0 prunes nothing.
+
+    Returns:
+        bool tensor of the same shape and device, True = keep.
+
+    Raises:
+        ConfigError: If `eps` is negative or NaN.
+
+    Example:
+        >>> below_threshold_mask(torch.tensor([-0.5, 0.1, 0.2]), 0.2)
+        tensor([ True, False,  True])
     """
-
-    def __init__(self, weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], criterion: str) -> None:
-        self.names = list(weights)
-        self.tensors = list(weights.values())
-        """What the scores are of: their shapes and devices, without computing a score."""
-        self._weights = weights
-        self._masks = masks
-        self._score = CRITERIA[criterion]
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
-        name = self.names[index]
-        scores = self._score(self._weights[name])
-        return rank_below_(scores, self._masks[name]) if name in self._masks else scores
-
-    @property
-    def floor(self) -> float | None:
-        """What pruned weights score where `part` does not rank them lower; None while nothing is pruned."""
-        return 0.0 if self._masks else None
-
-    def part(self, index: int, where: slice) -> Tensor:
-        """Return a slice of one tensor's flattened scores, a pruned weight's being what its value of 0 scores.
-
-        That is the lowest score there is, so ranking it below live zeros is left to ``self[index]``, which is slower.
-        """
-        return self._score(self._weights[self.names[index]].detach().reshape(-1)[where])
+    if not eps >= 0:
+        raise ConfigError(f"below_threshold_mask: eps must be at least 0, got {eps!r}")
+    scores = magnitude(weight)
+    # in the type of the scores: a weight of float32 0.1 is not below 0.1
+    return scores.lt(scores.new_tensor(eps)).logical_not_()

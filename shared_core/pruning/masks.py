@@ -97,12 +97,17 @@ def _masks_by_sample(scores: Sequence[Tensor], sparsity: float, protect: bool) -
     if like[0].device.type != "cpu" or not like[0].is_floating_point():
         return None
 
-    def flat_part(index: int, where: slice) -> Tensor:
-        return _comparable(scores[index].reshape(-1)[where])
+    part = getattr(scores, "part", None)
+    if part is None:
+        if not isinstance(scores, list | tuple):
+            return None  # scores computed on access would be computed whole for every slice
+
+        def part(index: int, where: slice) -> Tensor:
+            return _comparable(scores[index].reshape(-1)[where])
 
     masks = [torch.empty(tensor.shape, dtype=torch.bool) for tensor in like]
     try:
-        threshold = keep_largest_(masks, getattr(scores, "part", flat_part), num_pruned)
+        threshold = keep_largest_(masks, part, num_pruned)
     except ValueError:
         return None  # the other way names the place of the NaN
     floor: float | None = getattr(scores, "floor", None)

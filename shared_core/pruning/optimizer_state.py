@@ -8,6 +8,8 @@ import torch
 from eff_kernels.pruning import apply_mask_
 from torch import Tensor
 
+from shared_core.ranks import local_part
+
 
 @torch.no_grad()
 def clear_moments_(
@@ -31,7 +33,10 @@ def clear_moments_(
                 continue
             state, mask = optimizer.state[weight], masks[name]
             for key, value in state.items():
-                if type(value) is not Tensor or value.shape[-weight.ndim :] != weight.shape:
+                if not isinstance(value, Tensor) or value.shape[-weight.ndim :] != weight.shape:
+                    continue
+                value = local_part(value)
+                if type(value) is not Tensor:
                     continue
                 if value.is_floating_point():
                     apply_mask_([value], [mask.to(value.device)])

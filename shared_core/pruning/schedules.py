@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 
@@ -73,6 +74,82 @@ def cubic_sparsity(step: int, *, begin: int, end: int, initial: float, final: fl
     return _interpolate(initial, final, remaining * remaining * remaining)
 
 
+def cosine_sparsity(step: int, *, begin: int, end: int, initial: float, final: float) -> float:
+    """Return a sparsity that grows slowly, then fast, then slowly, exactly `initial` at `begin` and `final` at `end`.
+
+    ``s = s_f + (s_0 - s_f)(1 + cos πτ)/2`` with ``τ = (step - begin) / (end - begin)`` clamped to [0, 1].
+
+    Args:
+        step: Applied optimizer steps.
+        begin: First step of the schedule.
+        end: Last step; not before `begin`.
+        initial: Sparsity at and before `begin`, in [0, 1].
+        final: Sparsity at and after `end`, in [0, 1].
+
+    Returns:
+        The sparsity, in [0, 1].
+
+    Example:
+        >>> round(cosine_sparsity(50, begin=0, end=100, initial=0.0, final=0.8), 12)
+        0.4
+    """
+    return _interpolate(initial, final, (1.0 + math.cos(math.pi * _progress(step, begin, end))) / 2)
+
+
+def exponential_sparsity(step: int, *, begin: int, end: int, initial: float, final: float) -> float:
+    """Return a sparsity whose remaining share shrinks by the same factor every step.
+
+    ``1 - s = (1 - s_0)·((1 - s_f) / (1 - s_0))^τ`` with ``τ = (step - begin) / (end - begin)`` clamped to [0, 1].
+
+    Args:
+        step: Applied optimizer steps.
+        begin: First step of the schedule.
+        end: Last step; not before `begin`.
+        initial: Sparsity at and before `begin`, in [0, 1).
+        final: Sparsity at and after `end`, in [0, 1).
+
+    Returns:
+        The sparsity, in [0, 1).
+
+    Example:
+        >>> exponential_sparsity(50, begin=0, end=100, initial=0.0, final=0.75)
+        0.5
+    """
+    progress = _progress(step, begin, end)
+    if progress in (0.0, 1.0):
+        return final if progress else initial
+    sparsity = 1.0 - (1.0 - initial) * math.pow((1.0 - final) / (1.0 - initial), progress)
+    return min(max(sparsity, initial), final)  # rounding must not carry it past an end, to fall again there
+
+
+def iterative_sparsity(step: int, *, begin: int, end: int, initial: float, final: float, every: int) -> float:
+    """Return a sparsity that takes the same share of what is left at each update, the first of them at `begin`.
+
+    With n updates (at ``begin``, each `every` steps, and at ``end``) the remaining share after update j of n is
+    ``(1 - s_0)·((1 - s_f) / (1 - s_0))^(j/n)`` (iterative pruning, Han et al. 2015, arXiv:1506.02626).
+
+    Args:
+        step: Applied optimizer steps.
+        begin: Step of the first update.
+        end: Step of the last one; not before `begin`.
+        initial: Sparsity before `begin`, in [0, 1).
+        final: Sparsity at and after `end`, in [0, 1).
+        every: Steps between two updates, at least 1.
+
+    Returns:
+        The sparsity, in [0, 1).
+
+    Example:
+        >>> [iterative_sparsity(step, begin=0, end=10, initial=0.0, final=0.75, every=10) for step in (0, 9, 10)]
+        [0.5, 0.5, 0.75]
+    """
+    if step < begin:
+        return initial
+    num_updates = -((begin - end) // every) + 1
+    update = num_updates if step >= end else (step - begin) // every + 1
+    return exponential_sparsity(update, begin=0, end=num_updates, initial=initial, final=final)
+
+
 def _interpolate(initial: float, final: float, remaining: float) -> float:
     return initial if remaining == 1.0 else final + (initial - final) * remaining
 
@@ -81,8 +158,33 @@ SCHEDULES: dict[str, Callable[..., float]] = {
     "one_shot": one_shot_sparsity,
     "linear": linear_sparsity,
     "cubic": cubic_sparsity,
+    "cosine": cosine_sparsity,
+    "exponential": exponential_sparsity,
 }
-"""By name: functions of ``(step, *, begin, end, initial, final)``."""
+"""By name: functions of ``(step, *, begin, end, initial, final)``; ``iterative`` needs to know its updates too."""
+
+
+def scheduled_sparsity(
+    schedule: str, step: int, *, begin: int, end: int, initial: float, final: float, every: int
+) -> float:
+    """Return the sparsity that the schedule of this name asks for after `step`.
+
+    Args:
+        schedule: A key of `SCHEDULES`, or ``iterative``.
+        step: Applied optimizer steps.
+        begin: First step of the schedule.
+        end: Last step; not before `begin`.
+        initial: Sparsity before, in [0, 1).
+        final: Sparsity at and after `end`, in [0, 1).
+        every: Steps between two updates.
+
+    Example:
+        >>> scheduled_sparsity("linear", 5, begin=0, end=10, initial=0.0, final=0.5, every=1)
+        0.25
+    """
+    if schedule == "iterative":
+        return iterative_sparsity(step, begin=begin, end=end, initial=initial, final=final, every=every)
+    return SCHEDULES[schedule](step, begin=begin, end=end, initial=initial, final=final)
 
 
 def update_is_due(step: int, *, begin: int, end: int, every: int) -> bool:

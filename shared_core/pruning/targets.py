@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from shared_core.errors import MatchError
 from shared_core.module_match import match_modules, plain_name
+from shared_core.pruning.axes import input_axis, is_transformers_conv1d
 from shared_core.pruning.config import PruneConfig
 
 _TYPES: tuple[type[nn.Module], ...] = (
@@ -21,12 +22,7 @@ def prunable_types(model: nn.Module) -> tuple[type[nn.Module], ...]:
     transformers' ``Conv1D`` (GPT-2's linear layer) is found by its name, so that transformers need not be
     imported.
     """
-    conv1d = {
-        base
-        for module in model.modules()
-        for base in type(module).__mro__
-        if base.__name__ == "Conv1D" and base.__module__ == "transformers.pytorch_utils"
-    }
+    conv1d = {type(module) for module in model.modules() if is_transformers_conv1d(module)}
     return (*_TYPES, *conv1d)
 
 
@@ -80,6 +76,13 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
             modules[full_name] = module
         elif parameter.ndim > 1:
             left_out[full_name] = reason
+    if config.granularity == "n_m":
+        for name in list(modules):
+            module = modules[name]
+            size = module._parameters["weight"].shape[input_axis(module)]  # type: ignore[union-attr]
+            if size % config.kept_of[1]:
+                left_out[name] = f"its {size} inputs are no multiple of {config.kept_of[1]} (n_m = {config.n_m})"
+                del modules[name]
     if not modules:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items()) or "no matrix among them"
         raise MatchError(f"prune: must find at least one weight to prune, but all were left out ({reasons})")

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
-import numpy as np
 import torch
 from eff_kernels.pruning import apply_mask_
 from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
-from shared_core.pruning.config import PruneConfig
-from shared_core.pruning.criteria import WeightScores
-from shared_core.pruning.masks import prune_masks
+from shared_core.packed_masks import packed_size, unpack_mask
+from shared_core.pruning.config import UNITS, PruneConfig
+from shared_core.pruning.cost_watch import CostWatch
+from shared_core.pruning.mask_store import MaskStore
 from shared_core.pruning.optimizer_state import clear_moments_
-from shared_core.pruning.schedules import SCHEDULES, update_is_due
+from shared_core.pruning.penalty import Penalty
+from shared_core.pruning.report import NOTES, UNITS_NOTE, weights_report
+from shared_core.pruning.rigl import rigl_drop_share, rigl_mask
+from shared_core.pruning.schedules import scheduled_sparsity, update_is_due
+from shared_core.pruning.scorers import make_scorer
+from shared_core.pruning.selection import RankedScores, select_weights
+from shared_core.pruning.sharded import whole
+from shared_core.pruning.straight_through import StraightThrough
 from shared_core.pruning.targets import Targets, find_targets
+from shared_core.pruning.unit_pruning import UnitPruning
+from shared_core.ranks import local_part
 from shared_core.technique import Context, Technique
-
-NOTE = "Unstructured sparsity makes compressed files smaller; dense matrix products do not get faster."
 
 
 class Pruning(Technique):
     """Prunes the weights of linear and convolutional layers as `PruneConfig` says.
 
-    Masks are recomputed from the weights at the steps of the schedule; what is pruned stays pruned. After
-    every optimizer step pruned weights are set to exactly +0.0, whatever momentum, weight decay or an 8-bit
-    state would make of them.
+    Masks are recomputed at the steps of the schedule; what is pruned stays pruned, unless `dynamic`, `sr_ste` or
+    criterion ``movement`` let weights under the mask learn on until ``end``. After every optimizer step pruned weights
+    are set to exactly +0.0, whatever momentum, weight decay or an 8-bit state would make of them.
 
     Args:
         config: The options.
@@ -40,27 +47,46 @@ class Pruning(Technique):
         super().__init__(config)
         self._targets = Targets({}, {})
         self._weights: dict[str, nn.Parameter] = {}
-        self._masks: dict[str, Tensor] = {}
-        self._packed: dict[str, Tensor] = {}
-        self._num_pruned: dict[str, int] = {}
+        self._store = MaskStore()
+        self._saved: Mapping[str, Any] = {}
         self._begin = self._end = 0
         self._last_update = -1
         self._sparsity = 0.0
         self._pruned_share = 0.0
+        self._is_final = False
+        self._straight_through = StraightThrough()
+        self._dense_gradients: dict[str, Tensor] = {}
+        self._counted: dict[str, int] = {}
+        self._scorer = make_scorer("magnitude", {})
+        self._costs: CostWatch | None = None
+        self._units: UnitPruning | None = None
+        self._penalty: Penalty | None = None
 
     def attach(self, model: nn.Module, context: Context) -> None:
-        """Find the weights to prune.
+        """Find the weights to prune, and listen to what the criterion needs.
 
         Raises:
             MatchError: If there are none.
         """
-        self._targets = find_targets(model, self.config)
+        config = self.config
+        self._targets = find_targets(model, config)
+        modules = self._targets.modules
+        self._scorer = make_scorer(config.weight_criterion, modules, generator=context.generator)
+        if config.granularity in UNITS:
+            self._units = UnitPruning(config, modules)
+        if config.cost != "none":
+            self._costs = CostWatch(config.cost, modules)
+        if config.regularizer != "none":
+            self._penalty = Penalty(config.regularizer, config.regularizer_strength, model, modules)
+        self._scorer.attach()
 
     def begin(self, context: Context) -> None:
         """Resolve the schedule; put saved masks back, or make the first ones if they are due."""
         config = self.config
-        end = config.begin if config.schedule == "one_shot" else config.end
+        end = config.end if config.updates_until_end else config.begin
         self._begin, self._end = context.resolve_range(config.begin, end, "prune")
+        if config.needs_a_step:
+            self._begin, self._end = max(1, self._begin), max(1, self._end)
         # a checkpoint from before the end is less sparse than what the run promises: no ingredient for a soup
         context.first_usable_step = max(context.first_usable_step, self._end)
         for optimizer in context.optimizers:
@@ -70,56 +96,124 @@ class Pruning(Technique):
                     "a step; use SGD or AdamW"
                 )
         self._weights = self._targets.weights()
-        for name, weight in self._weights.items():
-            if hasattr(weight, "to_local"):
-                raise CompatibilityError(
-                    f"prune: {name} must be a plain tensor, got a sharded one (DTensor); use DDP instead"
-                )
-        self._set_masks({name: _unpack(packed, self._weights[name]) for name, packed in self._packed.items()})
-        self._packed = {}
-        self._apply()
-        if self._last_update < 0 and context.step >= self._begin:
+        self._refuse_sharded()
+        self._store.weights = self._units.tensors(context.model) if self._units else self._weights
+        self._restore(context)
+        if self._units and not self._is_final:
+            self._units.listen(context.model)
+        if self._last_update < 0 and context.step >= self._begin and not config.needs_a_step:
             self._update(context, self._scheduled(context.step))
 
     def before_optimizer_step(self, context: Context) -> None:
-        """Zero the gradients of pruned weights if the trainer clips by norm: they must not enter the norm."""
-        if not (context.clips_gradients and self._masks):
-            return
-        pairs = [(weight.grad, self._masks[name]) for name, weight in self._weights.items() if weight.grad is not None]
-        for gradient, _ in pairs:
+        """Read what the criterion needs of the gradients; then dead ones must not enter a norm that is clipped."""
+        self._find(context)
+        gradients = {name: weight.grad for name, weight in self._weights.items() if weight.grad is not None}
+        for gradient in gradients.values():
             if gradient.layout != torch.strided:
                 raise CompatibilityError("prune: gradients must be dense, got a sparse one; use sparse=False")
-        apply_mask_([gradient for gradient, _ in pairs], [mask for _, mask in pairs])
+        if not self._is_final:
+            self._observe(context, gradients)
+        if self._store and not self._learns_under_masks and context.clips_gradients:
+            tensors = self._store.weights
+            live = [(name, part) for name, part in self._store.parts.items() if tensors[name].grad is not None]
+            gradients_of_live = [local_part(cast("Tensor", tensors[name].grad)) for name, _ in live]
+            apply_mask_(gradients_of_live, [part for _, part in live])
+
+    def _find(self, context: Context) -> None:
+        """Read what the first micro-batches have shown: which units there are, and what each layer costs."""
+        if self._units:
+            self._units.find(context.model)
+        if self._costs and self._scorer.costs is None:
+            self._scorer.costs = self._costs.read()
+
+    def _observe(self, context: Context, gradients: dict[str, Tensor]) -> None:
+        config = self.config
+        if self._learns_under_masks:
+            self._straight_through.show(self._weights)
+        if self._scorer.needs:
+            self._scorer.observe_step(self._weights, gradients)
+        if self._units:
+            self._units.observe_step()
+        if self._learns_under_masks and config.criterion == "movement" and config.dynamic == "none":
+            # m·w is what is trained: under a mask the weight gets no gradient, its score does (arXiv:2005.07683, eq. 3)
+            under = [name for name in self._store.parts if name in gradients]
+            apply_mask_([gradients[name] for name in under], [self._store.parts[name] for name in under])
+        if config.dynamic == "rigl" and self._is_due(context.step + 1) and context.step >= self._begin:
+            self._dense_gradients = {name: gradient.clone() for name, gradient in gradients.items()}
+        if self._penalty and context.step < self._end:
+            self._penalty.add_(context.optimizers)
+        if config.sr_ste:
+            self._straight_through.add_decay_(gradients, config.sr_ste)
 
     def after_optimizer_step(self, context: Context) -> None:
         """Recompute the masks if the schedule says so, and set every pruned weight to +0.0."""
         step = context.step
-        due = update_is_due(step, begin=self._begin, end=self._end, every=self.config.every)
-        if due and step != self._last_update:
+        if self._penalty:
+            self._penalty.decay_()
+        if self._is_due(step) and step != self._last_update:
             self._update(context, self._scheduled(step))
+        elif self._learns_under_masks:
+            self._straight_through.hide(self._weights, dict(self._store))
         else:
-            self._apply()
+            self._store.apply()
+        self._dense_gradients = {}
+        if self._units:
+            self._units.end_step()
+        self._scorer.discard_step()  # a probe may have run another backward through the hooks
+
+    def skipped_optimizer_step(self, context: Context) -> None:
+        """Hide again what was shown to the optimizer, and forget what the step showed."""
+        self._dense_gradients = {}
+        if self._units:
+            self._units.end_step()
+        self._scorer.discard_step()
+        if self._penalty:
+            self._penalty.forget_step()
+        if self._straight_through.is_shown:
+            self._straight_through.hide(self._weights, dict(self._store))
 
     def weights_replaced(self, context: Context) -> None:
         """Prune the new weights by the masks there are."""
-        self._apply()
+        self._store.apply()
 
     def finish(self, model: nn.Module, context: Context) -> None:
         """Take the last update if the schedule was cut short. Masks stay until `detach`: soups need them."""
+        self._find(context)
         if self._weights and (self._last_update < 0 or self._sparsity < self.config.sparsity):
             self._update(context, self.config.sparsity)
-        self._apply()
+        self._finalise(context)
+        self._store.apply()
+        self._counted = {
+            name: weight.numel() - int(whole(weight.detach()).count_nonzero())
+            for name, weight in self._weights.items()
+            if hasattr(weight, "device_mesh")
+        }
 
     def detach(self, model: nn.Module) -> None:
         """Let go of the masks; the state stays readable."""
-        if self._masks:
-            self._packed = self.state_dict()["masks"]
-        self._weights, self._masks = {}, {}
+        if self._store:
+            self._saved = self.state_dict()
+        if self._units:
+            self._units.close()
+        if self._costs:
+            self._costs.close()
+        self._scorer.detach()
+        self._weights, self._store = {}, MaskStore()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the masks, eight weights to a byte, and how far the schedule is."""
-        masks = {name: _pack(mask) for name, mask in self._masks.items()} or dict(self._packed)
-        return {"masks": masks, "last_update": self._last_update, "sparsity": self._sparsity}
+        """Return the masks, eight weights to a byte, what lies under them, what was gathered, and how far it is."""
+        if self._saved and not self._store:
+            return dict(self._saved)
+        return {
+            "masks": self._store.packed(),
+            "hidden": dict(self._straight_through.hidden),
+            "scorer": self._scorer.state_dict(),
+            "costs": dict(self._scorer.costs or {}),
+            "units": self._units.state_dict() if self._units else {},
+            "last_update": self._last_update,
+            "sparsity": self._sparsity,
+            "is_final": self._is_final,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back a saved state; the masks are put on the weights' devices in `begin`.
@@ -129,22 +223,27 @@ class Pruning(Technique):
         """
         masks = dict(state["masks"])
         weights = self._targets.weights()
-        if masks and set(masks) != set(weights):
-            name = sorted(set(masks) ^ set(weights))[0]
+        missing = sorted(set(weights) - set(masks) if self._units is None else set()) if masks else []
+        strange = [name for name in masks if name not in weights and self._units is None]
+        if missing or strange:
             raise CheckpointError(
-                f"prune: saved masks must be those of this model's weights, got a difference at {name}; "
-                "resume with the model and recipe that wrote the checkpoint"
+                f"prune: saved masks must be those of this model's weights, got a difference at "
+                f"{(missing + strange)[0]}; resume with the model and recipe that wrote the checkpoint"
             )
-        for name, packed in masks.items():
-            num_bytes = -(-weights[name].numel() // 8)
+        for name in (name for name in weights if name in masks):
+            packed, num_bytes = masks[name], packed_size(weights[name].shape)
             if packed.dtype != torch.uint8 or packed.numel() != num_bytes:
                 raise CheckpointError(
                     f"prune: saved mask of {name} must be {num_bytes} bytes, got {packed.numel()} of "
                     f"{packed.dtype}; resume with the model that wrote the checkpoint"
                 )
-        self._packed = masks
+        self._saved = dict(state)
         self._last_update = int(state["last_update"])
         self._sparsity = float(state["sparsity"])
+        self._is_final = bool(state.get("is_final", False))
+        if state.get("scorer"):
+            self._scorer.load_state_dict(state["scorer"])
+        self._scorer.costs = dict(state.get("costs", {})) or None
 
     def metrics(self) -> dict[str, float]:
         """Return ``prune/sparsity``, the share of the weights within reach that the masks prune."""
@@ -152,79 +251,144 @@ class Pruning(Technique):
 
     def report(self) -> dict[str, Any]:
         """Return per tensor how many weights are zero, counted in the weights, and what was left dense."""
-        tensors: list[dict[str, Any]] = []
-        for name, weight in self._targets.weights().items():
-            pruned = weight.numel() - int(weight.detach().count_nonzero())
-            entry = {"name": name, "shape": list(weight.shape), "numel": weight.numel(), "pruned": pruned}
-            tensors.append({**entry, "sparsity": pruned / weight.numel()})
-        numel, pruned = sum(entry["numel"] for entry in tensors), sum(entry["pruned"] for entry in tensors)
         return {
-            "tensors": tensors,
-            "numel": numel,
-            "pruned": pruned,
-            "sparsity": pruned / numel if numel else 0.0,
+            **weights_report(self._targets.weights(), {**self._store.num_pruned, **self._counted}),
             "begin_step": self._begin,
             "end_step": self._end,
             "last_update_step": self._last_update,
             "left_out": dict(self._targets.left_out),
-            "note": NOTE,
+            **(self._units.report(self._store) if self._units else {}),
+            "note": NOTES.get(self.config.granularity, UNITS_NOTE),
         }
+
+    def _refuse_sharded(self) -> None:
+        sharded = next((name for name, weight in self._weights.items() if hasattr(weight, "to_local")), None)
+        if sharded and not self.config.works_sharded:
+            raise CompatibilityError(
+                f"prune: {sharded} must be a plain tensor for these options, got a sharded one (DTensor); under FSDP2 "
+                "take criterion magnitude, threshold or random of single weights, n_m or blocks, or use DDP"
+            )
+
+    def _restore(self, context: Context) -> None:
+        if not self._saved:
+            return
+        weights = self._store.weights
+        strange = sorted(set(self._saved["masks"]) - set(weights))
+        if strange:
+            raise CheckpointError(f"prune: saved masks must be those of this model, got one of {strange[0]}")
+        if self._units:
+            self._units.load_state_dict(self._saved.get("units", {}))
+        self._set_masks(
+            {
+                name: unpack_mask(packed, weights[name].shape).to(weights[name].device)
+                for name, packed in self._saved["masks"].items()
+            }
+        )
+        hidden = self._saved.get("hidden", {})
+        self._straight_through.hidden = {name: tensor.to(weights[name]) for name, tensor in hidden.items()}
+        self._saved = {}
+        self._store.apply()
+        if self._is_final:
+            self._scorer.detach()
+
+    @property
+    def _learns_under_masks(self) -> bool:
+        return self.config.straight_through and bool(self._store) and not self._is_final
+
+    def _is_due(self, step: int) -> bool:
+        return update_is_due(step, begin=self._begin, end=self._end, every=self.config.every)
 
     def _scheduled(self, step: int) -> float:
         config = self.config
-        sparsity = SCHEDULES[config.schedule](
-            step, begin=self._begin, end=self._end, initial=config.initial_sparsity, final=config.sparsity
-        )
+        sparsity = scheduled_sparsity(
+            config.schedule, step, begin=self._begin, end=self._end, initial=config.initial_sparsity,
+            final=config.sparsity, every=config.every,
+        )  # fmt: skip
         # a run resumed with more steps stretches a schedule given in fractions: then it waits for the
         # schedule
         return max(sparsity, self._sparsity)
 
     def _update(self, context: Context, sparsity: float) -> None:
         self._last_update, self._sparsity = context.step, sparsity
-        if sparsity == 0:
-            return
-        names = list(self._weights)
-        groups = [names] if self.config.scope == "global" else [[name] for name in names]
-        masks: dict[str, Tensor] = {}
-        for group in groups:
-            weights = {name: self._weights[name] for name in group}
-            numel = sum(weight.numel() for weight in weights.values())
-            pruned = sum(self._num_pruned.get(name, 0) for name in group)
-            if pruned == round(sparsity * numel):
-                masks.update({name: self._masks[name] for name in group if name in self._masks})
-                continue
-            scores = WeightScores(weights, self._masks, self.config.criterion)
+        if sparsity > 0:
             try:
-                masks.update(zip(group, prune_masks(scores, sparsity), strict=True))
-            except ConfigError as error:
-                name = next((name for name, weight in weights.items() if weight.isnan().any()), group[0])
+                masks = self._new_masks(context, sparsity)
+            except (ConfigError, TrainingError) as error:
+                name = next((name for name, weight in self._weights.items() if whole(weight).isnan().any()), None)
+                if name is None:
+                    raise
                 raise TrainingError(
                     f"prune: weights must be numbers, got NaN in {name} at step {context.step}; training has "
                     "diverged: lower the learning rate, or clip gradients"
                 ) from error
-        # Of the newly pruned alone: moments that grew again under older zeros reach no live weight, and AdamW's square
-        # root is several times slower on zeros (torch 2.13, CPU).
-        live = {name: self._masks[name].eq(mask) if name in self._masks else mask for name, mask in masks.items()}
+            self._take(context, masks)
+        self._scorer.reset()
+        if context.step >= self._end:
+            self._finalise(context)
+
+    def _new_masks(self, context: Context, sparsity: float) -> dict[str, Tensor]:
+        config, store = self.config, self._store
+        self._scorer.reduce()
+        if self._learns_under_masks:
+            self._straight_through.show(self._weights)
+        if self._units:
+            return self._units.masks(context, self._scorer, store, sparsity)
+        if config.dynamic == "rigl" and store:
+            store.apply()  # dropped ones that come back start from 0
+            return self._moved(context)
+        numel = sum(weight.numel() for weight in self._weights.values())
+        revives = config.straight_through
+        if (
+            config.scope == "global"
+            and not revives
+            and store
+            and sum(store.num_pruned.values()) == round(sparsity * numel)
+        ):
+            return dict(self._store)
+        scores = RankedScores(self._weights, {} if revives else store, self._scorer)
+        return select_weights(config, self._targets.modules, scores, sparsity)
+
+    def _moved(self, context: Context) -> dict[str, Tensor]:
+        """Return RigL's next masks: dropped by magnitude, grown by this step's gradient, read before the masks."""
+        share = rigl_drop_share(context.step, begin=self._begin, end=self._end, alpha=self.config.drop_share)
+        return {
+            name: rigl_mask(weight.detach().abs(), self._dense_gradients[name], self._store[name], share)
+            if name in self._dense_gradients
+            else self._store[name]
+            for name, weight in self._weights.items()
+        }
+
+    def _take(self, context: Context, masks: dict[str, Tensor]) -> None:
+        if self.config.straight_through and not self._is_final:
+            self._straight_through.show(self._weights)
+            self._set_masks(masks)
+            self._straight_through.hide(self._weights, masks)
+            return
+        before = dict(self._store.parts)
         self._set_masks(masks)
-        clear_moments_(context.optimizers, self._weights, live)
-        del live
-        self._apply()
+        # Of those that changed alone: moments that grew again under older zeros reach no live weight, and AdamW's
+        # square root is several times slower on zeros (torch 2.13, CPU). Grown again, a weight starts without moments.
+        for name, part in self._store.parts.items():  # one by one: few more than the masks are held at a time
+            live = before.pop(name).eq(part) if name in before else part
+            clear_moments_(context.optimizers, {name: self._store.weights[name]}, {name: live})
+        self._store.apply()
 
-    def _set_masks(self, masks: dict[str, Tensor]) -> None:
-        self._masks = masks
-        self._num_pruned = {name: mask.numel() - int(mask.count_nonzero()) for name, mask in masks.items()}
-        numel = sum(mask.numel() for mask in masks.values())
-        self._pruned_share = sum(self._num_pruned.values()) / numel if numel else 0.0
+    def _finalise(self, context: Context) -> None:
+        """What is pruned now stays pruned: nothing learns under the masks any more, and nothing is gathered."""
+        if self._is_final:
+            return
+        self._is_final = True
+        if self.config.straight_through and self._store:
+            if self._straight_through.is_shown:
+                self._straight_through.hide(self._weights, dict(self._store))
+            self._straight_through.drop()
+            clear_moments_(context.optimizers, self._weights, self._store.parts)
+        self._scorer.detach()
+        if self._units:
+            self._units.close()
 
-    def _apply(self) -> None:
-        if self._masks:
-            apply_mask_(list(self._weights.values()), list(self._masks.values()))
-
-
-def _pack(mask: Tensor) -> Tensor:
-    return torch.from_numpy(np.packbits(mask.cpu().numpy().reshape(-1)))
-
-
-def _unpack(packed: Tensor, weight: Tensor) -> Tensor:
-    bits = np.unpackbits(packed.cpu().numpy(), count=weight.numel()).view(bool)
-    return torch.from_numpy(bits).view(weight.shape).to(weight.device)
+    def _set_masks(self, masks: Mapping[str, Tensor]) -> None:
+        self._store.set(masks)
+        reached = {name: self._store.num_pruned[name] for name in masks if name in self._weights}
+        numel = sum(self._weights[name].numel() for name in reached)
+        self._pruned_share = sum(reached.values()) / numel if numel else 0.0

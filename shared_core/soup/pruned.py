@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shared_core.errors import CheckpointError
+from shared_core.packed_masks import packed_size, unpack_mask
 from shared_core.soup.sources import HF_FOLDER, LIGHTNING, Ingredient, load_torch_file
 from shared_core.state_file import STATE_FILE, load_state
 
@@ -97,14 +98,12 @@ def _unpack(packed: Tensor, name: str, ingredient: Ingredient) -> Tensor:
             f"{ingredient.name}: checkpoint must hold {name!r}, which its mask is for, got no such tensor"
         )
     shape = ingredient.spec(name).shape
-    numel = int(np.prod(shape))
-    if packed.numel() != -(-numel // 8):
+    if packed.numel() != packed_size(shape):
         raise CheckpointError(
-            f"{ingredient.name}: mask of {name!r} must have {numel} bits, got {packed.numel()} bytes; its state file "
-            "is of another model"
+            f"{ingredient.name}: mask of {name!r} must have {math.prod(shape)} bits, got {packed.numel()} bytes; its "
+            "state file is of another model"
         )
-    bits = np.unpackbits(packed.numpy(), count=numel).astype(bool)
-    return torch.from_numpy(bits).view(shape)
+    return unpack_mask(packed, shape)
 
 
 def _obeys(ingredient: Ingredient, masks: Mapping[str, Tensor]) -> bool:

@@ -1,49 +1,22 @@
 """FSDP2 in Lightning (ModelParallelStrategy): sharded weights train, save and resume like whole ones."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from fsdp2_runs import assert_two_trained_what_one_did, run_by_one_and_by_two
 
 SCRIPT = Path(__file__).parents[1] / "support" / "lightning_fsdp2.py"
 
 
-def run(folder, *launcher):
-    folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), str(folder)],
-        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("fsdp2")
-    run(folder / "one")
-    output = run(folder / "two", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    return {
-        "alone": torch.load(folder / "one" / "alone.pt", weights_only=True),
-        "ranks": [torch.load(folder / "two" / f"{rank}.pt", weights_only=True) for rank in (0, 1)],
-        "told": [json.loads((folder / "two" / f"{rank}.json").read_text()) for rank in (0, 1)],
-        "output": output,
-        "folder": folder / "two",
-    }
+    return run_by_one_and_by_two(SCRIPT, tmp_path_factory.mktemp("fsdp2"))
 
 
 @pytest.mark.parametrize("name", ["loss_scale", "all", "tensorwise"])
 def test_two_processes_train_what_one_does(runs, name):
-    first, second = (found[name] for found in runs["ranks"])
-    alone = runs["alone"][name]
-    assert first.keys() == second.keys() == alone.keys()
-    for key, value in alone.items():
-        assert torch.equal(first[key], second[key]), key
-        torch.testing.assert_close(first[key].double(), value.double(), rtol=1e-6, atol=1e-6)
+    assert_two_trained_what_one_did(runs, name)
 
 
 @pytest.mark.parametrize("each", [False, True])
@@ -89,7 +62,7 @@ def test_all_processes_leave_out_a_step_that_one_alone_knows_to_be_bad(runs, nam
 def test_what_is_not_proven_on_shards_is_refused(runs):
     for told in runs["told"]:
         prune, flush, parallel = told["refused"]
-        assert "prune cannot be combined with FSDP version 2" in prune
+        assert "prune with these options cannot be combined with FSDP version 2" in prune
         assert "loss_scale with flush_every cannot be combined with FSDP version 2" in flush
         assert "fp8 cannot be combined with tensor parallelism" in parallel
 

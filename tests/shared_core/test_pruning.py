@@ -173,12 +173,12 @@ def test_pruned_weights_stay_pruned_among_ties_and_zeros():
     model = nn.Linear(10, 10, bias=False)
     session, opt = make_session(model, total_steps=10, begin=0, end=10, every=1, schedule="linear")
     for _ in range(10):
-        before = session.techniques["prune"]._masks.get("weight", torch.ones(10, 10, dtype=torch.bool)).clone()
+        before = session.techniques["prune"]._store.parts.get("weight", torch.ones(10, 10, dtype=torch.bool)).clone()
         model.weight.data.zero_()  # every live weight ties with the pruned ones
         opt.zero_grad()
         session.before_optimizer_step()
         session.after_optimizer_step()
-        after = session.techniques["prune"]._masks["weight"]
+        after = session.techniques["prune"]._store.parts["weight"]
         assert not (after & ~before).any()
     assert int((~after).sum()) == 75
 

@@ -30,7 +30,8 @@ PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 STEPS, BATCH, POISONED = 6, 8, 2
 SCALE = {"loss_scale": {"kind": "dynamic", "init_scale": 1024.0, "telemetry_every": 1, "histogram_every": 2}}
 FP8 = {recipe: {"fp8": {"recipe": recipe}} for recipe in ("tensorwise", "delayed")}
-ALL = {**FP8["delayed"], **SCALE, "matmul": {"precision": "high"}}
+PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
+ALL = {**FP8["delayed"], **SCALE, **PRUNE, "matmul": {"precision": "high"}}
 
 
 class Sharded(pl.LightningModule):
@@ -182,7 +183,8 @@ def sharded_only(folder):
         told[name] = {"skipped": session.skipped, "applied": session.step, "finite": made[2].finite_when_poisoned}
         told[name]["rate"] = made[0].lr_scheduler_configs[0].scheduler.last_epoch
     told["refused"] = []
-    for recipe in ({"prune": {"sparsity": 0.5}}, {"loss_scale": {"kind": "dynamic", "flush_every": 2}}):
+    gathers = {"prune": {"sparsity": 0.5, "criterion": "taylor"}}
+    for recipe in (gathers, {"loss_scale": {"kind": "dynamic", "flush_every": 2}}):
         try:
             train(folder / "refused", recipe)
         except CompatibilityError as error:

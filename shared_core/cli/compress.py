@@ -1,0 +1,156 @@
+"""`eff compress` and `eff decompress`: a model in one small file, and back to plain weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shared_core.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor  # `eff --help` must not wait for torch
+
+    from shared_core.pruning.compression.writer import Compression
+
+# What a model needs beside its weights: config, tokenizer, processor. Not its training state, nor code.
+_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".md"})
+_LEFT_BEHIND = frozenset({"trainer_state.json", "model.safetensors.index.json", "pytorch_model.bin.index.json"})
+WEIGHTS_FILE = "model.safetensors"
+
+
+def compress(
+    model: Annotated[Path, typer.Argument(help="A Hugging Face folder, a Lightning .ckpt, or a state dict file.")],
+    out: Annotated[Path, typer.Option(help="The file to write, such as model.eff; it must not exist.")],
+    bits: Annotated[int, typer.Option(help="Bits of a code: 2**bits values a tensor, in [2, 8].")] = 5,
+    bits_of: Annotated[
+        list[str] | None,
+        typer.Option("--bits-of", help="PATTERN=BITS for tensors or modules of a name (glob), or PATTERN=exact."),
+    ] = None,
+    min_size: Annotated[int, typer.Option(help="Store tensors with fewer elements exactly.")] = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Compress a model by weight sharing, sparse indices and entropy coding; config and tokenizer go along.
+
+    The weights of a tensor come to share a few values, so quality must be looked at: decompress and evaluate. Weights
+    that were trained with --share_bits have so few values already and are stored without loss. The ratio counts every
+    byte of the file.
+    """
+    from shared_core.pruning.compression.container import FREE_BYTES, FREE_RATIO
+    from shared_core.pruning.compression.reader import CompressedFile
+    from shared_core.pruning.compression.writer import compress as write
+
+    if out.exists():
+        raise CheckpointError(f"eff compress: --out must not exist yet, got {out}; remove it or choose another")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    files = _files(model)
+    done = write(_tensors(model), out, bits=bits, bits_of=_bits_of(bits_of or []), min_size=min_size, files=files)
+    started = time.perf_counter()
+    for _ in CompressedFile(out, max_bytes=done.original_bytes + (1 << 40)).tensors():
+        pass  # every payload is restored and compared with its CRC
+    seconds = time.perf_counter() - started
+    size = done.original_bytes + sum(len(content) for content in files.values())
+    if size > FREE_BYTES + FREE_RATIO * done.file_bytes:
+        typer.echo(f"so much smaller that eff decompress takes it for an attack: add --max-bytes {size}", err=True)
+    if as_json:
+        told = dataclasses.asdict(done) | {"path": str(out), "ratio": done.ratio, "decompression_seconds": seconds}
+        typer.echo(json.dumps(told, indent=2))
+        return
+    _tell(done, seconds)
+
+
+def decompress(
+    file: Annotated[Path, typer.Argument(help="A file that eff compress wrote.")],
+    out: Annotated[Path, typer.Option(help="The folder to write; it must not exist or be empty.")],
+    max_bytes: Annotated[
+        int | None, typer.Option(help="Refuse a file that restores to more; default 64 MiB and 1000 times its size.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write the weights in a compressed file as model.safetensors, with the config and tokenizer that went along.
+
+    The folder loads without this library: by from_pretrained if a Hugging Face folder was compressed, else by
+    safetensors.torch.load_model. Every bit is as it was stored, and compared with a CRC.
+    """
+    from safetensors.torch import save_file
+
+    from shared_core.atomic import atomic_folder
+    from shared_core.pruning.compression.reader import CompressedFile
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"eff decompress: --out must be a new or empty folder, got {out}")
+    started = time.perf_counter()
+    compressed = CompressedFile(file, max_bytes=max_bytes)
+    beside = {name: content for name, content in compressed.files().items() if _goes_along(Path(name))}
+    tensors = dict(compressed.tensors())
+    seconds = time.perf_counter() - started
+    with atomic_folder(out) as folder:
+        # each tensor once, as save_pretrained and safetensors.torch.save_model have it
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={**compressed.index.ties, "format": "pt"})
+        for name, content in beside.items():
+            (folder / name).write_bytes(content)
+    num_bytes = sum(entry.num_bytes for entry in compressed.index.tensors)
+    told = {"tensors": len(tensors), "bytes": num_bytes, "files": sorted(beside), "decompression_seconds": seconds}
+    if as_json:
+        typer.echo(json.dumps(told, indent=2))
+        return
+    typer.echo(f"{len(tensors)} tensors, {num_bytes:,} bytes, decompressed in {seconds:.2f} s")
+    typer.echo(f"wrote {out}")
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    from shared_core.cli.loading import state_dict_of
+
+    return state_dict_of(path, "eff compress")
+
+
+def _goes_along(file: Path) -> bool:
+    return file.suffix in _SUFFIXES and file.name not in _LEFT_BEHIND and not file.name.startswith(".")
+
+
+def _files(model: Path) -> dict[str, bytes]:
+    if not model.is_dir():
+        return {}
+    return {file.name: file.read_bytes() for file in sorted(model.iterdir()) if file.is_file() and _goes_along(file)}
+
+
+def _bits_of(pairs: list[str]) -> dict[str, int | None]:
+    found: dict[str, int | None] = {}
+    for pair in pairs:
+        pattern, _, bits = pair.rpartition("=")
+        if not pattern or not (bits == "exact" or bits.isdecimal()):
+            raise ConfigError(f"eff compress: --bits-of must be PATTERN=BITS or PATTERN=exact, got {pair!r}")
+        found[pattern] = None if bits == "exact" else int(bits)
+    return found
+
+
+def _tell(done: Compression, seconds: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"compressed: {done.path}", title_justify="left")
+    for heading in ("tensor", "shape", "coding", "values", "weights", "bytes", "of", "RMS change"):
+        table.add_column(heading, justify="left" if heading in ("tensor", "shape", "coding") else "right")
+    for line in done.tensors:
+        table.add_row(*_cells(line))
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{done.original_bytes:,} bytes in {done.file_bytes:,}: {done.ratio:.1f}x, every byte of the file counted"
+        + (f" ({done.other_bytes:,} of them config and tokenizer)" if done.other_bytes else ""),
+        markup=False,
+    )
+    console.print(f"compressed in {done.seconds:.2f} s, decompressed and compared in {seconds:.2f} s", markup=False)
+    typer.echo(f"wrote {done.path}")
+
+
+def _cells(line: Any) -> tuple[str, ...]:
+    values = str(line.clusters) if line.clusters else "all"
+    change = f"{line.rms_error:.2g}" if line.rms_error else "0"
+    shape = "x".join(map(str, line.shape)) or "scalar"
+    stored, original = f"{line.stored_bytes:,}", f"{line.original_bytes:,}"
+    return line.name, shape, line.coding, values, f"{line.weights:,}", stored, original, change

@@ -1,0 +1,55 @@
+"""Folders of models that a command reads and writes: the model itself, and what lies beside its weights."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shared_core.cli.run import front_ends
+from shared_core.errors import CheckpointError, MissingExtraError
+
+if TYPE_CHECKING:
+    from torch import nn  # `eff --help` must not wait for torch
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json")
+_BESIDE = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe"})
+_LEFT_BEHIND = frozenset({"config.json", "generation_config.json", "trainer_state.json"})
+
+
+def check_new(folder: Path, where: str) -> None:
+    """Refuse a folder to write that holds something.
+
+    Raises:
+        CheckpointError: If it does, or is no folder.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{where}: --out must be a new or empty folder, got {folder}")
+
+
+def load_folder(folder: Path, where: str) -> nn.Module:
+    """Return the model in a Hugging Face folder, in evaluation mode, with all its parameters trainable.
+
+    Raises:
+        CheckpointError: If it cannot be loaded.
+        MissingExtraError: If transformers is not installed.
+    """
+    from torch import nn
+
+    for front_end in front_ends():
+        load = getattr(front_end, "load_teacher", None)
+        if load is not None:
+            try:
+                loaded: nn.Module = load(str(folder), nn.Module())
+            except CheckpointError as error:
+                raise CheckpointError(f"{where}: {folder} must be a model that can be loaded: {error}") from error
+            return loaded.requires_grad_(True).eval()
+    raise MissingExtraError(f"{where}: a model folder", "transformers", "hf")
+
+
+def copy_beside(source: Path, target: Path) -> None:
+    """Copy the tokenizer and what else lies beside the weights of a model, but for what is there and our reports."""
+    for file in source.iterdir():
+        wanted = file.suffix in _BESIDE and not file.name.endswith(_WEIGHTS) and file.name not in _LEFT_BEHIND
+        if file.is_file() and wanted and not file.name.startswith("eff_") and not (target / file.name).exists():
+            shutil.copyfile(file, target / file.name)

@@ -1,0 +1,261 @@
+"""`eff prune`: a trained model pruned without training, from the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from shared_core.cli.flags import describe_flags
+from shared_core.cli.folders import check_new, copy_beside, load_folder
+from shared_core.cli.loading import build_model, function, load_weights
+from shared_core.cli.progress_bar import bar
+from shared_core.cli.shrink import made_up_inputs
+from shared_core.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn  # `eff --help` must not wait for torch
+
+    from shared_core.pruning import PruneConfig, ShrinkResult
+
+REPORT_FILE = "eff_pruning.json"
+_OPTIONS = "shared_core.cli.prune"
+_SHRINKABLE = ("neuron", "channel", "head")
+
+
+@functools.cache
+def _option_parameters() -> list[Any]:
+    """Return one parameter of the command for each option of pruning that applies after training."""
+    from shared_core.pruning.config import PruneConfig
+    from shared_core.pruning.post_training import DURING_TRAINING
+
+    rows = {row["flag"]: row for row in describe_flags()}
+    flags = []
+    for field in dataclasses.fields(PruneConfig):
+        if field.name in DURING_TRAINING:
+            continue
+        row = rows[f"--{PruneConfig.key}_{field.name}"]
+        is_required = row["default"] == "required"
+        option = typer.Option(
+            f"--{field.name.replace('_', '-')}",
+            help=row["help"],
+            metavar=row["type"],
+            show_default=False if is_required else row["default"] or False,
+        )
+        # texts, which the config reads as those of a recipe are read
+        kind, value = (str, inspect.Parameter.empty) if is_required else (str | None, None)
+        flags.append(
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=Annotated[kind, option]
+            )
+        )
+
+    def options(**given: Any) -> None: ...
+
+    options.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
+    options.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    app = typer.Typer(add_completion=False)
+    app.command()(options)
+    return list(typer.main.get_command(app).params)
+
+
+class PruneCommand(TyperCommand):
+    """Has the options of `PruneConfig` for flags; they are looked up when asked for: `eff --help` needs no torch."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the command's own parameters, then the options of pruning."""
+        *own, help_option = super().get_params(ctx)
+        return [*own, *_option_parameters(), help_option]
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, with the options of pruning where it finds them."""
+        names = [parameter.name for parameter in _option_parameters()]
+        ctx.meta[_OPTIONS] = {name: value for name in names if (value := ctx.params.pop(name, None)) is not None}
+        return super().invoke(ctx)
+
+
+def prune(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(help="A Hugging Face folder, or module:function that returns the model or (model, inputs)."),
+    ],
+    out: Annotated[Path, typer.Option(help="The folder to write; it must not exist or be empty.")],
+    weights: Annotated[
+        Path | None, typer.Option(help="With module:function, a folder or file with the trained weights.")
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(help="module:function that returns batches: tensors, tuples, dicts or what --loss takes."),
+    ] = None,
+    batches: Annotated[int, typer.Option(help="Calibration batches to run, at most.")] = 100,
+    loss: Annotated[
+        str | None,
+        typer.Option(help="module:function that takes (model, batch) and returns its loss; default: output.loss."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the draws of random and shapley.")] = 0,
+    evaluate: Annotated[
+        str | None, typer.Option("--eval", help="module:function that takes a model and returns its quality.")
+    ] = None,
+    shrink: Annotated[
+        bool, typer.Option("--shrink", help="Also remove the pruned neurons, channels or heads: a smaller model.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Prune a trained model at once and save plain weights, which load without this library, and a report.
+
+    A folder's model comes out as a folder that from_pretrained loads, its tokenizer beside it; another model as
+    model.safetensors. With --shrink units are gone from tensors and configuration. eff_pruning.json tells what was
+    pruned, what was left dense, and how quality changed.
+    """
+    from shared_core.pruning.config import GATHERED
+    from shared_core.pruning.post_training import as_config, needs_calibration
+    from shared_core.pruning.post_training import prune as prune_model
+
+    asked = {"model": model, "weights": weights and str(weights), "calibration": calibration, "batches": batches,
+             "loss": loss, "seed": seed, "eval": evaluate, "shrink": shrink}  # fmt: skip
+    check_new(out, "eff prune")
+    config = as_config(context.meta[_OPTIONS])
+    if shrink and config.granularity not in _SHRINKABLE:
+        raise ConfigError(
+            f"eff prune: --shrink must come with --granularity {', '.join(_SHRINKABLE)}, got {config.granularity}"
+        )
+    if calibration is None and config.criterion in GATHERED:
+        raise ConfigError(f"eff prune: --calibration must be given with {needs_calibration(config)}, got none")
+    folder = Path(model) if Path(model).is_dir() else None
+    if folder and weights is not None:
+        raise ConfigError(f"eff prune: --weights must be left out for a folder, got {weights}")
+    judge = function(evaluate, "eff prune: --eval") if evaluate else None
+    run_batch = function(loss, "eff prune: --loss") if loss else None
+    data = function(calibration, "eff prune: --calibration")() if calibration else None
+    network, example = (load_folder(folder, "eff prune"), None) if folder else build_model(model, "eff prune")
+    if weights is not None:
+        load_weights(network, weights, "eff prune")
+    data = None if data is None else list(itertools.islice(data, max(batches, 0)))
+    needs_example = shrink or (data is None and needs_calibration(config))
+    if example is None and needs_example:
+        example = _example(network, data, is_folder=folder is not None, runs=run_batch is None)
+    quality: dict[str, float] = {}
+    _judge(quality, "dense", network, judge)
+    with bar("calibration") as advance:
+        done = prune_model(
+            network,
+            config,
+            [example] if data is None and needs_example else data,
+            loss=None if data is None else run_batch,
+            num_batches=batches,
+            seed=seed,
+            progress=advance,
+        )
+    _judge(quality, "pruned", network, judge)
+    result = _shrunk(network, example) if shrink else None
+    if result is not None:
+        _judge(quality, "shrunk", result.model, judge)
+    values = {
+        "asked": asked,
+        "config": _applied(config),
+        **done.to_dict(),
+        "quality": quality,
+        "shrink": _values(result) if result else None,
+    }
+    _write(out, result.model if result else network, values, folder, example if result else None)
+    if as_json:
+        typer.echo(json.dumps(values, indent=2))
+    else:
+        _tell(out, values)
+
+
+def _example(network: nn.Module, data: list[Any] | None, *, is_folder: bool, runs: bool) -> Any:
+    """Return inputs that a model can be run on: its first batch, or made up where that is made for a loss."""
+    if data and runs:
+        return data[0]
+    if is_folder:
+        return made_up_inputs(network)
+    raise ConfigError(
+        "eff prune: MODEL must return (model, example_inputs) for --shrink and for units or costs without "
+        "--calibration, got a model alone"
+    )
+
+
+def _judge(quality: dict[str, float], name: str, network: nn.Module, judge: Callable[[nn.Module], Any] | None) -> None:
+    if judge is not None:
+        quality[name] = float(judge(network.eval()))
+
+
+def _shrunk(network: nn.Module, example: Any) -> ShrinkResult:
+    from shared_core.pruning import shrink as remove
+
+    with bar("shrink"):
+        return remove(network, example)
+
+
+def _applied(config: PruneConfig) -> dict[str, Any]:
+    from shared_core.pruning.post_training import DURING_TRAINING
+
+    return {name: value for name, value in config.to_dict().items() if name not in DURING_TRAINING}
+
+
+def _values(result: ShrinkResult) -> dict[str, Any]:
+    return {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.name != "model"}
+
+
+def _write(out: Path, network: nn.Module, values: dict[str, Any], folder: Path | None, example: Any) -> None:
+    """Write the model and the report; a shrunk folder must load with the same outputs."""
+    from safetensors.torch import save_model
+
+    from shared_core.atomic import atomic_folder
+    from shared_core.pruning.removal.measuring import difference, outputs
+
+    with atomic_folder(out) as temporary:
+        if folder is None:
+            save_model(network, str(temporary / "model.safetensors"))  # shared tensors once
+        else:
+            saved: Any = network
+            saved.save_pretrained(temporary)
+            copy_beside(folder, temporary)
+            if example is not None:
+                gap = difference(outputs(network, example), outputs(load_folder(temporary, "eff prune"), example))
+                if not gap <= 1e-5:
+                    raise CheckpointError(
+                        f"eff prune: the saved model must load with the same outputs, they differ by {gap}"
+                    )
+        (temporary / REPORT_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _tell(out: Path, values: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=f"pruned: {out}", title_justify="left")
+    for heading in ("tensor", "weights", "zero", "sparsity"):
+        table.add_column(heading, justify="left" if heading == "tensor" else "right")
+    for entry in values["tensors"]:
+        table.add_row(entry["name"], str(entry["numel"]), str(entry["pruned"]), f"{entry['sparsity']:.1%}")
+    console.print(table)
+    lost, units = (sum(entry[key] for entry in values["units"]) for key in ("pruned", "units"))
+    of_units = f"; {lost} of {units} units" if units else ""
+    seen = f", from {values['examples']} examples" if values["examples"] else ""
+    console.print(
+        f"{values['pruned']} of {values['numel']} weights are zero ({values['sparsity']:.1%}){of_units}; "
+        f"{values['criterion']}{seen}, {values['seconds']:.1f} s"
+    )
+    for name, reason in values["left_out"].items():
+        console.print(f"left dense: {name}: {reason}", markup=False)
+    if values["shrink"]:
+        removed, bytes_ = values["shrink"]["removed"], values["shrink"]["bytes"]
+        console.print(f"shrunk: {sum(removed.values())} units removed, {bytes_[0]} -> {bytes_[1]} bytes")
+        for name, reason in values["shrink"]["kept"].items():
+            console.print(f"kept: {name}: {reason}", markup=False)
+    else:
+        console.print(values["note"], markup=False)
+    if values["quality"]:
+        console.print("quality: " + ", ".join(f"{name} {value:.4g}" for name, value in values["quality"].items()))

@@ -1,0 +1,142 @@
+"""`eff shrink`: a model whose zero units are gone from its tensors and its configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shared_core.cli.folders import check_new, copy_beside, load_folder
+from shared_core.cli.loading import build_model, function, load_weights
+from shared_core.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn  # `eff --help` must not wait for torch
+
+    from shared_core.pruning import ShrinkResult
+
+REPORT_FILE = "eff_shrink.json"
+
+
+def shrink(
+    model: Annotated[
+        str,
+        typer.Argument(help="A Hugging Face folder, or module:function that returns (model, example_inputs)."),
+    ],
+    out: Annotated[Path, typer.Option(help="The folder to write; it must not exist or be empty.")],
+    weights: Annotated[
+        Path | None, typer.Option(help="With module:function, a folder or file with the trained weights.")
+    ] = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option(help="module:function that returns example inputs; without it a folder's are made up."),
+    ] = None,
+    multiple_of: Annotated[int, typer.Option(help="Leave a multiple of this many neurons or channels.")] = 1,
+    allow_inexact: Annotated[
+        bool, typer.Option("--allow-inexact", help="Also narrow what layer norms normalise, which is not exact.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Remove the units of a pruned model that are zero: channels, neurons, attention heads, residual width.
+
+    A folder's model comes out as a folder that from_pretrained loads, its tokenizer beside it; that it does, with the
+    same outputs, is checked. Another model comes out as model.safetensors, in the shapes that eff_shrink.json tells.
+    """
+    from shared_core.atomic import atomic_folder
+    from shared_core.pruning import shrink as remove
+    from shared_core.pruning.removal.measuring import difference, outputs
+
+    check_new(out, "eff shrink")
+    folder = Path(model)
+    is_folder = folder.is_dir()
+    if is_folder and weights is not None:
+        raise ConfigError(f"eff shrink: --weights must be left out for a folder, got {weights}")
+    network, example = (load_folder(folder, "eff shrink"), None) if is_folder else build_model(model, "eff shrink")
+    if weights is not None:
+        load_weights(network, weights, "eff shrink")
+    example = function(inputs, "eff shrink: --inputs")() if inputs else example
+    if example is None:
+        if not is_folder:
+            raise ConfigError(f"eff shrink: {model} must return (model, example_inputs), got a model alone")
+        example = made_up_inputs(network)
+    result = remove(network, example, multiple_of=multiple_of, allow_inexact=allow_inexact)
+    report = _report(result)
+    with atomic_folder(out) as temporary:
+        if is_folder:
+            saved: Any = result.model
+            saved.save_pretrained(temporary)
+            copy_beside(folder, temporary)
+            gap = difference(outputs(result.model, example), outputs(load_folder(temporary, "eff shrink"), example))
+            if not gap <= 1e-5:
+                raise CheckpointError(
+                    f"eff shrink: the saved model must load with the same outputs, they differ by {gap}"
+                )
+        else:
+            from safetensors.torch import save_model
+
+            save_model(result.model, str(temporary / "model.safetensors"))
+        (temporary / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        _tell(out, result)
+
+
+def made_up_inputs(model: nn.Module) -> dict[str, Any]:
+    """Return random example inputs for a model of transformers, from its configuration.
+
+    Args:
+        model: Whose ``main_input_name`` is token ids or pixels.
+
+    Raises:
+        ConfigError: If it is something else: then inputs must be given.
+    """
+    import torch
+
+    described: Any = model
+    name, config = described.main_input_name, described.config
+    generator = torch.Generator().manual_seed(0)
+    if name == "input_ids":
+        text = getattr(config, "text_config", config)
+        tokens = torch.randint(1, text.vocab_size, (2, 8), generator=generator)
+        both = {"decoder_input_ids": tokens[:, :5].clone()} if getattr(config, "is_encoder_decoder", False) else {}
+        return {"input_ids": tokens, **both}
+    if name == "pixel_values":
+        vision = getattr(config, "vision_config", config)
+        size = getattr(vision, "image_size", 224)
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        shape = (2, getattr(vision, "num_channels", 3), height, width)
+        return {"pixel_values": torch.randn(shape, generator=generator)}
+    raise ConfigError(f"eff shrink: --inputs must be given for a model that takes {name}, got none")
+
+
+def _report(result: ShrinkResult) -> dict[str, Any]:
+    values = {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.name != "model"}
+    for name in ("bytes", "flops", "milliseconds"):
+        values[name] = dict(zip(("before", "after"), values[name], strict=True))
+    return values
+
+
+def _tell(out: Path, result: ShrinkResult) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if result.removed:
+        table = Table(title=f"shrunk: {out}", title_justify="left")
+        for heading in ("group", "units", "removed"):
+            table.add_column(heading, justify="left" if heading == "group" else "right")
+        for name, count in result.removed.items():
+            table.add_row(name, str(result.units[name]), str(count))
+        console.print(table)
+    for name, reason in result.kept.items():
+        console.print(f"kept: {name}: {reason}", markup=False)
+    for name, (before, after) in result.config.items():
+        console.print(f"config: {name}: {before} -> {after}", markup=False)
+    for note in result.notes:
+        console.print(f"note: {note}", markup=False)
+    console.print(str(result), markup=False)
+    console.print(f"largest difference of the outputs: {result.largest_difference:.1e}")

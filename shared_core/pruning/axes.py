@@ -1,0 +1,36 @@
+"""Which axis of a weight counts outputs, and which inputs."""
+
+from __future__ import annotations
+
+from torch import nn
+
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def is_transformers_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is GPT-2's linear layer, whose weight is (in, out); transformers is not imported."""
+    return any(
+        base.__name__ == "Conv1D" and base.__module__ == "transformers.pytorch_utils" for base in type(module).__mro__
+    )
+
+
+def output_axis(module: nn.Module) -> int:
+    """Return the axis of ``module.weight`` along which the outputs lie.
+
+    0 for linear layers and convolutions, 1 for transposed convolutions and transformers' ``Conv1D`` (GPT-2).
+
+    Example:
+        >>> output_axis(nn.Linear(4, 2)), output_axis(nn.ConvTranspose1d(4, 2, 3))
+        (0, 1)
+    """
+    return int(isinstance(module, _TRANSPOSED) or is_transformers_conv1d(module))
+
+
+def input_axis(module: nn.Module) -> int:
+    """Return the axis of ``module.weight`` along which the inputs lie.
+
+    Example:
+        >>> input_axis(nn.Linear(4, 2))
+        1
+    """
+    return 1 - output_axis(module)

@@ -1,0 +1,169 @@
+"""Batches that run through a trained model so that a criterion sees inputs or gradients, and leave nothing in it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shared_core.errors import ConfigError, TrainingError
+from shared_core.pruning.config import PruneConfig
+from shared_core.pruning.cost_watch import CostWatch
+from shared_core.pruning.removal.trace import call
+from shared_core.pruning.scorers import Scorer
+from shared_core.pruning.unit_pruning import UnitPruning
+
+_OF_GRADIENTS = ("taylor", "fisher", "neuron_taylor")
+
+Loss = Callable[[nn.Module, Any], Any]
+
+
+class Calibration:
+    """Runs batches in eval mode; modes, gradients, hooks and running statistics are afterwards what they were.
+
+    Args:
+        model: The user's.
+        scorer: What gathers.
+        units: The units, for granularities of them.
+        tensors: By name, whose gradients are wanted.
+        loss: As in `prune`.
+
+    Attributes:
+        batches: How many were run and counted.
+        batches_left_out: How many had NaN or infinite gradients.
+        examples: How many those that counted held.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scorer: Scorer,
+        units: UnitPruning | None,
+        tensors: Mapping[str, Tensor],
+        loss: Loss | None,
+    ) -> None:
+        self._model, self._scorer, self._units, self._loss = model, scorer, units, loss
+        self._tensors = dict(tensors)
+        self.batches = self.batches_left_out = self.examples = 0
+
+    def look_at(self, config: PruneConfig, batch: Any) -> None:
+        """Run one batch to see what each layer costs and which units there are."""
+        costs = CostWatch(config.cost, self._scorer.modules) if config.cost != "none" else None
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.append((args, kwargs))
+
+        handle = self._model.register_forward_pre_hook(keep, with_kwargs=True)
+        try:
+            with self._prepared(gradients=False):
+                self._run(batch)
+            if costs:
+                self._scorer.costs = costs.read()
+        finally:
+            handle.remove()
+            if costs:
+                costs.close()
+        if config.criterion == "shapley":
+            self._count(batch)
+        if self._units:
+            if not calls:
+                raise ConfigError("prune: loss must call the model as a whole, got no call of it; call model(...)")
+            self._units.show(self._model, lambda: [self._model(*args, **kwargs) for args, kwargs in calls])
+
+    def run(self, config: PruneConfig, batches: Sequence[Any], progress: Callable[[int, int], None] | None) -> None:
+        """Let the criterion see every batch."""
+        gradients = config.criterion in _OF_GRADIENTS
+        self._scorer.attach()
+        try:
+            with self._prepared(gradients=gradients):
+                for done, batch in enumerate(batches, 1):
+                    output = self._run(batch)
+                    if not gradients or self._observe(config, output):
+                        self._count(batch)
+                    if progress is not None:
+                        progress(done, len(batches))
+            self._scorer.reduce()
+        finally:
+            self._scorer.detach()
+        if not self.batches:
+            raise TrainingError(
+                f"prune: calibration must give finite gradients, got NaN or infinity in all {len(batches)} batches; "
+                "look at the loss"
+            )
+
+    def _run(self, batch: Any) -> Any:
+        if self._loss is not None:
+            return self._loss(self._model, batch)
+        try:
+            return call(self._model, batch)
+        except TypeError as error:
+            raise ConfigError(
+                f"prune: calibration must hold what the model takes: a tensor, a tuple of arguments or a mapping of "
+                f"keyword arguments, got {type(batch).__name__} ({error}); or pass loss(model, batch)"
+            ) from error
+
+    def _observe(self, config: PruneConfig, output: Any) -> bool:
+        """Show the gradients of one batch to the criterion; return whether they are finite."""
+        found = output if self._loss is not None else _loss_of(output)
+        if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
+            kind = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise ConfigError(
+                f"prune: loss must be a scalar that depends on the weights for criterion {config.criterion}, got "
+                f"{kind}; pass loss(model, batch), or batches with labels to a model whose output has a loss"
+            )
+        wanted = {name: tensor for name, tensor in self._tensors.items() if tensor.requires_grad}
+        found.backward(inputs=list(wanted.values()))  # type: ignore[no-untyped-call]
+        gradients = {name: tensor.grad for name, tensor in wanted.items() if tensor.grad is not None}
+        is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+        if is_finite:
+            self._scorer.observe_step(self._tensors, gradients)
+            if self._units:
+                self._units.observe_step()
+        else:
+            self._scorer.discard_step()
+            self.batches_left_out += 1
+        for tensor in wanted.values():
+            tensor.grad = None
+        return is_finite
+
+    def _count(self, batch: Any) -> None:
+        self.batches += 1
+        self.examples += _num_examples(batch)
+
+    @contextlib.contextmanager
+    def _prepared(self, *, gradients: bool) -> Iterator[None]:
+        modes = [(module, module.training) for module in self._model.modules()]
+        before = [(tensor, tensor.grad, tensor.requires_grad) for tensor in self._model.parameters()]
+        try:
+            self._model.eval()
+            for module in self._scorer.modules.values():
+                # scorers count forwards in train mode; linear and convolutional layers do the same in either
+                module.training = True
+            for tensor, _, _ in before if gradients else ():
+                tensor.grad = None
+            for name in self._scorer.modules if gradients else ():
+                self._tensors[name].requires_grad_(True)  # a frozen one that include names
+            # a graph that was compiled before there were hooks would run without them
+            with torch.set_grad_enabled(gradients), torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for tensor, gradient, required in before:
+                tensor.grad = gradient
+                tensor.requires_grad_(required)
+
+
+def _loss_of(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+def _num_examples(batch: Any) -> int:
+    """Return how many examples a batch holds: the first axis of its first tensor that has one."""
+    leaves = tree_leaves(list(batch.values()) if isinstance(batch, Mapping) else batch)
+    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 1)

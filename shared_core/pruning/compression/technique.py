@@ -1,0 +1,224 @@
+"""Weight sharing during training: from a step on the weights of a cluster are one trained value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
+from shared_core.pruning.compression.config import ShareConfig
+from shared_core.pruning.compression.sharing import MAX_BITS, put_values_, share_values, summed_by_code, wide
+from shared_core.pruning.compression.targets import SharedTargets, find_shared
+from shared_core.pruning.optimizer_state import clear_moments_
+from shared_core.technique import Context, Technique
+
+NOTE = "The weights are floats still, of few distinct values; `eff compress` writes the small file, without loss."
+
+
+class WeightSharing(Technique):
+    """Clusters the weights of each layer at `begin` and trains the centroids (Han, Mao and Dally 2016, section 3.3).
+
+    The first weight of a cluster stands for its centroid: before each optimizer step it gets the sum of its members'
+    gradients and the others get none, so that a norm by which gradients are clipped is that of the centroids; after
+    the step the others become what it has become, to the bit. So any optimizer trains centroids, and all there is to
+    remember beside the weights is who belongs where. Zeros belong to no cluster and stay +0.0.
+
+    Args:
+        config: The options.
+    """
+
+    key: ClassVar[str] = "share"
+    config: ShareConfig
+
+    def __init__(self, config: ShareConfig) -> None:
+        super().__init__(config)
+        self._targets = SharedTargets({}, {}, {})
+        self._weights: dict[str, nn.Parameter] = {}
+        self._codes: dict[str, Tensor] = {}
+        """0 for a zero, i for the i-th cluster, of the weight's shape and on its device."""
+        self._first: dict[str, Tensor] = {}
+        """The flat index of the first member of each cluster, int64."""
+        self._errors: dict[str, float] = {}
+        self._begin = 0
+        self._clustered_at = -1
+
+    def attach(self, model: nn.Module, context: Context) -> None:
+        """Find the weights to share.
+
+        Raises:
+            MatchError: If there are none.
+        """
+        self._targets = find_shared(model, self.config)
+
+    def begin(self, context: Context) -> None:
+        """Resolve `begin`; put saved clusters back, or make them if they are due.
+
+        Raises:
+            ConfigError: If pruning ends after weights would be shared.
+            CompatibilityError: If an optimizer or a sharded weight cannot be handled.
+        """
+        self._begin, _ = context.resolve_range(self.config.begin, self.config.begin, "share")
+        # pruning begins before this technique does and has noted when it will end
+        if self._begin < context.first_usable_step:
+            raise ConfigError(
+                f"share: begin must not lie before step {context.first_usable_step}, when weights are pruned for the "
+                f"last time, got {self.config.begin!r} = step {self._begin}; begin later"
+            )
+        context.first_usable_step = self._begin
+        for optimizer in context.optimizers:
+            if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
+                raise CompatibilityError(
+                    "share: optimizer must not be LBFGS, which moves weights apart within a step; use SGD or AdamW"
+                )
+        self._weights = self._targets.weights()
+        for name, weight in self._weights.items():
+            if hasattr(weight, "to_local"):
+                raise CompatibilityError(
+                    f"share: {name} must be a plain tensor, got a sharded one (DTensor); use DDP instead"
+                )
+        if self._codes:
+            self._set_codes(self._codes)
+            self._tie()
+        elif context.step >= self._begin:
+            self._cluster(context)
+
+    @torch.no_grad()
+    def before_optimizer_step(self, context: Context) -> None:
+        """Give each centroid the sum of its members' gradients."""
+        for name, codes in self._codes.items():
+            gradient = self._weights[name].grad
+            if gradient is None:
+                continue
+            if gradient.layout != torch.strided:
+                raise CompatibilityError("share: gradients must be dense, got a sparse one; use sparse=False")
+            sums = summed_by_code(gradient, codes, len(self._first[name]))
+            flat = gradient.reshape(-1)
+            flat.zero_()
+            flat[self._first[name]] = sums.to(flat.dtype)
+            if flat.data_ptr() != gradient.data_ptr():  # not laid out in order, as channels_last is not
+                gradient.copy_(flat.view(gradient.shape))
+
+    def after_optimizer_step(self, context: Context) -> None:
+        """Cluster the weights if that is due; otherwise let every weight follow its centroid."""
+        if not self._codes and context.step >= self._begin:
+            self._cluster(context)
+        else:
+            self._tie()
+
+    def weights_replaced(self, context: Context) -> None:
+        """Share the new weights by the clusters there are."""
+        self._tie()
+
+    def finish(self, model: nn.Module, context: Context) -> None:
+        """Cluster the weights if the run ended before `begin`."""
+        if self._weights and not self._codes:
+            self._cluster(context)
+        self._tie()
+
+    def detach(self, model: nn.Module) -> None:
+        """Let go of the weights; the clusters stay readable."""
+        self._codes = {name: codes.cpu() for name, codes in self._codes.items()}
+        self._weights, self._first = {}, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the clusters, one or two bytes a weight, and when they were made."""
+        return {"codes": dict(self._codes), "clustered_at": self._clustered_at, "errors": dict(self._errors)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back a saved state; clusters are put on the weights' devices in `begin`.
+
+        Raises:
+            CheckpointError: If the state belongs to other weights.
+        """
+        codes, weights = dict(state["codes"]), self._targets.weights()
+        odd = sorted(set(codes) ^ set(weights)) if codes else []
+        odd += [name for name, saved in codes.items() if not odd and not _fits(saved, weights[name])]
+        if odd:
+            raise CheckpointError(
+                f"share: saved clusters must be those of this model's weights, got a difference at {odd[0]}; resume "
+                "with the model and recipe that wrote the checkpoint"
+            )
+        self._codes = codes
+        self._clustered_at = int(state["clustered_at"])
+        self._errors = {name: float(error) for name, error in state["errors"].items()}
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``share/values``, the number of distinct values that all shared weights together have."""
+        return {"share/values": float(sum(len(first) for first in self._first.values()))}
+
+    def report(self) -> dict[str, Any]:
+        """Return per tensor the distinct nonzero values, counted in the weights, and what codes of them would take."""
+        tensors = []
+        for name, weight in self._targets.weights().items():
+            numbers = wide(weight)
+            live = numbers[numbers != 0]
+            values = len(np.unique(live))
+            item = weight.element_size()
+            width = max(values - 1, 1).bit_length() if values else 0
+            entry = {"name": name, "shape": list(weight.shape), "numel": weight.numel(), "nonzero": len(live)}
+            sizes = {"bytes": weight.numel() * item, "code_bytes": -(-len(live) * width // 8) + values * item}
+            told = {"bits": self._targets.bits[name], "values": values, "rms_error": self._errors.get(name)}
+            tensors.append({**entry, **told, **sizes})
+        return {
+            "tensors": tensors,
+            "bytes": sum(entry["bytes"] for entry in tensors),
+            "code_bytes": sum(entry["code_bytes"] for entry in tensors),
+            "begin_step": self._begin,
+            "clustered_at_step": self._clustered_at,
+            "left_out": dict(self._targets.left_out),
+            "note": NOTE,
+        }
+
+    def _cluster(self, context: Context) -> None:
+        codes = {}
+        with torch.no_grad():
+            for name, weight in self._weights.items():
+                shared = share_values(weight, self._targets.bits[name], name=f"share: {name}")
+                new = shared.weight()
+                difference = wide(weight).astype("float64") - wide(new)
+                self._errors[name] = float((difference**2).mean() ** 0.5)
+                weight.copy_(new)
+                codes[name] = shared.codes
+        self._set_codes(codes)
+        self._clustered_at = context.step
+        self._restart(context)
+
+    def _set_codes(self, codes: Mapping[str, Tensor]) -> None:
+        self._codes, self._first = {}, {}
+        for name, weight in self._weights.items():
+            flat = codes[name].reshape(-1)
+            count = int(flat.max()) if flat.numel() else 0
+            places = torch.full((count + 1,), flat.numel(), dtype=torch.int64)
+            places.scatter_reduce_(0, flat.cpu().long(), torch.arange(flat.numel()), "amin")
+            if count and int(places[1:].max()) == flat.numel():
+                raise CheckpointError(f"share: saved clusters of {name} must have members, got an empty one")
+            self._first[name] = places[1:].to(weight.device)
+            self._codes[name] = codes[name].to(weight.device)
+
+    @torch.no_grad()
+    def _tie(self) -> None:
+        for name, codes in self._codes.items() if self._weights else ():
+            weight, first = self._weights[name], self._first[name]
+            put_values_(weight, codes, weight.reshape(-1)[first])
+
+    def _restart(self, context: Context) -> None:
+        """Clear what optimizers remember: it belonged to single weights, and a centroid starts anew."""
+        nothing = {name: torch.zeros(weight.shape, dtype=torch.bool) for name, weight in self._weights.items()}
+        clear_moments_(context.optimizers, self._weights, nothing)
+        for optimizer in context.optimizers:
+            for weight in self._weights.values():
+                state = optimizer.state.get(weight, {})
+                if isinstance(state.get("step"), Tensor):
+                    state["step"].zero_()  # Adam corrects its cleared moments for their bias by it
+                elif "step" in state:
+                    state["step"] = 0
+
+
+def _fits(codes: Tensor, weight: Tensor) -> bool:
+    if codes.shape != weight.shape or codes.dtype not in (torch.uint8, torch.int16):
+        return False
+    return not codes.numel() or (int(codes.min()) >= 0 and int(codes.max()) <= 2**MAX_BITS)

@@ -1,0 +1,60 @@
+"""The masks that hold now: whole ones to rank by and to save, this process's part of them to apply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from eff_kernels.pruning import apply_mask_
+from torch import Tensor
+
+from shared_core.packed_masks import pack_mask, unpack_mask
+from shared_core.pruning.sharded import part_of
+from shared_core.ranks import local_part
+
+
+class MaskStore(Mapping[str, Tensor]):
+    """The whole masks of named weights; empty before the first update.
+
+    A weight that FSDP2 shards is masked in the part that this process holds; its whole mask is kept packed, eight
+    weights to a byte, so that saving needs no other process.
+    """
+
+    def __init__(self) -> None:
+        self.weights: Mapping[str, Tensor] = {}
+        self.parts: dict[str, Tensor] = {}
+        """By name, bool, True = keep: of the whole weight, or of this process's part."""
+        self.num_pruned: dict[str, int] = {}
+        self._packed: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._packed:
+            weight = self.weights[name]
+            return unpack_mask(self._packed[name], weight.shape).to(weight.device)
+        return self.parts[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.parts  # Mapping's own would unpack the mask
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def set(self, masks: Mapping[str, Tensor]) -> None:
+        """Take whole masks, equal on every process, in place of all there were."""
+        self.num_pruned = {name: mask.numel() - int(mask.count_nonzero()) for name, mask in masks.items()}
+        self._packed = {
+            name: pack_mask(mask) for name, mask in masks.items() if hasattr(self.weights[name], "device_mesh")
+        }
+        self.parts = {name: part_of(mask, self.weights[name]) for name, mask in masks.items()}
+
+    def packed(self) -> dict[str, Tensor]:
+        """Return all masks, eight weights to a byte, as they are saved."""
+        return {name: pack_mask(mask) for name, mask in self.parts.items()} | self._packed
+
+    def apply(self) -> None:
+        """Set every pruned weight to exactly +0.0."""
+        if self.parts:
+            weights = [local_part(self.weights[name]) for name in self.parts]
+            apply_mask_(weights, list(self.parts.values()))

@@ -1,0 +1,65 @@
+"""N:M sparsity: N of every M neighbours along the input axis are kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shared_core.errors import ConfigError
+
+_COMPARED = 16
+
+
+@torch.no_grad()
+def nm_mask(weight: Tensor, n: int, m: int, *, axis: int = 1) -> Tensor:
+    """Return which elements to keep: of every `m` neighbours along the input axis the `n` of largest magnitude.
+
+    Among equal magnitudes the lowest index is kept (Mishra et al. 2021, arXiv:2104.08378: 2:4).
+
+    Args:
+        weight: Floating point scores or weights, two or more dimensions, without NaN.
+        n: How many of each group stay, from 1 to `m`.
+        m: Size of a group, at least 1; divides the input axis.
+        axis: The input axis: 1 for `torch.nn.Linear` and convolutions, 0 for transposed ones.
+
+    Returns:
+        bool tensor of the same shape and device, True = keep; each group holds exactly `n`.
+
+    Raises:
+        ConfigError: If `n` or `m` is out of range, `m` does not divide the axis, or an element is NaN.
+
+    Example:
+        >>> nm_mask(torch.tensor([[0.1, -3.0, 2.0, 2.0]]), 2, 4)
+        tensor([[False,  True,  True, False]])
+    """
+    if not 1 <= n <= m:
+        raise ConfigError(f"nm_mask: n must be in [1, m], got n = {n!r}, m = {m!r}")
+    if weight.ndim < 2 or weight.shape[axis] % m:
+        raise ConfigError(
+            f"nm_mask: the input axis must be a multiple of m = {m}, got axis {axis} of shape {tuple(weight.shape)}"
+        )
+    return nm_mask_of_scores(weight.detach().abs(), n, m, axis=axis)
+
+
+@torch.no_grad()
+def nm_mask_of_scores(scores: Tensor, n: int, m: int, *, axis: int) -> Tensor:
+    """Return `nm_mask` of scores, whose sign counts: the `n` largest of each group stay."""
+    if scores.isnan().any():
+        raise ConfigError("nm_mask: scores must not be NaN")
+    last = scores.movedim(axis, -1)
+    groups = last.reshape(-1, m)
+    if m <= _COMPARED:
+        # how many of a group come before each: several times faster than a stable sort of rows of 4
+        columns = groups.t().contiguous()
+        before = [torch.full_like(columns[0], m - 1 - i, dtype=torch.int8) for i in range(m)]
+        for i in range(m):
+            for j in range(i + 1, m):
+                first = (columns[i] >= columns[j]).view(torch.int8)
+                before[j].add_(first)
+                before[i].sub_(first)
+        kept = torch.stack([count < n for count in before], 1)
+        return kept.view(last.shape).movedim(-1, axis).contiguous()
+    mask = torch.zeros_like(groups, dtype=torch.bool)
+    order = groups.argsort(dim=1, descending=True, stable=True)[:, :n]
+    mask.scatter_(1, order, True)
+    return mask.view(last.shape).movedim(-1, axis).contiguous()

@@ -1,0 +1,244 @@
+"""Pruning of a trained model at once: scored by its weights alone or on a few batches, no training."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.pruning.calibration import Calibration, Loss
+from shared_core.pruning.config import GATHERED, TRACED, UNITS, PruneConfig
+from shared_core.pruning.cost_watch import CostWatch
+from shared_core.pruning.mask_store import MaskStore
+from shared_core.pruning.report import NOTES, UNITS_NOTE, weights_report
+from shared_core.pruning.scorers import make_scorer
+from shared_core.pruning.selection import RankedScores, select_weights
+from shared_core.pruning.targets import find_targets
+from shared_core.pruning.unit_pruning import UnitPruning
+from shared_core.ranks import local_part, world_size
+from shared_core.technique import Context
+
+DURING_TRAINING = (
+    "schedule", "initial_sparsity", "begin", "end", "every", "dynamic", "drop_share", "sr_ste", "regularizer",
+    "regularizer_strength",
+)  # fmt: skip
+"""Options that say what happens while a model trains."""
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """What `prune` did to a model.
+
+    Args:
+        masks: By name, bool, True = kept: of every tensor that was pruned.
+        tensors: One entry a weight: name, shape, numel, how many of it are zero, sparsity.
+        numel: Weights within reach.
+        pruned: How many of them are zero.
+        sparsity: The share of them.
+        criterion: What they were scored by.
+        granularity: What was pruned whole.
+        left_out: Every other matrix, with the reason why it stays dense.
+        batches: Calibration batches that scores come from.
+        batches_left_out: Those whose gradients held NaN or infinity.
+        examples: How many examples these held.
+        seconds: What it took.
+        note: What this sparsity is good for.
+        units: One entry a group of units: group, kind, units, pruned.
+        groups_left_out: Groups that cannot be pruned, with the reason.
+    """
+
+    masks: dict[str, Tensor] = field(repr=False)
+    tensors: list[dict[str, Any]]
+    numel: int
+    pruned: int
+    sparsity: float
+    criterion: str
+    granularity: str
+    left_out: dict[str, str]
+    batches: int
+    batches_left_out: int
+    examples: int
+    seconds: float
+    note: str
+    units: list[dict[str, Any]] = field(default_factory=list)
+    groups_left_out: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all but the masks as plain values that JSON can hold."""
+        names = [each.name for each in dataclasses.fields(self) if each.name != "masks"]
+        return {name: getattr(self, name) for name in names}
+
+
+def prune(
+    model: nn.Module,
+    config: PruneConfig | Mapping[str, Any],
+    calibration: Iterable[Any] | None = None,
+    *,
+    loss: Loss | None = None,
+    num_batches: int = 100,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> PruneReport:
+    """Prune a trained model in place, at once to ``config.sparsity``, and return what was done.
+
+    Weights become zero; names, shapes, classes, modes, gradients and running statistics stay as they are. All scores
+    are those of the dense model in evaluation mode. Each batch counts as the gradients of one step do in training:
+    ``taylor`` is the mean over batches of the magnitude of w·g, ``fisher`` takes every example by itself.
+
+    Args:
+        model: Trained; its weights change.
+        config: Options as a recipe's ``prune`` section has them, or a `PruneConfig`. Those about the time of training
+            must be left out, and so must criterion ``movement``.
+        calibration: Batches, for criteria that look at inputs or gradients; the first alone is looked at for neurons,
+            channels and heads, for ``cost: flops`` or ``energy``, and for ``shapley``. Each is a tensor, a tuple of
+            arguments or a mapping of keyword arguments, or whatever `loss` takes.
+        loss: ``loss(model, batch)`` returns the mean loss of a batch, a scalar; it runs every batch, whatever the
+            criterion. By default the model is called with the batch, and where gradients are needed its output must
+            have a ``loss`` (models of transformers, given labels).
+        num_batches: How many batches are run, at most.
+        seed: Of the draws of ``random`` and ``shapley``.
+        progress: Called with (batches run, batches) after each batch, to show a bar.
+
+    Raises:
+        ConfigError: If an option breaks its rule, or calibration or loss is missing or not what the model takes.
+        CompatibilityError: If a weight is not finite, or weights are sharded or batches spread over processes.
+        MatchError: If there is nothing to prune.
+        TrainingError: If no batch has finite gradients, or a layer saw no input.
+
+    Example:
+        >>> net = nn.Linear(2, 2, bias=False)
+        >>> _ = net.weight.data.copy_(torch.tensor([[1.0, -2.0], [3.0, 0.5]]))
+        >>> prune(net, {"sparsity": 0.5}).pruned
+        2
+        >>> net.weight.tolist()
+        [[0.0, -2.0], [3.0, 0.0]]
+    """
+    started = time.perf_counter()
+    config = as_config(config)
+    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    batches = _checked_batches(config, calibration, num_batches)
+    targets = find_targets(model, config)
+    weights = targets.weights()
+    _check_weights(config, weights)
+    context = Context(model=model)
+    context.generator.manual_seed(seed)
+    scorer = make_scorer(config.weight_criterion, targets.modules, generator=context.generator)
+    units = UnitPruning(config, targets.modules) if config.granularity in UNITS else None
+    store = MaskStore()
+    store.weights = units.tensors(model) if units else weights
+    calibrating = Calibration(model, scorer, units, store.weights, loss)
+    if batches and (
+        config.granularity in TRACED or config.criterion == "shapley" or config.cost in ("flops", "energy")
+    ):
+        calibrating.look_at(config, batches[0])
+    elif config.cost == "bytes":
+        scorer.costs = CostWatch("bytes", targets.modules).read()
+    if config.criterion in GATHERED and config.criterion != "shapley":
+        calibrating.run(config, batches, progress)
+    if units:
+        masks = units.masks(context, scorer, store, config.sparsity)
+    else:
+        masks = select_weights(config, targets.modules, RankedScores(weights, {}, scorer), config.sparsity)
+    store.set(masks)
+    store.apply()
+    return PruneReport(
+        masks=dict(store),
+        **weights_report(weights, store.num_pruned),
+        criterion=config.criterion,
+        granularity=config.granularity,
+        left_out=targets.left_out,
+        batches=calibrating.batches,
+        batches_left_out=calibrating.batches_left_out,
+        examples=calibrating.examples,
+        seconds=time.perf_counter() - started,
+        note=NOTES.get(config.granularity, UNITS_NOTE),
+        **_told(units, store),
+    )
+
+
+def as_config(config: PruneConfig | Mapping[str, Any]) -> PruneConfig:
+    """Return a config from either form that `prune` takes.
+
+    Raises:
+        ConfigError: If an option breaks its rule, or is about the time of training.
+
+    Example:
+        >>> as_config({"sparsity": 0.5}).schedule
+        'one_shot'
+    """
+    if not isinstance(config, PruneConfig | Mapping):
+        raise ConfigError(f"prune: config must be a PruneConfig or a mapping of its options, got {config!r}")
+    defaults = {each.name: each.default for each in dataclasses.fields(PruneConfig)}
+    is_made = isinstance(config, PruneConfig)
+    given: Mapping[str, Any] = {name: getattr(config, name) for name in defaults} if is_made else config  # type: ignore[assignment]
+    if given.get("criterion") == "movement":
+        raise ConfigError(
+            "prune: criterion must be another after training, got 'movement', which looks at how weights move in "
+            "training; take taylor"
+        )
+    for name in DURING_TRAINING:
+        asked = name in given and not (is_made and given[name] == defaults[name])
+        if asked and (name, given[name]) != ("schedule", "one_shot"):
+            raise ConfigError(
+                f"prune: {name} must be left out after training, got {given[name]!r}; it says what happens while a "
+                "model trains: put it into the recipe of a run"
+            )
+    return config if isinstance(config, PruneConfig) else PruneConfig.from_dict({**config, "schedule": "one_shot"})
+
+
+def needs_calibration(config: PruneConfig) -> str:
+    """Return which option needs calibration batches, empty if none does.
+
+    Example:
+        >>> needs_calibration(PruneConfig(sparsity=0.5, criterion="wanda"))
+        'criterion wanda'
+    """
+    if config.criterion in GATHERED:
+        return f"criterion {config.criterion}"
+    if config.granularity in TRACED:
+        return f"granularity {config.granularity}"
+    return f"cost {config.cost}" if config.cost in ("flops", "energy") else ""
+
+
+def _checked_batches(config: PruneConfig, calibration: Iterable[Any] | None, num_batches: int) -> list[Any]:
+    if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 1:
+        raise ConfigError(f"prune: num_batches must be a whole number of at least 1, got {num_batches!r}")
+    needs = needs_calibration(config)
+    if not needs:
+        return []
+    if calibration is None:
+        raise ConfigError(f"prune: calibration must be given with {needs}, got none; pass some batches")
+    if world_size() > 1:
+        raise CompatibilityError(
+            f"prune: calibration must run in one process, got {world_size()}, which would prune differently by their "
+            "batches; prune before they start, and load the result"
+        )
+    batches = list(itertools.islice(calibration, num_batches))
+    if not batches:
+        raise ConfigError("prune: calibration must hold batches, got none")
+    return batches
+
+
+def _check_weights(config: PruneConfig, weights: Mapping[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        if hasattr(weight, "to_local") and not config.works_sharded:
+            raise CompatibilityError(
+                f"prune: {name} must be a plain tensor for these options, got a sharded one (DTensor); prune before "
+                "the model is sharded"
+            )
+        if not bool(torch.isfinite(local_part(weight.detach())).all()):
+            raise CompatibilityError(
+                f"prune: weights of {name} must be finite, got NaN or infinity; look for the diverged step"
+            )
+
+
+def _told(units: UnitPruning | None, store: MaskStore) -> dict[str, Any]:
+    told = units.report(store) if units else {}
+    return {name: told[name] for name in ("units", "groups_left_out") if name in told}

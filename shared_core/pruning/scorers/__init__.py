@@ -1,0 +1,16 @@
+"""Scorers: what weights and structures are worth, by criterion."""
+
+from shared_core.pruning.scorers.group_scores import GROUP_CRITERIA as GROUP_CRITERIA
+from shared_core.pruning.scorers.group_scores import GroupTaylor as GroupTaylor
+from shared_core.pruning.scorers.group_scores import UnitSlices as UnitSlices
+from shared_core.pruning.scorers.group_scores import gather_units as gather_units
+from shared_core.pruning.scorers.group_scores import group_scores as group_scores
+from shared_core.pruning.scorers.layer_costs import HOROWITZ_45NM as HOROWITZ_45NM
+from shared_core.pruning.scorers.layer_costs import layer_costs as layer_costs
+from shared_core.pruning.scorers.layer_costs import observe_positions as observe_positions
+from shared_core.pruning.scorers.layouts import from_output_rows as from_output_rows
+from shared_core.pruning.scorers.layouts import output_rows as output_rows
+from shared_core.pruning.scorers.registry import SCORERS as SCORERS
+from shared_core.pruning.scorers.registry import make_scorer as make_scorer
+from shared_core.pruning.scorers.scorer import Scorer as Scorer
+from shared_core.pruning.scorers.shapley import shapley_values as shapley_values

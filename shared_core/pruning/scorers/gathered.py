@@ -1,0 +1,113 @@
+"""Sums that hooks gather in forward or backward: of this step and rank first, then of all steps and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.pruning.scorers.scorer import Scorer, saved_tensors
+from shared_core.ranks import all_reduce_, world_size
+
+
+class GatheringScorer(Scorer):
+    """Adds up, for each weight, one tensor and how many things it is a sum over.
+
+    `_gather` adds to the window, which is this rank's and this step's. `observe_step` joins the windows of all ranks
+    and adds them to the totals: after every step all ranks hold the same, so that any rank's state resumes them all.
+    `reduce` does so for what was gathered without steps (calibration).
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        *,
+        generator: torch.Generator | None = None,
+        costs: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(modules, generator=generator, costs=costs)
+        self._window: dict[str, Tensor] = {}
+        self._window_counts: dict[str, int] = {}
+        self._totals: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+
+    @property
+    def ready(self) -> bool:
+        """Whether any layer was seen, by any rank."""
+        return any(self._counts.values())
+
+    @property
+    def num_examples(self) -> dict[str, int]:
+        """How many things each weight's sum is over, on all ranks."""
+        return dict(self._counts)
+
+    def discard_step(self) -> None:
+        """Forget what hooks saw since the last `observe_step`."""
+        self._window, self._window_counts = {}, {}
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Add what no `observe_step` has taken in yet, of all ranks; every rank must call it."""
+        self._commit(1.0)
+
+    def _observe(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], loss_scale: float) -> None:
+        self._commit(loss_scale)
+
+    def _gather(self, name: str, values: Tensor, count: int) -> None:
+        if name in self._window:
+            self._window[name].add_(values)
+        else:
+            self._window[name] = values
+        self._window_counts[name] = self._window_counts.get(name, 0) + count
+
+    def _rescale_(self, window: Tensor, count: int, loss_scale: float) -> None:
+        """Undo, in place, what the loss of this step was multiplied and divided by."""
+
+    def _like(self, name: str) -> Tensor:
+        """Return zeros as `_gather` gets of this weight."""
+        raise NotImplementedError
+
+    def _commit(self, loss_scale: float) -> None:
+        for name, window in self._window.items():
+            self._rescale_(window, self._window_counts[name], loss_scale)
+        counts = torch.tensor([self._window_counts.get(name, 0) for name in self.modules], dtype=torch.int64)
+        if world_size() > 1 and self.modules:
+            # where the weights are: NCCL takes no tensor of the CPU
+            weight: Any = next(iter(self.modules.values())).weight
+            counts = all_reduce_(counts.to(weight.device), "sum").cpu()
+        for name, count in zip(self.modules, counts.tolist(), strict=True):
+            if not count:
+                continue
+            window = self._window.pop(name) if name in self._window else self._like(name)
+            all_reduce_(window, "sum")
+            if name in self._totals:
+                self._totals[name] = self._totals[name].to(window.device).add_(window)
+            else:
+                self._totals[name] = window
+            self._counts[name] = self._counts.get(name, 0) + count
+        self._window, self._window_counts = {}, {}
+
+    def _total(self, name: str, weight: Tensor) -> Tensor | None:
+        total = self._totals.get(name)
+        if total is not None and total.device != weight.device:
+            total = self._totals[name] = total.to(weight.device)
+        return total
+
+    def _forget(self) -> None:
+        self.discard_step()
+        self._totals, self._counts = {}, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the totals beside what every scorer saves; a step that is not over is not among them."""
+        totals = {name: total.clone() for name, total in self._totals.items()}
+        return {**super().state_dict(), "totals": totals, "counts": dict(self._counts)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back the totals."""
+        super().load_state_dict(state)
+        self._forget()
+        shapes = {name: self._like(name).shape for name in state["totals"] if name in self.modules}
+        self._totals = saved_tensors(state, "totals", shapes, f"prune {self.criterion}")
+        self._counts = {name: int(state["counts"][name]) for name in self._totals}

@@ -1,0 +1,236 @@
+"""What structures (filters, channels, neurons, heads) are worth, from the slices of all tensors that go with a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared_core.errors import CheckpointError, ConfigError, TrainingError, nearest
+from shared_core.pruning.scorers.scorer import wide
+
+_PIECE = 1 << 24
+
+
+class UnitSlices(NamedTuple):
+    """Where the units of a group lie in one tensor."""
+
+    name: str
+    """Of the tensor."""
+    axis: int
+    positions: np.ndarray
+    """(units, k) whole numbers: the k indices along the axis that belong to each unit."""
+
+
+def gather_units(tensor: Tensor, axis: int, positions: np.ndarray) -> Tensor:
+    """Return what belongs to each unit of a group in one tensor: (units, k · rest), rest the other axes' size.
+
+    Args:
+        tensor: A weight, bias, gradient or mask of any shape but ().
+        axis: Along which units lie.
+        positions: (units, k) indices along that axis.
+
+    Example:
+        >>> gather_units(torch.tensor([[1, 2, 3], [4, 5, 6]]), 1, np.array([[0], [2]]))
+        tensor([[1, 4],
+                [3, 6]])
+    """
+    index = torch.from_numpy(np.ascontiguousarray(positions, dtype=np.int64)).to(tensor.device)
+    picked = tensor.detach().movedim(axis, 0).index_select(0, index.reshape(-1))
+    return picked.reshape(index.shape[0], index.shape[1] * (tensor.numel() // max(tensor.shape[axis], 1)))
+
+
+def _l1_norm(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
+    return _added(weight.abs().sum(1) for weight in weights)
+
+
+def _l2_norm(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
+    norms = torch.stack([torch.linalg.vector_norm(weight, dim=1) for weight in weights])
+    norm: Tensor = torch.linalg.vector_norm(norms, dim=0)
+    return norm
+
+
+def _mean_magnitude(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
+    return _l1_norm(weights, extras) / max(sum(weight.shape[1] for weight in weights), 1)
+
+
+def _geometric_median(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
+    points = torch.cat(weights, 1)
+    rows = max(1, _PIECE // max(len(points), 1))
+    # distances by differences: by matrix products, equal filters would lie a rounding error apart
+    sums = [
+        torch.cdist(piece, points, compute_mode="donot_use_mm_for_euclid_dist").sum(1, dtype=torch.float64)
+        for piece in torch.split(points, rows)
+    ]
+    return torch.cat(sums).to(points.dtype)
+
+
+def _taylor(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
+    return _added((weight * extra).sum(1) for weight, extra in zip(weights, extras, strict=True)).square()
+
+
+def _fisher(weights: list[Tensor], extras: list[Tensor]) -> Tensor:
+    return _added((weight.square() * extra).sum(1) for weight, extra in zip(weights, extras, strict=True)) * 0.5
+
+
+def _added(parts: Iterable[Tensor]) -> Tensor:
+    added: Tensor = torch.stack(list(parts)).sum(0)
+    return added
+
+
+_CRITERIA: dict[str, Callable[[list[Tensor], list[Tensor]], Tensor]] = {
+    "l1_norm": _l1_norm,
+    "l2_norm": _l2_norm,
+    "magnitude": _mean_magnitude,
+    "geometric_median": _geometric_median,
+    "bn_scale": _mean_magnitude,
+    "taylor": _taylor,
+    "fisher": _fisher,
+}
+_EXTRAS = {"taylor": "gradients", "fisher": "mean squared per-example gradients"}
+GROUP_CRITERIA = (*_CRITERIA, "random")
+"""The criteria of `group_scores`."""
+
+
+@torch.no_grad()
+def group_scores(
+    criterion: str,
+    weights: Sequence[Tensor],
+    *,
+    extras: Sequence[Tensor] = (),
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Return what each unit of a group is worth; the lowest go first.
+
+    With w_u all weights of unit u, in all tensors of the group:
+
+    - ``l1_norm`` ``Σ|w_u|``, ``l2_norm`` ``‖w_u‖₂``, ``magnitude`` the mean of ``|w_u|`` (Li et al. 2016,
+      arXiv:1608.08710);
+    - ``geometric_median`` ``Σ_v ‖w_u − w_v‖₂``: what the others can replace goes (He et al. 2019, arXiv:1811.00250);
+    - ``bn_scale`` the mean of |γ| (Liu et al. 2017, arXiv:1708.06519): give the γ alone;
+    - ``taylor`` ``(Σ w_u·g_u)²`` of one complete step (Molchanov et al. 2019, arXiv:1906.10771, eq. 8), `GroupTaylor`
+      averages it over steps;
+    - ``fisher`` ``½ Σ w_u²·F_u``;
+    - ``random`` a draw. One that lasts for the run is `Random.scores` of a tensor with an element a unit.
+
+    Args:
+        criterion: One of `GROUP_CRITERIA`.
+        weights: For each tensor of the group its (units, k) values, from `gather_units`.
+        extras: For each the gradients (``taylor``) or the F (``fisher``) in the same shape.
+        generator: For ``random``, on the CPU.
+
+    Returns:
+        (units,), float32, or float64 if one of the weights is.
+
+    Raises:
+        ConfigError: If there is no such criterion, or `weights` or `extras` do not fit.
+        TrainingError: If a score is NaN.
+
+    Example:
+        >>> group_scores("l1_norm", [torch.tensor([[1.0, -2.0], [0.5, 0.0]]), torch.tensor([[1.0], [1.0]])])
+        tensor([4.0000, 1.5000])
+    """
+    if criterion not in GROUP_CRITERIA:
+        raise ConfigError(
+            f"group_scores: criterion must be one that exists, got {criterion!r}{nearest(criterion, GROUP_CRITERIA)}"
+        )
+    if not weights or any(weight.dim() != 2 or len(weight) != len(weights[0]) for weight in weights):
+        shapes = [tuple(weight.shape) for weight in weights]
+        raise ConfigError(f"group_scores: weights must be (units, k) with as many units each, got shapes {shapes}")
+    shapes = [tuple(weight.shape) for weight in weights]
+    if criterion in _EXTRAS and [tuple(extra.shape) for extra in extras] != shapes:
+        got = [tuple(extra.shape) for extra in extras]
+        raise ConfigError(f"group_scores: extras must be the {_EXTRAS[criterion]} in shapes {shapes}, got {got}")
+    if criterion == "random":
+        return torch.rand(len(weights[0]), generator=generator).to(weights[0].device)
+    double = any(weight.dtype == torch.float64 for weight in weights)
+    dtype = torch.float64 if double else torch.float32
+    scores = _CRITERIA[criterion]([w.detach().to(dtype) for w in weights], [e.detach().to(dtype) for e in extras])
+    if scores.isnan().any():
+        unit = int(scores.isnan().nonzero()[0])
+        raise TrainingError(
+            f"group_scores: {criterion} scores must be numbers, got NaN for unit {unit}; training has diverged: lower "
+            "the learning rate, or clip gradients"
+        )
+    return scores
+
+
+class GroupTaylor:
+    """``mean over steps of (Σ w·g)²`` of the units of groups, the sum over all weights of a unit.
+
+    Args:
+        groups: Group name to where its units lie; as many units in each tensor.
+
+    Example:
+        >>> taylor = GroupTaylor({"g": [UnitSlices("w", 0, np.array([[0], [1]]))]})
+        >>> taylor.observe_step({"w": torch.tensor([[1.0, 2.0], [3.0, 0.0]])}, {"w": torch.ones(2, 2)})
+        >>> taylor.scores("g")
+        tensor([9., 9.])
+    """
+
+    def __init__(self, groups: Mapping[str, Sequence[UnitSlices]]) -> None:
+        self.groups = {name: list(members) for name, members in groups.items()}
+        self.num_observed = 0
+        self._sums: dict[str, Tensor] = {}
+
+    def observe_step(self, tensors: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+        """Take in one complete step before it is applied: finite, accumulated, reduced, unscaled gradients.
+
+        A tensor without a gradient adds nothing.
+        """
+        for group, members in self.groups.items():
+            present = [member for member in members if member.name in gradients]
+            if not present:
+                continue
+            pairs = [
+                [wide(gather_units(source[name], axis, positions)) for name, axis, positions in present]
+                for source in (tensors, gradients)
+            ]
+            step = group_scores("taylor", pairs[0], extras=pairs[1])
+            total = self._sums.get(group)
+            self._sums[group] = step if total is None else total.to(step.device) + step
+        self.num_observed += 1
+
+    def scores(self, group: str) -> Tensor:
+        """Return (units,) scores, 0 for a group that had no gradient.
+
+        Raises:
+            TrainingError: If no step was observed.
+        """
+        if not self.num_observed:
+            raise TrainingError(
+                "group taylor: a step must have been observed before units are scored, got none since the last update"
+            )
+        if group not in self._sums:
+            return torch.zeros(len(self.groups[group][0].positions))
+        return self._sums[group] / self.num_observed
+
+    def reset(self) -> None:
+        """Start the means again."""
+        self.num_observed, self._sums = 0, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values from which `load_state_dict` goes on bit for bit."""
+        return {"num_observed": self.num_observed, "sums": {name: total.clone() for name, total in self._sums.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back a saved state.
+
+        Raises:
+            CheckpointError: If it is of other groups.
+        """
+        sums = dict(state["sums"])
+        for name, total in sums.items():
+            units = len(self.groups[name][0].positions) if name in self.groups else 0
+            if total.shape != (units,):
+                raise CheckpointError(
+                    f"group taylor: saved sum of {name} must be of {units} units, got {tuple(total.shape)}; resume "
+                    "with the model and recipe that wrote the checkpoint"
+                )
+        self._sums, self.num_observed = (
+            {name: total.clone() for name, total in sums.items()},
+            int(state["num_observed"]),
+        )

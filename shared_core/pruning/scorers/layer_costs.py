@@ -1,0 +1,152 @@
+"""What one weight of each layer costs at inference, by which scores are divided: energy-aware pruning."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shared_core.errors import ConfigError, TrainingError, nearest
+from shared_core.pruning.scorers.layouts import channel_axis
+from shared_core.pruning.scorers.per_example import num_examples
+
+HOROWITZ_45NM: dict[str, float] = {
+    "int8_add": 0.03,
+    "int32_add": 0.1,
+    "float16_add": 0.4,
+    "bfloat16_add": 0.4,
+    "float32_add": 0.9,
+    "int8_multiply": 0.2,
+    "int32_multiply": 3.1,
+    "float16_multiply": 1.1,
+    "bfloat16_multiply": 1.1,
+    "float32_multiply": 3.7,
+    "dram_byte": 160.0,
+}
+"""pJ an operation at 45 nm and 0.9 V; reading 32 bits from DRAM takes 640 pJ (Horowitz 2014, ISSCC; DRAM as in Han et
+al. 2016, arXiv:1602.01528, table I). bfloat16 is not in it and counts as float16."""
+
+
+@contextlib.contextmanager
+def observe_positions(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[dict[str, float]]:
+    """Count, in forwards of the model inside, at how many positions of an example each layer's weights are used.
+
+    1 for a linear layer, the tokens of a sequence, the output places of a convolution (input places of a transposed
+    one); calls of one layer in a forward add up; a mean over forwards. Validation or training, both count; what
+    activation checkpointing recomputes in backward does not.
+
+    Args:
+        model: Whose forwards are counted.
+        modules: Weight name to layer.
+
+    Yields:
+        Positions by weight name, complete when the block has ended.
+
+    Raises:
+        TrainingError: If the model was not called, or a layer of it was not.
+
+    Example:
+        >>> net = nn.Conv2d(1, 2, 3)
+        >>> with observe_positions(net, {"weight": net}) as positions:
+        ...     _ = net(torch.zeros(4, 1, 5, 6))
+        >>> positions
+        {'weight': 12.0}
+    """
+    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
+    forwards: list[None] = []
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def called(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            forwards.append(None)
+
+    def count(name: str) -> Callable[..., None]:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            used = args[0] if args else next(iter(kwargs.values()))
+            used = used if getattr(module, "transposed", False) else output
+            examples = num_examples(module, used)
+            channels = used.shape[channel_axis(module, used)]
+            if used.numel() and torch._C._current_graph_task_id() == -1:
+                totals[name] = totals.get(name, 0.0) + used.numel() / channels / examples
+
+        return hook  # type: ignore[no-any-return]
+
+    handles: list[RemovableHandle] = [model.register_forward_pre_hook(called)]
+    handles += [module.register_forward_hook(count(name), with_kwargs=True) for name, module in modules.items()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+    missing = [name for name in modules if name not in totals]
+    if missing:
+        raise TrainingError(
+            f"observe_positions: every layer must have been called, got no call of {', '.join(missing[:5])}; run the "
+            "model on a batch that reaches them"
+        )
+    found.update({name: totals[name] / len(forwards) for name in modules})
+
+
+def layer_costs(
+    modules: Mapping[str, nn.Module],
+    kind: Literal["flops", "bytes", "energy"],
+    *,
+    positions: Mapping[str, float] | None = None,
+    table: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """Return what one weight of each layer costs for one example; give it to a scorer as `costs`.
+
+    - ``flops``: ``2·positions``, a multiplication and an addition at every position where the weight is used;
+    - ``bytes``: what it takes in memory;
+    - ``energy`` in pJ: ``positions·(multiply + add) + bytes·dram_byte``, one read from DRAM (Yang et al. 2017,
+      arXiv:1611.05128, without the energy of activations).
+
+    Args:
+        modules: Weight name to layer.
+        kind: Which.
+        positions: From `observe_positions`; not needed for ``bytes``.
+        table: pJ by ``<dtype>_multiply``, ``<dtype>_add`` and ``dram_byte``, over those of `HOROWITZ_45NM`.
+
+    Raises:
+        ConfigError: If there is no such kind, a figure is missing or not above 0, or positions are.
+
+    Example:
+        >>> layer_costs({"weight": nn.Linear(2, 2)}, "energy", positions={"weight": 10.0})
+        {'weight': 686.0}
+    """
+    kinds = ("flops", "bytes", "energy")
+    if kind not in kinds:
+        raise ConfigError(f"layer_costs: kind must be one that exists, got {kind!r}{nearest(str(kind), kinds)}")
+    figures = {**HOROWITZ_45NM, **(table or {})}
+
+    def figure(name: str) -> float:
+        if not 0 < figures.get(name, 0.0) < float("inf"):
+            raise ConfigError(
+                f"layer_costs: {name} must be a number of pJ above 0, got {figures.get(name)}; give a table"
+            )
+        return figures[name]
+
+    costs: dict[str, float] = {}
+    for name, module in modules.items():
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        if kind == "bytes":
+            costs[name] = float(weight.element_size())
+            continue
+        places = (positions or {}).get(name)
+        if places is None or not 0 < places < float("inf"):
+            raise ConfigError(
+                f"layer_costs: positions of {name} must be above 0, got {places!r}; see observe_positions"
+            )
+        if kind == "flops":
+            costs[name] = 2.0 * places
+            continue
+        dtype = str(weight.dtype).removeprefix("torch.")
+        operation = figure(f"{dtype}_multiply") + figure(f"{dtype}_add")
+        costs[name] = places * operation + weight.element_size() * figure("dram_byte")
+    return costs

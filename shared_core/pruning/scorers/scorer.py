@@ -1,0 +1,214 @@
+"""What all scorers share: steps in, scores out, and the state that makes both repeatable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import CheckpointError, ConfigError, TrainingError
+
+
+class Scorer:
+    """What each weight is worth by one criterion; the lowest scores are pruned first.
+
+    Call `attach` once, `observe_step` once per optimizer step, `reduce` and then `scores` when masks are updated, and
+    `reset` after that. A step whose gradients hold NaN or infinity is left out and counted in `num_left_out`: a scaler
+    skips it; if it is applied, the weights show it.
+
+    Args:
+        modules: Weight name to a module that holds it as ``weight``.
+        generator: For criteria that draw; the same on every rank.
+        costs: Weight name to the cost of one weight there; scores are divided by it (energy-aware pruning).
+
+    Raises:
+        ConfigError: If a cost is missing or not above 0.
+    """
+
+    criterion: ClassVar[str]
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """Of ``gradients``, ``activations`` and ``per_example_gradients``: what it gathers during training."""
+    per_row: ClassVar[bool] = False
+    """Whether scores are to be compared within the row of one output unit only (`layouts.output_rows`)."""
+    zero_is_lowest: ClassVar[bool] = True
+    """Whether a weight that was 0 since the last update has the score 0, and no score is lower."""
+    keeps_going: ClassVar[bool] = False
+    """Whether `reset` leaves what was gathered."""
+    _saw_nothing: ClassVar[str] = (
+        "but its hooks saw no layer train; attach it before torch.compile, and keep the model in train mode"
+    )
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        *,
+        generator: torch.Generator | None = None,
+        costs: Mapping[str, float] | None = None,
+    ) -> None:
+        self.modules = dict(modules)
+        for name in self.modules if costs is not None else ():
+            cost = (costs or {}).get(name)
+            if cost is None or not 0 < cost < float("inf"):
+                raise ConfigError(f"prune {self.criterion}: cost of {name} must be a number above 0, got {cost!r}")
+        self.costs = None if costs is None else {name: float(costs[name]) for name in self.modules}
+        self.num_observed = 0
+        """Optimizer steps observed since the last `reset`."""
+        self.num_left_out = 0
+        """Steps since then whose gradients were not finite."""
+
+    def attach(self) -> None:
+        """Register what hooks there are. Safe to call twice."""
+
+    def detach(self) -> None:
+        """Remove every hook; what was gathered stays. Safe to call twice."""
+
+    @torch.no_grad()
+    def observe_step(
+        self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], *, loss_scale: float = 1.0
+    ) -> None:
+        """Take in one optimizer step, before it is applied; with several processes every rank must call it.
+
+        Args:
+            weights: By name, as they are now.
+            gradients: Of the complete step: accumulated, reduced, unscaled, not clipped. A name may be missing: that
+                weight had no gradient, which counts as 0.
+            loss_scale: What the loss was multiplied by when hooks saw its gradients (fp16). `gradients` are not.
+        """
+        if gradients and not _all_finite(gradients.values()):
+            self.num_left_out += 1
+            self.discard_step()
+            return
+        self._observe(weights, gradients, loss_scale)
+        self.num_observed += 1
+
+    def discard_step(self) -> None:
+        """Forget what hooks saw since the last `observe_step`: the step was not applied."""
+
+    def reduce(self) -> None:
+        """Make every rank hold what all have seen; every rank must call it, as often as it likes."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to score by."""
+        return self.num_observed > 0
+
+    @torch.no_grad()
+    def scores(self, name: str, weight: Tensor) -> Tensor:
+        """Return the scores of one weight: new, float32 (float64 for float64), of the weight's shape.
+
+        Raises:
+            TrainingError: If nothing was observed, or a score is NaN.
+        """
+        self._require_ready()
+        scores = self._divided(name, self._scores(name, weight.detach()))
+        if scores.numel() and scores.max().isnan():
+            raise TrainingError(
+                f"prune {self.criterion}: scores must be numbers, got NaN in {name}; training has diverged: lower the "
+                "learning rate, or clip gradients"
+            )
+        return scores
+
+    @torch.no_grad()
+    def part(self, name: str, weight: Tensor, where: slice) -> Tensor:
+        """Return a slice of one weight's flattened scores, not checked for NaN.
+
+        Raises:
+            TrainingError: If nothing was observed.
+        """
+        self._require_ready()
+        return self._divided(name, self._part(name, weight.detach(), where))
+
+    def reset(self) -> None:
+        """Start the averages again, after an update of the masks. With `keeps_going` nothing happens."""
+        if not self.keeps_going:
+            self.num_observed = self.num_left_out = 0
+            self._forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values from which `load_state_dict` goes on bit for bit."""
+        return {"criterion": self.criterion, "num_observed": self.num_observed, "num_left_out": self.num_left_out}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back a saved state.
+
+        Raises:
+            CheckpointError: If it is another criterion's, or of other weights.
+        """
+        if state.get("criterion") != self.criterion:
+            raise CheckpointError(
+                f"prune: saved criterion must be {self.criterion!r}, got {state.get('criterion')!r}; resume with the "
+                "recipe that wrote the checkpoint"
+            )
+        self.num_observed, self.num_left_out = int(state["num_observed"]), int(state["num_left_out"])
+
+    def _scores(self, name: str, weight: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _part(self, name: str, weight: Tensor, where: slice) -> Tensor:
+        return self._scores(name, weight).reshape(-1)[where]
+
+    def _observe(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], loss_scale: float) -> None:
+        pass
+
+    def _forget(self) -> None:
+        pass
+
+    def _divided(self, name: str, scores: Tensor) -> Tensor:
+        return scores if self.costs is None else scores.div_(self.costs[name])
+
+    def _require_ready(self) -> None:
+        if self.ready:
+            return
+        reason = "got none since the last update; let masks be updated after the first step, or calibrate"
+        if self.num_left_out:
+            reason = (
+                f"got {self.num_left_out} with NaN or infinite gradients alone; lower the loss scale or learning rate"
+            )
+        elif self.num_observed:
+            reason = self._saw_nothing
+        raise TrainingError(
+            f"prune {self.criterion}: a step must have been observed before weights are scored, {reason}"
+        )
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in the type of scores: float64 as it is, everything else as float32.
+
+    Example:
+        >>> wide(torch.ones(1, dtype=torch.bfloat16)).dtype
+        torch.float32
+    """
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def saved_tensors(state: Mapping[str, Any], key: str, like: Mapping[str, torch.Size], where: str) -> dict[str, Tensor]:
+    """Return copies of the tensors by weight name under `key` of a saved state.
+
+    Args:
+        state: What a scorer saved.
+        key: Which of its entries.
+        like: The shape that each may have, by weight name.
+        where: The criterion, for errors.
+
+    Raises:
+        CheckpointError: If one is of a weight that there is not, or has another shape.
+    """
+    tensors = dict(state[key])
+    for name, tensor in tensors.items():
+        if name not in like or tensor.shape != like[name]:
+            wanted = f"of shape {tuple(like[name])}" if name in like else "none: this run does not prune it"
+            raise CheckpointError(
+                f"{where}: saved {key} of {name} must be {wanted}, got {tuple(tensor.shape)}; resume with the model "
+                "and recipe that wrote the checkpoint"
+            )
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _all_finite(gradients: Iterable[Tensor]) -> bool:
+    """Return whether every gradient is finite: one pass each and one wait for the device."""
+    values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    # a sum keeps every NaN and infinity, and is by far the fastest pass on a CPU; 16 bits would overflow
+    sums = [value.sum(dtype=torch.promote_types(value.dtype, torch.float32)).double() for value in values]
+    return not sums or bool(torch.stack([total.to(sums[0].device) for total in sums]).isfinite().all())

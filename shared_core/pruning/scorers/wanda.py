@@ -1,0 +1,118 @@
+"""Wanda: the magnitude of a weight times the norm of the input that it meets."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shared_core.errors import TrainingError
+from shared_core.pruning.scorers.gathered import GatheringScorer
+from shared_core.pruning.scorers.layouts import channel_axis, check_layout, over_inputs
+from shared_core.pruning.scorers.scorer import wide
+
+
+class Wanda(GatheringScorer):
+    """``|w_ij|·‖x_j‖₂``, compared within an output row (Sun et al. 2023, arXiv:2306.11695).
+
+    ``‖x_j‖₂`` is over all inputs seen: every example and position (padding too), micro-batch and rank, also every
+    place of a convolution's input. Forwards in train mode count, with gradients or without (a calibration); what
+    activation checkpointing recomputes in backward does not count again. Inside `calibrating` forwards in eval mode
+    count too. Hooks stay outside a compiled graph, as in `BackwardWatch`.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> scorer = Wanda({"weight": layer})
+        >>> with scorer.calibrating():
+        ...     _ = layer(torch.tensor([[3.0, 1.0], [4.0, 0.0]]))
+        >>> scorer.reduce()
+        >>> scorer.scores("weight", torch.tensor([[1.0, -2.0]]))
+        tensor([[5., 2.]])
+    """
+
+    criterion: ClassVar[str] = "wanda"
+    needs: ClassVar[frozenset[str]] = frozenset({"activations"})
+    per_row: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        *,
+        generator: torch.Generator | None = None,
+        costs: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(modules, generator=generator, costs=costs)
+        for name, module in self.modules.items():
+            check_layout(module, f"prune wanda: {name}")
+        self._handles: list[RemovableHandle] = []
+        self._calibrating = False
+
+    def attach(self) -> None:
+        """Register a hook on every layer."""
+        if not self._handles:
+            self._handles = [
+                module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
+                for name, module in self.modules.items()
+            ]
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.discard_step()
+
+    @contextlib.contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """Count every forward inside, in train or eval mode; then `reduce`. Hooks are there for that long at least."""
+        attached, self._calibrating = bool(self._handles), True
+        self.attach()
+        try:
+            yield
+        finally:
+            self._calibrating = False
+            if not attached:
+                for handle in self._handles:
+                    handle.remove()
+                self._handles = []
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            counts = module is self.modules[name] and (
+                module.training or self._calibrating
+            )  # not a copy with its hooks
+            # the one forward inside a backward pass is a recomputation
+            if counts and torch._C._current_graph_task_id() == -1:
+                self._see(name, args[0] if args else next(iter(kwargs.values())))
+
+        return hook  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _see(self, name: str, x: Tensor) -> None:
+        axis = channel_axis(self.modules[name], x)
+        others = [i for i in range(x.dim()) if i != axis]
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        # sums of squares of long runs are kept in float64, where small batches still count
+        norms = torch.linalg.vector_norm(x, dim=others, dtype=dtype) if others else x.abs()
+        self._gather(name, norms.double().square(), x.numel() // max(x.shape[axis], 1))
+
+    def _like(self, name: str) -> Tensor:
+        module: Any = self.modules[name]
+        weight: Tensor = module.weight
+        channels = getattr(module, "in_features", None) or getattr(module, "in_channels", None)
+        return torch.zeros(int(channels or weight.shape[0]), dtype=torch.float64, device=weight.device)
+
+    def _scores(self, name: str, weight: Tensor) -> Tensor:
+        total = self._total(name, weight)
+        if total is None:
+            raise TrainingError(
+                f"prune wanda: {name} must have seen an input, got none; leave the layer out with skip, or calibrate "
+                "on batches that reach it"
+            )
+        scores = wide(weight).abs()
+        return scores.mul_(over_inputs(self.modules[name], total.sqrt().to(scores.dtype), weight.shape))

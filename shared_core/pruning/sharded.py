@@ -1,0 +1,23 @@
+"""Weights that FSDP2 has sharded: scores need whole tensors, masks are applied to the part this process holds."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor as it is on one device: gathered if it is sharded; then every process must call it."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else cast("Tensor", gather())
+
+
+def part_of(full: Tensor, like: Any) -> Tensor:
+    """Return the part of a whole tensor that `like`'s placement gives this process, without communication."""
+    if not hasattr(like, "device_mesh"):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+    return sharded.to_local()

@@ -1,0 +1,197 @@
+"""Linear layers whose weight is stored sparse, for inference; what they save is the dense weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+Layout = Literal["csr", "bsr"]
+_LAYOUTS = {"csr": torch.sparse_csr, "bsr": torch.sparse_bsr}
+_COMPUTED = (torch.float32, torch.float64)  # MKL has no sparse product of 16-bit floats (torch 2.13)
+
+
+class DenseStateDict(nn.Module):
+    """A layer that holds its weight in another form, and saves and loads it as a dense one under ``weight``."""
+
+    in_features: int
+    out_features: int
+
+    def dense_weight(self) -> Tensor:
+        """Return the weight as a dense tensor."""
+        raise NotImplementedError
+
+    def set_weight(self, weight: Tensor) -> None:
+        """Take a dense weight."""
+        raise NotImplementedError
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        weight = self.dense_weight()
+        destination[f"{prefix}weight"] = weight  # before the bias, as in a dense layer
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = weight
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        key = f"{prefix}weight"
+        others = {name: tensor for name, tensor in state_dict.items() if name != key}
+        weight = state_dict.get(key)
+        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        missing_keys[:] = [name for name in missing_keys if name != key]
+        shape = (self.out_features, self.in_features)
+        if weight is None:
+            missing_keys.extend([key] if strict else [])
+        elif weight.shape != shape:
+            error_msgs.append(f"size mismatch for {key}: got {tuple(weight.shape)}, the layer has {shape}")
+        else:
+            self.set_weight(weight.detach())
+
+
+class SparseLinear(DenseStateDict):
+    """A linear layer whose weight is a CSR or BSR matrix, for inference on CPU.
+
+    Weights in 16-bit floats are multiplied in float32, and the output rounded to the input's type: torch has no sparse
+    product of them on CPU. Unlike in a dense layer, a NaN in the input reaches only outputs that have a weight for it.
+
+    Args:
+        weight: Dense, ``(outputs, inputs)``, floating point, on CPU.
+        bias: ``(outputs,)``, or None.
+        layout: ``csr``, or ``bsr`` for blocks.
+        block: Of ``bsr``: side of a block, which divides the shape. MKL knows square blocks alone.
+
+    Example:
+        >>> weight = torch.tensor([[0.0, 2.0], [0.0, 0.0]])
+        >>> SparseLinear(weight, None, "csr")(torch.tensor([[1.0, 3.0]]))
+        tensor([[6., 0.]])
+    """
+
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None, layout: Layout, block: int | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.layout, self.block = layout, block
+        self.crow_indices: Tensor
+        self.col_indices: Tensor
+        self.values: Tensor
+        for name in ("crow_indices", "col_indices", "values"):
+            self.register_buffer(name, torch.empty(0), persistent=False)
+        # its type is the dense weight's, and follows model.half() and the like
+        self.register_buffer("_like", weight.new_empty(0), persistent=False)
+        self.bias = bias
+        self.set_weight(weight.detach())
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, put together whenever it is read."""
+        return self.dense_weight()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the dense weight."""
+        like: Tensor = self._buffers["_like"]  # type: ignore[assignment]
+        return like.dtype
+
+    @torch.no_grad()
+    def set_weight(self, weight: Tensor) -> None:
+        """Take a dense weight; what of it is not zero is stored."""
+        weight = weight.to(self.dtype)
+        if self.dtype not in _COMPUTED:
+            weight = weight.float()
+        sparse = weight.to_sparse_bsr((self.block, self.block)) if self.block else weight.to_sparse_csr()
+        # MKL's own index type: int64 is converted again at every product
+        self.crow_indices = sparse.crow_indices().to(torch.int32)
+        self.col_indices = sparse.col_indices().to(torch.int32)
+        self.values = sparse.values().contiguous()
+
+    @torch.no_grad()
+    def dense_weight(self) -> Tensor:
+        """Return the weight as a dense tensor."""
+        return self.matrix().to_dense().to(self.dtype)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the sparse weight: values and indices."""
+        return sum(tensor.nbytes for tensor in (self.crow_indices, self.col_indices, self.values))
+
+    def matrix(self) -> Tensor:
+        """Return the weight as a CSR or BSR tensor, without a copy."""
+        shape = (self.out_features, self.in_features)
+        return torch.sparse_compressed_tensor(
+            self.crow_indices, self.col_indices, self.values, shape, layout=_LAYOUTS[self.layout],
+            check_invariants=False,
+        )  # fmt: skip
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output, in the type that a dense layer's would have."""
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return self._output(input.to(torch.get_autocast_dtype(kind)))
+        return self._output(input)
+
+    def _output(self, input: Tensor) -> Tensor:
+        x = input.reshape(-1, self.in_features).to(self.values.dtype)
+        y: Tensor = _product(self, x)
+        if self.bias is not None:
+            y = y + self.bias
+        return y.to(input.dtype).view(*input.shape[:-1], self.out_features)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.values.is_floating_point() and self.values.dtype not in _COMPUTED:
+            self.values = self.values.float()
+        return self
+
+    def extra_repr(self) -> str:
+        """Return shape, layout and the number of stored weights."""
+        block = f", block={self.block}" if self.block else ""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"layout={self.layout}{block}, stored={self.values.numel()}"
+        )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # dynamo cannot trace compressed tensors (torch 2.13)
+def _product(layer: SparseLinear, x: Tensor) -> Tensor:
+    """Return the product of rows with the transposed weight, contiguous: downstream code views outputs."""
+    matrix = layer.matrix()
+    if len(x) == 1:
+        return (matrix @ x[0]).unsqueeze(0)  # with a vector MKL is several times faster than with one column
+    return (matrix @ x.t()).t().contiguous()
+
+
+class SemiStructuredLinear(DenseStateDict):
+    """A linear layer whose weight holds a 2:4 pattern, on the sparse tensor cores of an NVIDIA GPU, for inference.
+
+    Args:
+        weight: Dense, on the GPU.
+        bias: ``(outputs,)``, or None.
+        compress: What turns a dense weight into the GPU's form.
+    """
+
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None, compress: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._compress = compress
+        self.bias = bias
+        self.set_weight(weight.detach())
+
+    def set_weight(self, weight: Tensor) -> None:
+        """Take a dense weight of a 2:4 pattern."""
+        held = self._parameters.get("weight")
+        if held is not None:
+            weight = weight.to(device=held.device, dtype=held.dtype)
+        self.weight = nn.Parameter(self._compress(weight.contiguous()), requires_grad=False)
+
+    @torch.no_grad()
+    def dense_weight(self) -> Tensor:
+        """Return the weight as a dense tensor."""
+        weight: Tensor = self.weight.detach()
+        return weight if type(weight) is Tensor else weight.to_dense()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output."""
+        return nn.functional.linear(input, self.weight, self.bias)

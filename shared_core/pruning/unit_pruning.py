@@ -1,0 +1,244 @@
+"""Pruning whole output units: found once, scored by what all their tensors hold, masked together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import CompatibilityError, MatchError, TrainingError
+from shared_core.module_match import plain_name
+from shared_core.pruning.config import TRACED, PruneConfig
+from shared_core.pruning.example_calls import ExampleCalls
+from shared_core.pruning.mask_store import MaskStore
+from shared_core.pruning.removal.groups import ChannelGroup, Slice, find_groups
+from shared_core.pruning.scorers import GroupTaylor, Scorer, UnitSlices, gather_units, group_scores
+from shared_core.pruning.scorers.neuron_taylor import NeuronTaylor
+from shared_core.pruning.selection import select_units
+from shared_core.pruning.shapley_units import VALUE, shapley_of_units
+from shared_core.pruning.units import (
+    filter_groups,
+    kept_units,
+    layer_groups,
+    masked_slices,
+    masks_of_units,
+    prunable_groups,
+)
+from shared_core.ranks import any_rank, broadcast_
+from shared_core.technique import Context
+
+
+class UnitPruning:
+    """The units of a model that one granularity prunes, and the masks that say which are left.
+
+    Filters and layers are known at once. Neurons, channels and heads are found by tracing the user's own first
+    micro-batch, so that everything that depends on a unit is masked with it and `shrink` can remove it.
+
+    Args:
+        config: Granularity, criterion and scope.
+        modules: Weight name to the module that holds it as ``weight``: what may be pruned.
+    """
+
+    def __init__(self, config: PruneConfig, modules: Mapping[str, nn.Module]) -> None:
+        self._config, self._modules = config, dict(modules)
+        self._calls: ExampleCalls | None = None
+        self._shown: Callable[[], Any] | None = None
+        self._tensors: dict[str, Tensor] = {}
+        self._taylor: GroupTaylor | None = None
+        self._saved_taylor: Mapping[str, Any] = {}
+        self.left_out: dict[str, str] = {}
+        """Groups that were found and cannot be pruned, with the reason."""
+        self.groups: list[ChannelGroup] = []
+        self.found = config.granularity not in TRACED
+        if self.found:
+            make = filter_groups if config.granularity == "filter" else layer_groups
+            self._take(make(self._modules))
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return by name every parameter that a mask may reach: weights, biases, scales and shifts of norms."""
+        self._tensors = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+        return self._tensors
+
+    def listen(self, model: nn.Module) -> None:
+        """Keep the arguments of the next micro-batch, if units are to be found by tracing."""
+        if not self.found or self._config.criterion == "shapley":
+            self._calls = ExampleCalls(model, set(self._modules.values()))
+
+    def find(self, model: nn.Module) -> None:
+        """Trace the micro-batch that was kept.
+
+        Raises:
+            MatchError: If no unit of the granularity is within reach.
+            CompatibilityError: If processes found different units.
+        """
+        if not self.found and self._calls is not None and self._calls.calls:
+            self._trace(model, self._calls.replay)
+
+    def show(self, model: nn.Module, replay: Callable[[], Any]) -> None:
+        """Take a micro-batch that runs whenever `replay` is called, in place of one that was listened for.
+
+        Raises:
+            MatchError: If no unit of the granularity is within reach.
+            CompatibilityError: If processes found different units.
+        """
+        self._shown = replay
+        if not self.found:
+            self._trace(model, replay)
+
+    def _trace(self, model: nn.Module, replay: Callable[[], Any]) -> None:
+        granularity = self._config.granularity
+        traced = find_groups(model, replay)
+        if self._config.criterion != "shapley":
+            self.close()
+        groups = list(prunable_groups(traced, granularity, self._modules))
+        self.left_out = {
+            group.name: group.reason_kept or "another granularity, or left out by include, skip or min_size"
+            for group in traced
+            if group not in groups
+        }
+        if not groups:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items()) or "none were found"
+            raise MatchError(f"prune: must find at least one {granularity} to prune ({reasons})")
+        count = torch.tensor([len(groups), sum(group.units for group in groups)])
+        if any_rank(not torch.equal(broadcast_(count.clone()), count)):
+            raise CompatibilityError(
+                f"prune: every process must find the same {granularity}s, but their first micro-batches took different "
+                "paths through the model; use granularity filter"
+            )
+        self._take(groups)
+
+    def _take(self, groups: list[ChannelGroup]) -> None:
+        self.groups, self.found = groups, True
+        if self._config.criterion == "taylor":
+            members = {
+                group.name: [UnitSlices(part.tensor, part.axis, part.positions) for part in masked_slices(group)]
+                for group in groups
+            }
+            self._taylor = GroupTaylor(members)
+            if self._saved_taylor:
+                self._taylor.load_state_dict(self._saved_taylor)
+
+    @property
+    def ready(self) -> bool:
+        """Whether units are known and scored by something."""
+        return self.found and (self._taylor is None or self._taylor.num_observed > 0)
+
+    def end_step(self) -> None:
+        """The step is over: a later update looks at a later micro-batch."""
+        if self._calls and self.found:
+            self._calls.expire()
+
+    def observe_step(self) -> None:
+        """Take in the gradients of one complete step, if the criterion is about units' gradients."""
+        if self._taylor is None:
+            return
+        gradients = {name: tensor.grad for name, tensor in self._tensors.items() if tensor.grad is not None}
+        if all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
+            self._taylor.observe_step(self._tensors, gradients)
+
+    def masks(self, context: Context, scorer: Scorer, store: MaskStore, sparsity: float) -> dict[str, Tensor]:
+        """Return the masks of every tensor that a group reaches; pruned units stay pruned.
+
+        Args:
+            context: Of the session.
+            scorer: What gathered gradients or activations, for criteria that need them.
+            store: The masks so far.
+            sparsity: Share of the units to prune.
+        """
+        before = dict(store)
+        everything = [torch.ones(group.units, dtype=torch.bool) for group in self.groups]
+        live = [kept_units(group, before) for group in self.groups] if before else everything
+        if self._config.criterion == "shapley":
+            scores = self._shapley(context, live, scorer)
+        else:
+            scores = [self._scores(group, scorer).float().cpu() for group in self.groups]
+        for found, kept in zip(scores, live, strict=True):
+            found[~kept] = -torch.inf
+        keeps = select_units(self._config, scores, sparsity)
+        if self._taylor:
+            self._taylor.reset()
+        return masks_of_units(self.groups, keeps, self._tensors)
+
+    def _scores(self, group: ChannelGroup, scorer: Scorer) -> Tensor:
+        criterion = self._config.criterion
+        scores: Tensor
+        if criterion == "random":
+            scores = scorer.scores(f"group {self.groups.index(group)}", torch.zeros(group.units))
+        elif self._taylor:
+            scores = self._taylor.scores(group.name)
+        elif isinstance(scorer, NeuronTaylor):
+            scores = self._added(group, lambda part: scorer.unit_scores(part.tensor, self._tensors[part.tensor]), 0)
+        elif criterion == "fisher":
+            scores = self._added(group, lambda part: scorer.scores(part.tensor, self._tensors[part.tensor]), None)
+        else:
+            parts = [part for part in masked_slices(group) if part.tensor in self._tensors]
+            if criterion == "bn_scale":
+                parts = [part for part in parts if part.role == "norm" and part.tensor.endswith("weight")]
+                if not parts:
+                    raise MatchError(
+                        f"prune: criterion bn_scale must find a norm's scale in every group, got none in {group.name}; "
+                        "take another criterion, or skip its layers"
+                    )
+            else:
+                parts = [part for part in parts if part.role == "out" and not part.tensor.endswith("bias")]
+            weights = [gather_units(self._tensors[part.tensor], part.axis, part.positions) for part in parts]
+            scores = group_scores(criterion, weights)
+        return scores / self._cost(group, scorer)
+
+    def _shapley(self, context: Context, live: list[Tensor], scorer: Scorer) -> list[Tensor]:
+        replay = self._shown or (self._calls.replay if self._calls and self._calls.calls else None)
+        if replay is None:
+            raise TrainingError(
+                "prune shapley: a micro-batch must have been seen since the last step, got none; let the last update "
+                "fall on a step of the run"
+            )
+        found = shapley_of_units(
+            context.model, self.groups, live, self._tensors, replay,
+            permutations=self._config.permutations, generator=context.generator,
+        )  # fmt: skip
+        return [scores.float() / self._cost(group, scorer) for group, scores in zip(self.groups, found, strict=True)]
+
+    def _added(self, group: ChannelGroup, scores: Callable[[Slice], Tensor], axis: int | None) -> Tensor:
+        parts = [part for part in masked_slices(group) if part.tensor in self._modules]
+        rows = [gather_units(scores(part), part.axis if axis is None else axis, part.positions) for part in parts]
+        return torch.stack([row.sum(1).cpu() for row in rows]).sum(0)
+
+    def _cost(self, group: ChannelGroup, scorer: Scorer) -> float:
+        """Return what one unit costs, 1 without costs: the weights that go with it, each at its layer's cost."""
+        if scorer.costs is None:
+            return 1.0
+        parts = [part for part in masked_slices(group) if part.tensor in self._modules]
+        tensors = self._tensors
+        sizes = [tensors[part.tensor].numel() // tensors[part.tensor].shape[part.axis] for part in parts]
+        costs = [scorer.costs[part.tensor] * part.positions.shape[1] for part in parts]
+        return float(sum(size * cost for size, cost in zip(sizes, costs, strict=True)))
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._calls:
+            self._calls.close()
+            self._calls = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was gathered of units."""
+        return {"taylor": self._taylor.state_dict()} if self._taylor else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back a saved state; groups are found again from the next micro-batch."""
+        self._saved_taylor = state.get("taylor", {})
+        if self._taylor and self._saved_taylor:
+            self._taylor.load_state_dict(self._saved_taylor)
+
+    def report(self, store: MaskStore) -> dict[str, Any]:
+        """Return how many units each group has lost, and the groups that could not be pruned."""
+        masks = dict(store)
+        units = [
+            {"group": group.name, "kind": group.kind, "units": group.units,
+             "pruned": group.units - int(kept_units(group, masks).sum()) if masks else 0}
+            for group in self.groups
+        ]  # fmt: skip
+        told = {"value": VALUE, "permutations": self._config.permutations}
+        shapley = {"shapley": told} if self._config.criterion == "shapley" else {}
+        return {"units": units, "groups_left_out": dict(self.left_out), **shapley}

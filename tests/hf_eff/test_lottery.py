@@ -1,0 +1,115 @@
+"""Lottery tickets of Hugging Face trainings: in one process and in fresh ones, killed, resumed, with the best model."""
+
+import json
+import sys
+from pathlib import Path
+
+import lottery_script
+import pytest
+import torch
+from lottery_script import train_hf
+from promise_drivers import hf_trainer
+
+from hf_eff import LotteryTicket as LotteryCallback
+from hf_eff import attach
+from shared_core.errors import CheckpointError, TrainingError
+from shared_core.pruning import LotteryTicket, read_ticket
+
+OPTIONS = {"rounds": 1, "rate": 0.5, "rewind_to": 3}
+
+
+def history(folder):
+    return json.loads((folder / "round.json").read_text())["history"]
+
+
+def test_a_search_over_an_unedited_script_killed_and_resumed_equals_one_in_this_process(tmp_path):
+    runs = tmp_path / "runs"
+    here = LotteryTicket(**OPTIONS).run(
+        lambda recipe: train_hf(tmp_path / "here" / Path(recipe["ticket"].out).name, recipe), tmp_path / "in_one"
+    )
+    assert [row.replay for row in here.rows] == [None, "bit-equal"]
+    assert here.metric == "eval_loss"
+    assert [entry["step"] for entry in history(tmp_path / "in_one" / "round-01")] == [2, 4, 6, 8]
+    names = set(history(tmp_path / "in_one" / "round-01")[0]["metrics"])
+    assert "eval_loss" in names
+    assert not any(name.endswith(("_runtime", "_per_second")) for name in names)
+
+    runs.mkdir()
+    (runs / "round-00.die").touch()
+    command = [sys.executable, lottery_script.__file__, "hf", str(runs / "{round}")]
+    with pytest.raises(TrainingError, match="round-00 must end well"):
+        LotteryTicket(**OPTIONS).run_command(command, tmp_path / "fresh")
+    assert (runs / "round-00" / "checkpoint-4").is_dir()  # beyond step 3: the resumed run must find what it kept
+    fresh = LotteryTicket(**OPTIONS).run_command(command, tmp_path / "fresh")
+    assert fresh == here
+    for file in sorted((tmp_path / "in_one").glob("*/ticket.safetensors")):
+        assert file.read_bytes() == (tmp_path / "fresh" / file.parent.name / file.name).read_bytes()
+
+
+def test_a_run_without_validation_is_measured_at_its_end(tmp_path):
+    trainer = hf_trainer({}, tmp_path / "run")
+    session = attach(trainer, {"ticket": {"out": str(tmp_path / "out")}})
+    trainer.train()
+    (entry,) = history(tmp_path / "out")
+    assert entry["step"] == 8
+    assert entry["metrics"]["eval_loss"] == pytest.approx(trainer.evaluate()["eval_loss"], abs=1e-6)
+    assert session.receipt()["techniques"]["ticket"]["unmeasured"] is None
+
+
+def test_without_a_validation_set_the_reason_is_kept(tmp_path):
+    trainer = hf_trainer({}, tmp_path / "run")
+    trainer.eval_dataset = None
+    attach(trainer, {"ticket": {"out": str(tmp_path / "out")}})
+    trainer.train()
+    told = json.loads((tmp_path / "out" / "round.json").read_text())
+    assert told["history"] == []
+    assert "eval" in told["unmeasured"]
+
+
+def test_the_best_model_decides_the_next_ticket(tmp_path):
+    options = {
+        "eval_strategy": "steps", "eval_steps": 2, "save_every": 2, "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+    }  # fmt: skip
+
+    def train(out, rate, **ticket):
+        # a rate so large that the first validation is the best one
+        trainer = hf_trainer({}, tmp_path / f"{out}_run", **options, learning_rate=rate)
+        attach(trainer, {"ticket": {"out": str(tmp_path / out), "rate": 0.5, **ticket}})
+        trainer.train()
+        return trainer
+
+    trainer = train("dense", 1.0, rewind_to=1)
+    best = int(Path(trainer.state.best_model_checkpoint).name.split("-")[1])
+    told = json.loads((tmp_path / "dense" / "round.json").read_text())
+    assert told["step"] == best
+    masks = read_ticket(tmp_path / "dense" / "ticket.safetensors").masks
+    weight = trainer.model.hidden.weight.detach().abs()
+    mask = masks["hidden.weight"]
+    assert int(mask.sum()) == mask.numel() - round(0.5 * mask.numel())
+    assert weight[mask].min() >= weight[~mask].max()
+    if best < 7:
+        with pytest.raises(TrainingError, match="load_best_model_at_end"):
+            train("late", 1.0, rewind_to=7)
+
+
+def test_a_checkpoint_of_another_round_is_refused(tmp_path):
+    folder = tmp_path / "same_for_all"
+    with pytest.raises(CheckpointError, match="give every round an output folder of its own"):
+        LotteryTicket(**OPTIONS).run(lambda recipe: train_hf(folder, recipe), tmp_path / "out")
+
+
+def test_the_callback_trains_a_found_ticket(tmp_path):
+    dense = hf_trainer(
+        {}, tmp_path / "dense_run", plugin=False, callbacks=[LotteryCallback(out=str(tmp_path / "dense"))]
+    )
+    dense.train()
+    ticket = tmp_path / "dense" / "ticket.safetensors"
+    callback = LotteryCallback(out=str(tmp_path / "sparse"), ticket=str(ticket))
+    trainer = hf_trainer({}, tmp_path / "sparse_run", plugin=False, callbacks=[callback])
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    for name, mask in read_ticket(ticket).masks.items():
+        weight = trainer.model.state_dict()[name]
+        assert torch.equal(weight != 0, mask)
+    assert trainer.state.log_history[0]["ticket/left"] == pytest.approx(0.8, abs=0.01)

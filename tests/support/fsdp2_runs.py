@@ -1,0 +1,39 @@
+"""A script run by one process and by two under FSDP2: what each of them left behind."""
+
+import json
+import os
+import subprocess
+import sys
+
+import torch
+
+
+def _run(script, folder, *launcher):
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), str(folder)],
+        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def run_by_one_and_by_two(script, folder):
+    _run(script, folder / "one")
+    output = _run(script, folder / "two", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    return {
+        "alone": torch.load(folder / "one" / "alone.pt", weights_only=True),
+        "ranks": [torch.load(folder / "two" / f"{rank}.pt", weights_only=True) for rank in (0, 1)],
+        "told": [json.loads((folder / "two" / f"{rank}.json").read_text()) for rank in (0, 1)],
+        "output": output,
+        "folder": folder / "two",
+    }
+
+
+def assert_two_trained_what_one_did(runs, name):
+    first, second = (found[name] for found in runs["ranks"])
+    alone = runs["alone"][name]
+    assert first.keys() == second.keys() == alone.keys()
+    for key, value in alone.items():
+        assert torch.equal(first[key], second[key]), key
+        torch.testing.assert_close(first[key].double(), value.double(), rtol=1e-6, atol=1e-6)
