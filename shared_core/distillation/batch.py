@@ -117,14 +117,14 @@ def is_causal(student: nn.Module) -> bool:
     return getattr(config, "is_decoder", False) is True
 
 
-def check_classes(student: Tensor, teacher: Tensor) -> None:
-    """Raise `ConfigError` unless both logits have the same classes (two at least) and positions."""
-    if student.ndim < 2 or student.shape[-1] == 1:
+def check_classes(student: Tensor, teacher: Tensor, *, of_classes: bool = True) -> None:
+    """Raise `ConfigError` unless both logits have the same classes (two at least, if they are such) and positions."""
+    if of_classes and (student.ndim < 2 or student.shape[-1] == 1):
         raise ConfigError(
             "distill: the student must be a classifier or language model with logits (..., classes), "
-            f"got logits of shape {tuple(student.shape)}; regression is not supported"
+            f"got logits of shape {tuple(student.shape)}; take divergence logit_mse for regression"
         )
-    if student.shape[-1] != teacher.shape[-1]:
+    if student.shape[-1:] != teacher.shape[-1:]:
         raise ConfigError(
             f"distill: teacher must have the student's {student.shape[-1]} classes, got {teacher.shape[-1]}; "
             "both must share labels or vocabulary"
@@ -152,7 +152,7 @@ def counted_positions(logits: Tensor, labels: Any, attention_mask: Any, *, causa
             got = f"{labels.dtype} {tuple(labels.shape)}" if is_tensor else type(labels).__name__
             raise ConfigError(
                 f"distill: labels must be class indices of shape {shape}, one for each row of the logits "
-                f"{tuple(logits.shape)}, got {got}; regression and multi-label targets are not supported"
+                f"{tuple(logits.shape)}, got {got}; take divergence bernoulli_kl for multi-label targets"
             )
         counts = (labels != IGNORED).to(logits.device)
     elif logits.ndim == 3 and isinstance(attention_mask, Tensor) and tuple(attention_mask.shape) == shape:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from shared_core.errors import ConfigError
-
-# KL shrinks with 1/T² while float32's rounding of log-probabilities does not, and T² multiplies both.
-_FLOAT32_TEMPERATURES = (0.01, 10.0)
+from shared_core.distillation.divergence_rows import forward_kl_rows
+from shared_core.distillation.softened_pair import mean_of, soften
 
 
 def kd_sum(
@@ -33,26 +27,16 @@ def kd_sum(
         ConfigError: As `kd_loss` does.
 
     Example:
+        >>> import torch
         >>> total, count = kd_sum(torch.zeros(3, 2), torch.tensor([[2.0, 0.0]] * 3), temperature=1.0)
         >>> round(total.item(), 4), count.item()
         (0.9834, 3)
     """
-    _check(student_logits, teacher_logits, temperature, mask)
-    teacher_logits = teacher_logits.detach().to(student_logits.device)
-    if mask is not None:
-        # rows that do not count are taken out, not multiplied by 0: padding may hold Inf or NaN
-        student_logits, teacher_logits = student_logits[mask], teacher_logits[mask]
-    low, high = _FLOAT32_TEMPERATURES
-    out_dtype = torch.promote_types(student_logits.dtype, torch.float32)
-    dtype = out_dtype if low <= temperature <= high else torch.float64
-    log_p_student = F.log_softmax(student_logits.to(dtype) / temperature, dim=-1)
-    log_p_teacher = F.log_softmax(teacher_logits.to(dtype) / temperature, dim=-1)
-    p_teacher = log_p_teacher.exp()
-    # a class that the teacher rules out (logit -inf) adds 0 whatever the student says, not 0 * inf
-    difference = (log_p_teacher - log_p_student).masked_fill(p_teacher == 0, 0.0)
-    total = temperature**2 * (p_teacher * difference).sum()
-    count = torch.full((), student_logits.shape[:-1].numel(), dtype=torch.int64, device=student_logits.device)
-    return total.to(out_dtype), count
+    pair = soften(
+        "kd_loss", student_logits, teacher_logits, None,
+        temperature=temperature, mask=mask, scale_by_temperature=True,
+    )  # fmt: skip
+    return pair.total(forward_kl_rows(pair.student, pair.teacher))
 
 
 def kd_loss(
@@ -80,29 +64,11 @@ def kd_loss(
     Source: Hinton et al., 2015, arXiv:1503.02531, section 2.
 
     Example:
+        >>> import torch
         >>> logits = torch.tensor([[2.0, 0.0]])
         >>> kd_loss(logits, logits).item()
         0.0
         >>> round(kd_loss(logits, -logits, temperature=1.0).item(), 4)
         1.5232
     """
-    total, count = kd_sum(student_logits, teacher_logits, temperature=temperature, mask=mask)
-    return total / count.clamp(min=1)
-
-
-def _check(student_logits: Tensor, teacher_logits: Tensor, temperature: float, mask: Tensor | None) -> None:
-    shape = tuple(student_logits.shape)
-    if shape != tuple(teacher_logits.shape) or not shape:
-        raise ConfigError(
-            f"kd_loss: teacher_logits must have the shape (..., classes) of student_logits, {shape}, "
-            f"got {tuple(teacher_logits.shape)}"
-        )
-    for name, logits in (("student_logits", student_logits), ("teacher_logits", teacher_logits)):
-        if not logits.is_floating_point():
-            raise ConfigError(f"kd_loss: {name} must be floating point, got {logits.dtype}")
-    if isinstance(temperature, bool) or not (0 < temperature < math.inf):
-        raise ConfigError(f"kd_loss: temperature must be finite and above 0, got {temperature}")
-    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != shape[:-1]):
-        raise ConfigError(
-            f"kd_loss: mask must be bool of shape {shape[:-1]}, got {mask.dtype} of shape {tuple(mask.shape)}"
-        )
+    return mean_of(*kd_sum(student_logits, teacher_logits, temperature=temperature, mask=mask))

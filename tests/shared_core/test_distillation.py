@@ -197,7 +197,7 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"teacher": ""}, "teacher must be a folder, a Hub name, or a module, got ''"),
+            ({"teacher": ""}, "teacher must be a folder, a Hub name, a module, or several of them, got ''"),
             ({"teacher": None}, "teacher must be"),
             ({"teacher": 3}, "teacher must be"),
             ({"teacher": torch.nn.Linear}, "teacher must be"),

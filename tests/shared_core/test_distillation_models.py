@@ -158,7 +158,7 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="problem_type 'multi_label_classification'"):
             attached(bert(), bert(problem_type="multi_label_classification"))
         technique, context = attached(mlp(classes=1), mlp(16, classes=1))
-        with pytest.raises(ConfigError, match="regression is not supported"):
+        with pytest.raises(ConfigError, match="take divergence logit_mse for regression"):
             technique.loss(context.model(torch.randn(2, 4)).sum(), context)
 
     @pytest.mark.parametrize("labels", [torch.zeros(2, 3), torch.zeros(2), torch.zeros(3, dtype=torch.long), "x"])

@@ -1,0 +1,252 @@
+"""The hot operation of distillation: divergence, cross-entropy and their gradient over rows of logits, in place.
+
+The torch path works through a few rows at a time, so that what it makes of them stays in cache and its scratch is small
+beside the logits; on CUDA one Triton program does a row.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+
+import torch
+from torch import Tensor
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+"""What `kd_rows_` can compute."""
+# Divergences shrink with 1/T² while float32's rounding of log-probabilities does not, and T² multiplies both.
+_FLOAT32_TEMPERATURES = (0.01, 10.0)
+_CACHE_BYTES = 1 << 18
+_SCRATCH = 4
+
+
+def arithmetic_dtype(dtype: torch.dtype, temperature: float) -> torch.dtype:
+    """Return the type for softmaxes of logits of a type: float32, or float64 for float64 and extreme temperatures.
+
+    Example:
+        >>> arithmetic_dtype(torch.bfloat16, 2.0), arithmetic_dtype(torch.float32, 50.0)
+        (torch.float32, torch.float64)
+    """
+    low, high = _FLOAT32_TEMPERATURES
+    return torch.promote_types(dtype, torch.float32) if low <= temperature <= high else torch.float64
+
+
+def tile_rows(rows: int, classes: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return how many of `rows` rows `kd_rows_` works on at a time: what a core's cache holds, at most a sixteenth.
+
+    Example:
+        >>> tile_rows(256, 32_000_000, torch.float32, torch.device("cpu"))
+        1
+    """
+    most = max(1, rows // 16)
+    if device.type != "cpu":
+        return most
+    return max(1, min(most, torch.get_num_threads() * _CACHE_BYTES // (max(classes, 1) * dtype.itemsize)))
+
+
+def scratch_rows(rows: int, classes: int, logits: torch.dtype, temperature: float, device: torch.device) -> int:
+    """Return how many rows of logits weigh as much as what `kd_rows_` needs beside them, rounded up.
+
+    Example:
+        >>> scratch_rows(256, 32_000_000, torch.bfloat16, 2.0, torch.device("cpu"))
+        10
+    """
+    dtype = arithmetic_dtype(logits, temperature)
+    # four tiles, the comparison of one and the copy that leaves it
+    return (_SCRATCH + 1) * tile_rows(rows, classes, dtype, device) * dtype.itemsize // logits.itemsize
+
+
+@torch.library.custom_op("eff_kernels::kd_rows_", mutates_args={"student_logits"})
+def kd_rows_(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None,
+    temperature: float,
+    soft_weight: float,
+    hard_weight: float,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    student_softcap: float = 0.0,
+    teacher_softcap: float = 0.0,
+    ruled_out: bool = True,
+) -> tuple[Tensor, Tensor]:
+    r"""Return the soft and the hard loss of each row, and put their weighted gradient in the student's place.
+
+    Soft: :math:`T^2 D(softmax(t/T), softmax(s/T))`. Hard: :math:`-\log softmax(s)_{label}`. Afterwards `student_logits`
+    holds ``soft_weight * d soft/ds + hard_weight * d hard/ds``. Kullback-Leibler, of the teacher from the student:
+    ``T (p_s − p_t)``; any other D: ``T p_s (u − Σ p_s u)`` with ``u = log p_s/p_t``, for the generalised Jensen-Shannon
+    ``u = (1 − β) log p_s/m``, ``m = β p_t + (1 − β) p_s``.
+
+    Args:
+        student_logits: ``(rows, classes)``, any float dtype; overwritten by the gradient.
+        teacher_logits: ``(rows, classes)``, any float dtype; kept.
+        labels: int64 ``(rows,)``, the class, or -1 where a row has none; None: no row has.
+        temperature: T > 0.
+        soft_weight: Factor of the soft gradient.
+        hard_weight: Factor of the hard gradient.
+        divergence: ``"forward_kl"``, ``"reverse_kl"`` or ``"jsd"``.
+        beta: β of ``"jsd"``, in (0, 1).
+        student_softcap: c of ``c tanh(s/c)``, applied to the logits first and differentiated through; 0: none.
+        teacher_softcap: Likewise for the teacher.
+        ruled_out: Whether logits may be -inf; a class that adds nothing then adds 0, not NaN.
+
+    Returns:
+        Soft and hard loss, each ``(rows,)`` in `arithmetic_dtype`; the hard loss is 0 without a label.
+
+    Source: Hinton et al., 2015, arXiv:1503.02531, section 2; Agarwal et al., 2023, arXiv:2306.13649, equation 1.
+
+    Example:
+        >>> student, teacher = torch.zeros(1, 2), torch.tensor([[2.0, 0.0]])
+        >>> soft, hard = kd_rows_(student, teacher, torch.tensor([0]), 1.0, 1.0, 0.0)
+        >>> soft, hard, student
+        (tensor([0.3278]), tensor([0.6931]), tensor([[-0.3808,  0.3808]]))
+    """
+    dtype = arithmetic_dtype(student_logits.dtype, temperature)
+    options = (temperature, soft_weight, hard_weight, divergence, beta, student_softcap, teacher_softcap)
+    if student_logits.is_cuda and dtype == torch.float32 and teacher_logits.dtype != torch.float64 and _has_triton():
+        from eff_kernels.distillation_triton import kd_rows_triton_
+
+        return kd_rows_triton_(student_logits, teacher_logits, labels, *options)
+    return kd_rows_torch_(student_logits, teacher_logits, labels, *options, ruled_out)
+
+
+@kd_rows_.register_fake
+def _(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None,
+    temperature: float,
+    soft_weight: float,
+    hard_weight: float,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    student_softcap: float = 0.0,
+    teacher_softcap: float = 0.0,
+    ruled_out: bool = True,
+) -> tuple[Tensor, Tensor]:
+    soft = student_logits.new_empty(student_logits.shape[0], dtype=arithmetic_dtype(student_logits.dtype, temperature))
+    return soft, torch.empty_like(soft)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def kd_rows_torch_(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None,
+    temperature: float,
+    soft_weight: float,
+    hard_weight: float,
+    divergence: str,
+    beta: float,
+    student_softcap: float,
+    teacher_softcap: float,
+    ruled_out: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return what `kd_rows_` does, by torch operations on a few rows at a time; the arguments are the same.
+
+    Example:
+        >>> student, teacher = torch.zeros(1, 2), torch.tensor([[2.0, 0.0]])
+        >>> kd_rows_torch_(student, teacher, None, 1.0, 1.0, 0.0, "reverse_kl", 0.5, 0.0, 0.0, False)[0]
+        tensor([0.4338])
+    """
+    rows, classes = student_logits.shape
+    dtype = arithmetic_dtype(student_logits.dtype, temperature)
+    size = tile_rows(rows, classes, dtype, student_logits.device)
+    soft = student_logits.new_empty(rows, dtype=dtype)
+    hard = torch.zeros_like(soft)
+    scratch = student_logits.new_empty(_SCRATCH, min(size, rows), classes, dtype=dtype)
+    differentiate = {"forward_kl": _forward_kl, "reverse_kl": _reverse_kl, "jsd": _jsd}[divergence]
+    for first in range(0, rows, size):
+        here = slice(first, first + size)
+        student, tiles = student_logits[here], scratch[:, : rows - first].unbind(0)
+        a = _scaled(student, temperature, student_softcap, tiles[0])
+        b = _scaled(teacher_logits[here], temperature, teacher_softcap, tiles[1])
+        divergences, grad, free = differentiate(a, b, tiles[2], tiles[3], beta, ruled_out)
+        soft[here] = divergences.squeeze(-1).mul_(temperature**2)
+        grad.mul_(soft_weight * temperature)
+        a.mul_(temperature)
+        if labels is not None:
+            hard[here] = _add_cross_entropy(a, labels[here, None], hard_weight, grad, free)
+        if student_softcap:
+            grad.mul_(a.div_(student_softcap).square_().neg_().add_(1.0))
+        student.copy_(grad)
+    return soft, hard
+
+
+def _scaled(logits: Tensor, temperature: float, softcap: float, out: Tensor) -> Tensor:
+    if softcap:
+        return torch.div(logits, softcap, out=out).tanh_().mul_(softcap / temperature)
+    return torch.div(logits, temperature, out=out)
+
+
+def _forward_kl(
+    a: Tensor, b: Tensor, c: Tensor, d: Tensor, beta: float, ruled_out: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the divergence of rows of softened logits `a` from `b`, its gradient by `a`, a free tile; keeps `a`."""
+    torch.log_softmax(a, -1, out=c)
+    torch.log_softmax(b, -1, out=d)
+    d.sub_(c)
+    # softmax, vectorised over the row, takes less time than exp (torch 2.13, CPU)
+    torch.softmax(b, -1, out=c)
+    if ruled_out:
+        d.masked_fill_(c == 0, 0.0)
+    divergences = d.mul_(c).sum(-1, keepdim=True)
+    torch.softmax(a, -1, out=d)
+    return divergences, d.sub_(c), c
+
+
+def _reverse_kl(
+    a: Tensor, b: Tensor, c: Tensor, d: Tensor, beta: float, ruled_out: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    torch.log_softmax(a, -1, out=c)
+    torch.log_softmax(b, -1, out=d)
+    c.sub_(d)
+    torch.softmax(a, -1, out=d)
+    if ruled_out:
+        c.masked_fill_(d == 0, 0.0)
+    divergences = torch.mul(c, d, out=b).sum(-1, keepdim=True)
+    return divergences, c.sub_(divergences).mul_(d), d
+
+
+def _jsd(a: Tensor, b: Tensor, c: Tensor, d: Tensor, beta: float, ruled_out: bool) -> tuple[Tensor, Tensor, Tensor]:
+    log_teacher, log_student = math.log(beta), math.log1p(-beta)
+    torch.log_softmax(a, -1, out=c)
+    torch.log_softmax(b, -1, out=d)
+    torch.logaddexp(c.add_(log_student), d.add_(log_teacher), out=b)
+    if ruled_out:
+        b.masked_fill_(b == -math.inf, 0.0)
+    # log p_s/m and log p_t/m, and β p_t
+    c.sub_(b).sub_(log_student)
+    d.sub_(b)
+    b.add_(d).exp_()
+    d.sub_(log_teacher)
+    if ruled_out:
+        d.masked_fill_(b == 0, 0.0)
+    divergences = d.mul_(b).sum(-1, keepdim=True)
+    torch.softmax(a, -1, out=d)
+    if ruled_out:
+        c.masked_fill_(d == 0, 0.0)
+    of_student = torch.mul(c, d, out=b).sum(-1, keepdim=True)
+    divergences.add_(of_student, alpha=1 - beta)
+    return divergences, c.sub_(of_student).mul_(d).mul_(1 - beta), d
+
+
+def _add_cross_entropy(logits: Tensor, labels: Tensor, weight: float, grad: Tensor, free: Tensor) -> Tensor:
+    """Return the cross-entropy of each row and add its weighted gradient to `grad`; a row labelled -1 adds 0."""
+    torch.softmax(logits, -1, out=free)
+    labelled = labels >= 0
+    labels = labels.clamp(min=0)
+    # the probability of the likeliest class cannot underflow, that of the label can
+    largest = logits.amax(-1, keepdim=True)
+    loss = (largest - logits.gather(-1, labels)).sub_(free.amax(-1, keepdim=True).log_())
+    weights = labelled.to(grad.dtype).mul_(weight)
+    grad.addcmul_(free, weights)
+    # flat: in two dimensions torch knows no deterministic kernel on CUDA (torch 2.13)
+    starts = torch.arange(0, grad.numel(), grad.shape[-1], device=grad.device)
+    grad.view(-1).scatter_add_(0, labels.squeeze(-1) + starts, weights.squeeze(-1).neg_())
+    return loss.masked_fill_(~labelled, 0.0).squeeze(-1)

@@ -1,0 +1,156 @@
+"""`eff cache-teacher`: a teacher run once over a data set, so that students learn from a file instead of from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shared_core.cli.folders import load_folder
+from shared_core.cli.loading import build_model, function
+from shared_core.cli.progress_bar import bar
+from shared_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn  # `eff --help` must not wait for torch
+
+_WHERE = "eff cache-teacher"
+
+
+def cache_teacher(
+    teacher: Annotated[
+        str, typer.Argument(help="A Hugging Face folder or Hub name, or module:function that returns the model.")
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(help="module:function that returns batches, a data set, or a pair of one and its collator."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder to write; new or empty, but for --resume.")] = None,
+    temperature: Annotated[float, typer.Option(help="T, that of the training; another one is refused there.")] = 2.0,
+    top_k: Annotated[
+        int | None,
+        typer.Option(help="Classes to keep of a position; default 64, and all where an example has one output."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the log-probabilities: float16 or float32.")] = "float16",
+    batch_size: Annotated[int, typer.Option(help="Examples a batch, for a data set.", min=1)] = 8,
+    labelled: Annotated[bool, typer.Option("--labelled", help="Store only positions whose label is not -100.")] = False,
+    fields: Annotated[
+        str | None, typer.Option(help="Inputs that tell examples apart, as input_ids,pixel_values; default all.")
+    ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(help="Use the first so many classes, where the student's vocabulary is padded less.")
+    ] = None,
+    logits: Annotated[str, typer.Option(help="Key or attribute of the logits in the teacher's output.")] = "logits",
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="A folder or module:function; its vocabulary and template are noted; default TEACHER's own."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where the teacher runs: auto, cpu, cuda, cuda:1, ...")] = "auto",
+    shard_mb: Annotated[
+        int, typer.Option(help="Size of a shard; about three times that is held in memory.", min=1)
+    ] = 128,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where a writer was interrupted, or add examples.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
+) -> None:
+    """Write a teacher's top-k log-probabilities and the mass of the rest, for every example, at one temperature.
+
+    Training finds them by what the example is, whatever the order, padding and size of batches: no index column, no
+    teacher in memory. Another temperature, vocabulary, tokenizer, template or data set is refused there.
+    """
+    import torch
+
+    from shared_core.distillation.cache import (
+        folder_fingerprint,
+        template_fingerprint,
+        tokenizer_fingerprint,
+        write_teacher_cache,
+    )
+    from shared_core.distillation.cache.examples import batches_of
+
+    if data is None or out is None:
+        lacking = "--data" if data is None else "--out"
+        raise ConfigError(f"{_WHERE}: --data and --out must be given, got no {lacking}; add it")
+    batches = batches_of(function(data, f"{_WHERE}: --data")(), batch_size)
+    names = None if fields is None else [name.strip() for name in fields.split(",") if name.strip()]
+    place = _device(device)
+    folder = Path(teacher) if Path(teacher).is_dir() else None
+    words = _tokenizer(tokenizer) if tokenizer is not None else folder
+    fingerprints = {
+        "teacher_files": None if folder is None else folder_fingerprint(folder),
+        "tokenizer": None if words is None else tokenizer_fingerprint(words),
+        "template": None if words is None else template_fingerprint(words),
+    }
+    network = _load(teacher, folder).to(torch.device(place))
+    with bar("batches") as advance:
+        made = write_teacher_cache(
+            network,
+            batches,
+            out,
+            temperature=temperature,
+            top_k=top_k,
+            dtype=dtype,
+            fields=names,
+            vocabulary=vocabulary,
+            labelled=labelled,
+            logits=logits,
+            fingerprints=fingerprints,
+            shard_bytes=shard_mb * 2**20,
+            progress=advance,
+            resume=resume,
+        )
+    size = sum(file.stat().st_size for file in out.iterdir())
+    values = {"out": str(out), "bytes": size, **made.to_dict()}
+    if as_json:
+        typer.echo(json.dumps(values, indent=2))
+    else:
+        _tell(values)
+
+
+def _load(name: str, folder: Path | None) -> nn.Module:
+    if folder is None and ":" in name:
+        return build_model(name, _WHERE)[0]
+    return load_folder(folder or Path(name), _WHERE)  # a name that is no folder is looked up on the Hub
+
+
+def _tokenizer(name: str) -> Any:
+    from shared_core.distillation.cache import tokenizer_fingerprint
+
+    found = Path(name) if Path(name).is_dir() else function(name, f"{_WHERE}: --tokenizer")()
+    if tokenizer_fingerprint(found) is None:
+        raise ConfigError(
+            f"{_WHERE}: --tokenizer must have a vocabulary, got {name} without; give a folder with tokenizer.json, or "
+            "a function that returns the tokenizer"
+        )
+    return found
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
+        first_line = (str(error).splitlines() or [""])[0]
+        raise ConfigError(f"{_WHERE}: --device must be one of this machine, got {name!r}: {first_line:.120}") from error
+    return name
+
+
+def _tell(values: dict[str, Any]) -> None:
+    kind = "examples" if values["per_example"] else "positions"
+    typer.echo(
+        f"wrote {values['out']}: {values['examples']:,} different examples, {values['rows']:,} {kind}, "
+        f"{values['top_k']} of {values['vocabulary']:,} classes at T = {values['temperature']:g}, "
+        f"{values['bytes'] / 1e6:,.1f} MB"
+    )
+    if values["top_k"] < values["vocabulary"]:
+        typer.echo(
+            f"outside the top {values['top_k']}: {values['tail_mass_mean']:.2%} of the probability on average, "
+            f"{values['tail_mass_max']:.2%} at most; kept as one class"
+        )
+    typer.echo(f"to learn from it: distill.teacher: cache:{values['out']}")

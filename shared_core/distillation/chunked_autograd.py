@@ -1,0 +1,254 @@
+"""Gradients of distillation by hidden states and head, computed in forward over chunks of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from eff_kernels.distillation import arithmetic_dtype, kd_rows_, scratch_rows
+from torch import Tensor
+
+from shared_core.errors import TrainingError
+
+# Products of so many rows are near full speed, and larger chunks only cost memory; a GPU's are fuller of work.
+_CPU_BUDGET, _DEVICE_BUDGET = 64 << 20, 512 << 20
+# float16 keeps numbers down to 6e-8, which a class of 128k has less than: gradients are lifted before they are rounded
+_FLOAT16_LIFT = 1024.0
+
+
+@dataclass(frozen=True)
+class Head:
+    """The weight ``(classes, features)`` and bias of a head, and the type of its product."""
+
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+    classes: int
+    softcap: float
+
+    @property
+    def used(self) -> tuple[Tensor, Tensor | None]:
+        """The rows of the classes that count, in the type of the product."""
+        weight, bias = self.weight.detach()[: self.classes], self.bias
+        return weight.to(self.dtype), None if bias is None else bias.detach()[: self.classes].to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is computed of each row, and how both losses are weighted."""
+
+    temperature: float
+    factor: float
+    """T², or 1."""
+    soft_weight: float
+    hard_weight: float
+    divergence: str
+    beta: float
+
+
+def rows_in_budget(classes: int, dtype: torch.dtype, device: torch.device, budget: int | None = None) -> int:
+    """Return how many rows of two logit buffers fit into a budget in bytes, 8 at least.
+
+    Args:
+        classes: Classes of a row.
+        dtype: Of the logits.
+        device: Decides the default.
+        budget: Bytes; None: 64 MiB on CPU, 512 MiB elsewhere.
+
+    Example:
+        >>> rows_in_budget(32_000, torch.float32, torch.device("cpu"))
+        262
+    """
+    if budget is None:
+        budget = _CPU_BUDGET if device.type == "cpu" else _DEVICE_BUDGET
+    return max(8, budget // (2 * classes * dtype.itemsize))
+
+
+class ChunkedDistillation(torch.autograd.Function):
+    """Sum of both losses over rows; its gradients exist when forward returns, and backward multiplies them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student_hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        teacher_hidden: Tensor,
+        student: Head,
+        teacher: Head,
+        labels: Tensor | None,
+        rows: Tensor | None,
+        terms: Terms,
+        chunk_rows: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the weighted total and, without gradients, the sums of the soft and of the hard loss."""
+        needs = ctx.needs_input_grad[:3]
+        with torch.autocast(student_hidden.device.type, enabled=False):
+            soft, hard, grads = _chunks(
+                student_hidden.detach(),
+                teacher_hidden.detach(),
+                student,
+                teacher,
+                labels,
+                rows,
+                terms,
+                chunk_rows,
+                needs,
+            )
+        ctx.grads = grads
+        ctx.dtypes = [None if value is None else value.dtype for value in (student_hidden, weight, bias)]
+        ctx.mark_non_differentiable(soft, hard)
+        return terms.soft_weight * soft + terms.hard_weight * hard, soft, hard
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Return forward's gradients times the total's, in place of them where nothing else will ask for them."""
+        if torch.is_grad_enabled():
+            raise TrainingError(
+                "chunked_kd_loss: gradients must be first ones, got a backward with create_graph; "
+                "they are computed in forward, so take second ones of kd_loss"
+            )
+        grads, scale = ctx.grads, grad_outputs[0]
+        if grads is None:
+            raise TrainingError(
+                "chunked_kd_loss: backward must run once, got a second one; the first needs retain_graph=True"
+            )
+        kept = _graph_is_kept()
+        if not kept:
+            ctx.grads = None
+        pairs = zip(grads, ctx.dtypes, strict=True)
+        return (
+            *(None if grad is None else _multiplied(grad, scale, dtype, kept) for grad, dtype in pairs),
+            *[None] * 7,
+        )
+
+
+def _multiplied(grad: Tensor, scale: Tensor, dtype: torch.dtype, kept: bool) -> Tensor:
+    # in float32, where the scale of a loss cannot overflow; in place, for a head's gradient can be the largest tensor
+    wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    return (wide * scale if kept else wide.mul_(scale)).to(dtype)
+
+
+def _graph_is_kept() -> bool:
+    # private, and asked by torch's own compiled backward for the same reason (torch 2.11 to 2.13); without it, copies
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return asked is None or bool(asked())
+
+
+def _chunks(
+    hidden: Tensor,
+    teacher_hidden: Tensor,
+    student: Head,
+    teacher: Head,
+    labels: Tensor | None,
+    rows: Tensor | None,
+    terms: Terms,
+    chunk_rows: int,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """Return the sums of the soft and of the hard loss, and the total's gradients by hidden, weight and bias."""
+    count = hidden.shape[0] if rows is None else rows.numel()
+    dtype, classes, device = student.dtype, student.classes, hidden.device
+    # two buffers and the scratch beside them weigh what two chunks do
+    scratch = scratch_rows(chunk_rows, classes, dtype, terms.temperature, device)
+    size = _even(count, max(1, chunk_rows - (scratch + 1) // 2))
+    (weight, bias), (teacher_weight, teacher_bias) = student.used, teacher.used
+    # a logit is -inf where its bias is
+    ruled_out = bias is not None or teacher_bias is not None
+    lift = _FLOAT16_LIFT / max(1.0, terms.temperature) if dtype == torch.float16 else 1.0
+    soft_factor = terms.factor / terms.temperature**2
+
+    logits = torch.empty(size, classes, dtype=dtype, device=device)
+    teacher_logits = torch.empty(size, classes, dtype=teacher.dtype, device=device)
+    losses = torch.zeros(2, count, dtype=arithmetic_dtype(dtype, terms.temperature), device=device)
+    hidden_grad = torch.zeros_like(hidden, dtype=dtype) if needs[0] else None
+    weight_grad = _WeightGradient(student.weight, classes, count > size) if needs[1] else None
+    bias_grad = None
+    if needs[2] and student.bias is not None:
+        bias_grad = torch.zeros_like(student.bias, dtype=torch.promote_types(student.bias.dtype, torch.float32))
+
+    for first in range(0, count, size):
+        here = slice(first, min(first + size, count))
+        index = here if rows is None else rows[here]
+        inputs, n = hidden[index].to(dtype), here.stop - first
+        _product(inputs, weight, bias, logits[:n])
+        index_there = index if isinstance(index, slice) else index.to(teacher_hidden.device)
+        _product(teacher_hidden[index_there].to(teacher.dtype), teacher_weight, teacher_bias, teacher_logits[:n])
+        losses[0, here], losses[1, here] = kd_rows_(
+            logits[:n],
+            teacher_logits[:n],
+            None if labels is None or not terms.hard_weight else labels[index],
+            terms.temperature,
+            terms.soft_weight * soft_factor * lift,
+            terms.hard_weight * lift,
+            terms.divergence,
+            terms.beta,
+            student.softcap,
+            teacher.softcap,
+            ruled_out,
+        )
+        grad = logits[:n]
+        if hidden_grad is not None:
+            hidden_grad[index] = _scaled_product(grad, weight, 1 / lift)
+        if weight_grad is not None:
+            weight_grad.add(grad, inputs, 1 / lift)
+        if bias_grad is not None:
+            bias_grad[:classes].add_(grad.sum(0, dtype=bias_grad.dtype), alpha=1 / lift)
+    del logits, teacher_logits
+    soft, hard = losses.sum(-1)
+    out = arithmetic_dtype(dtype, 1.0)
+    grads = (
+        hidden_grad,
+        None if weight_grad is None else weight_grad.value(),
+        bias_grad,
+    )
+    return (soft * soft_factor).to(out), hard.to(out), grads
+
+
+def _even(count: int, most: int) -> int:
+    """Return the rows of chunks of nearly one size: a short last one would take nearly as long as a full one."""
+    chunks = max(1, -(-count // most))
+    return max(1, -(-count // chunks))
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if rows.device != out.device:
+        out.copy_(F.linear(rows, weight, bias))
+    elif bias is None:
+        torch.mm(rows, weight.t(), out=out)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=out)
+
+
+def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    # scaled before it is rounded to float16, where a lifted product could overflow
+    return left @ right if scale == 1.0 else torch.addmm(left.new_zeros(1), left, right, beta=0, alpha=scale)
+
+
+class _WeightGradient:
+    """Sums the weight's gradient over chunks, in float32 where the weight's type would lose small addends."""
+
+    def __init__(self, weight: Tensor, classes: int, several: bool) -> None:
+        self._classes = classes
+        dtype = torch.promote_types(weight.dtype, torch.float32) if several else weight.dtype
+        self._sum = torch.empty_like(weight, dtype=dtype)
+        self._sum[classes:] = 0
+        self._begun = False
+
+    def add(self, grad: Tensor, inputs: Tensor, scale: float) -> None:
+        """Add ``scale * gradᵀ inputs``."""
+        total = self._sum[: self._classes]
+        if grad.dtype == total.dtype:
+            # beta 0 ignores what is there
+            total.addmm_(grad.t(), inputs, beta=float(self._begun), alpha=scale)
+        elif self._begun:
+            total.add_(_scaled_product(grad.t(), inputs, scale))
+        else:
+            total.copy_(_scaled_product(grad.t(), inputs, scale))
+        self._begun = True
+
+    def value(self) -> Tensor:
+        """Return the sum; zeros if nothing was added."""
+        return self._sum if self._begun else self._sum.zero_()

@@ -1,0 +1,134 @@
+"""What every response loss does first: check the pair, drop rows that do not count, soften in a safe dtype."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shared_core.errors import ConfigError
+
+# a divergence shrinks with 1/T² while float32's rounding of log-probabilities does not, and T² multiplies both
+_FLOAT32_TEMPERATURES = (0.01, 10.0)
+
+
+@dataclass(frozen=True)
+class SoftenedPair:
+    """Log-probabilities of both sides at one temperature, only of the rows that count."""
+
+    student: Tensor
+    teacher: Tensor
+    count: Tensor
+    factor: float
+    out_dtype: torch.dtype
+
+    def total(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum over rows, with T² where it applies, in the dtype losses are returned in, and the count."""
+        return (self.factor * rows.sum()).to(self.out_dtype), self.count
+
+
+def mean_of(total: Tensor, count: Tensor) -> Tensor:
+    """Return ``total / count``, 0 where nothing counts.
+
+    Example:
+        >>> mean_of(torch.tensor(3.0), torch.tensor(2)).item(), mean_of(torch.tensor(0.0), torch.tensor(0)).item()
+        (1.5, 0.0)
+    """
+    return total / count.clamp(min=1)
+
+
+def compute_dtype(dtype: torch.dtype, temperature: float = 1.0) -> torch.dtype:
+    """Return the dtype that a loss of such logits is computed in: float32 at least, float64 for extreme T.
+
+    Example:
+        >>> compute_dtype(torch.bfloat16), compute_dtype(torch.bfloat16, 20.0)
+        (torch.float32, torch.float64)
+    """
+    low, high = _FLOAT32_TEMPERATURES
+    return torch.promote_types(dtype, torch.float32) if low <= temperature <= high else torch.float64
+
+
+def check_temperature(where: str, temperature: float) -> None:
+    """Raise `ConfigError` unless the temperature is finite and above 0."""
+    if isinstance(temperature, bool) or not (0 < temperature < math.inf):
+        raise ConfigError(f"{where}: temperature must be finite and above 0, got {temperature}")
+
+
+def check_fraction(where: str, name: str, value: float) -> None:
+    """Raise `ConfigError` unless the value is in [0, 1]."""
+    if isinstance(value, bool) or not 0 <= value <= 1:
+        raise ConfigError(f"{where}: {name} must be in [0, 1], got {value}")
+
+
+def counted_rows(
+    where: str,
+    student: Tensor,
+    teacher: Tensor | None,
+    mask: Tensor | None,
+    *,
+    names: tuple[str, str] = ("student_logits", "teacher_logits"),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows of both sides that count, the teacher's detached and on the student's device, and their number.
+
+    Raises:
+        ConfigError: If a side is missing or not floating point, or shapes or the mask do not fit.
+    """
+    if teacher is None:
+        raise ConfigError(f"{where}: {names[1]} must be given, got None")
+    shape = tuple(student.shape)
+    if shape != tuple(teacher.shape) or not shape:
+        raise ConfigError(
+            f"{where}: {names[1]} must have the shape (..., classes) of {names[0]}, {shape}, got {tuple(teacher.shape)}"
+        )
+    for name, side in zip(names, (student, teacher), strict=True):
+        if not side.is_floating_point():
+            raise ConfigError(f"{where}: {name} must be floating point, got {side.dtype}")
+    check_mask(where, mask, shape[:-1])
+    teacher = teacher.detach().to(student.device)
+    if mask is not None:
+        # rows that do not count are taken out, not multiplied by 0: padding may hold Inf or NaN
+        mask = mask.to(student.device)
+        student, teacher = student[mask], teacher[mask]
+    count = torch.full((), student.shape[:-1].numel(), dtype=torch.int64, device=student.device)
+    return student, teacher, count
+
+
+def check_mask(where: str, mask: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raise `ConfigError` unless the mask is bool and of that shape."""
+    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != shape):
+        raise ConfigError(f"{where}: mask must be bool of shape {shape}, got {mask.dtype} of shape {tuple(mask.shape)}")
+
+
+def soften(
+    where: str,
+    student_logits: Tensor,
+    teacher_logits: Tensor | None,
+    teacher_log_probs: Tensor | None,
+    *,
+    temperature: float,
+    mask: Tensor | None,
+    scale_by_temperature: bool,
+) -> SoftenedPair:
+    """Return both log-softmaxes at the temperature; the teacher's log-probabilities are taken as they are."""
+    check_temperature(where, temperature)
+    if (teacher_logits is None) == (teacher_log_probs is None):
+        got = "neither" if teacher_logits is None else "both"
+        raise ConfigError(f"{where}: one of teacher_logits and teacher_log_probs must be given, got {got}")
+    given, name = (
+        (teacher_logits, "teacher_logits") if teacher_log_probs is None else (teacher_log_probs, "teacher_log_probs")
+    )
+    student, teacher, count = counted_rows(where, student_logits, given, mask, names=("student_logits", name))
+    dtype = compute_dtype(student.dtype, temperature)
+    log_p_teacher = teacher.to(dtype)
+    if teacher_log_probs is None:
+        log_p_teacher = F.log_softmax(log_p_teacher / temperature, dim=-1)
+    return SoftenedPair(
+        F.log_softmax(student.to(dtype) / temperature, dim=-1),
+        log_p_teacher,
+        count,
+        temperature**2 if scale_by_temperature else 1.0,
+        compute_dtype(student.dtype),
+    )

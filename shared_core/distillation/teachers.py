@@ -1,0 +1,112 @@
+"""Who teaches: frozen models, one or several, or the moving average of the student itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.distillation.batch import Forward, ask_teacher
+from shared_core.errors import CheckpointError, CompatibilityError
+
+
+class Teachers:
+    """Frozen models outside of the student: in no state dict, no optimizer, always in eval mode.
+
+    Args:
+        modules: The models; their parameters are set to ``requires_grad=False``.
+        weights: How much each counts; empty for equally.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], weights: Sequence[float] = ()) -> None:
+        self.modules = [module.requires_grad_(False).eval() for module in modules]
+        self.weights = list(weights) or None
+
+    def ask(self, student: nn.Module, forward: Forward) -> list[Any]:
+        """Return what each says to the student's inputs."""
+        return [ask_teacher(module, student, forward) for module in self.modules]
+
+    def follow(self, student: nn.Module) -> None:
+        """Bring every teacher to the student's device."""
+        there = next((parameter.device for parameter in student.parameters()), None)
+        for module in self.modules:
+            # placed by accelerate or quantised by bitsandbytes: `to` is refused or would undo it
+            if hasattr(module, "hf_device_map") or getattr(module, "is_quantized", False):
+                continue
+            here = next((parameter.device for parameter in module.parameters()), None)
+            if there is not None and here is not None and here != there:
+                module.to(there)
+
+    def after_step(self, student: nn.Module) -> None:
+        """The student took a step; frozen teachers do not."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what changes during training: nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+
+class StudentAverage(Teachers):
+    """The student's moving average as its teacher: ``θ' ← d·θ' + (1 - d)·θ`` after each applied step.
+
+    Buffers are those of the student (Tarvainen and Valpola 2017, arXiv:1703.01780).
+
+    Args:
+        student: Copied as it is now.
+        decay: ``d``, in [0, 1).
+    """
+
+    def __init__(self, student: nn.Module, decay: float) -> None:
+        super().__init__([copy.deepcopy(student)])
+        self._decay = decay
+
+    @torch.no_grad()
+    def after_step(self, student: nn.Module) -> None:
+        """Move the average one step towards the student."""
+        (average,) = self.modules
+        for mean, now in zip(average.parameters(), student.parameters(), strict=True):
+            mean.lerp_(now.detach().to(mean.dtype), 1 - self._decay)
+        for copied, buffer in zip(average.buffers(), student.buffers(), strict=True):
+            copied.copy_(buffer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average's tensors."""
+        return {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back a saved average.
+
+        Raises:
+            CheckpointError: If it is of another model.
+        """
+        tensors = self._tensors()
+        if set(state) != set(tensors) or any(state[name].shape != tensor.shape for name, tensor in tensors.items()):
+            raise CheckpointError(
+                "distill: the saved average must be of this model; resume with the model that wrote the checkpoint"
+            )
+        for name, tensor in tensors.items():
+            tensor.copy_(state[name])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        (average,) = self.modules
+        return {**dict(average.named_parameters()), **dict(average.named_buffers())}
+
+
+def check_separate(model: nn.Module, teacher: nn.Module) -> None:
+    """Refuse a teacher that is, or is part of, the model: freezing it would freeze the model.
+
+    Raises:
+        CompatibilityError: If it shares a module or a weight.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    if teacher in set(model.modules()) or any(id(parameter) in own for parameter in teacher.parameters()):
+        raise CompatibilityError(
+            f"distill: teacher must share no weights with the model, got {type(teacher).__name__} that does; "
+            "pass a copy (copy.deepcopy), kept outside the model"
+        )

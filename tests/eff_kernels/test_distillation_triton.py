@@ -1,0 +1,108 @@
+"""`kd_rows_` in Triton: its numbers in the interpreter, a cubin for sm_90 without a GPU, and on a GPU.
+
+Whether Triton interprets is settled when it is imported, so both run in processes of their own.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch and with the dev extra on Linux")
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+RULED_OUT = -float("inf")
+
+
+def cases(classes):
+    """Yield logits of both sides, labels and options; odd shapes, classes ruled out."""
+    generator = torch.Generator().manual_seed(classes)
+    for index, divergence in enumerate(DIVERGENCES):
+        for caps in ((0.0, 0.0), (3.0, 0.0), (2.0, 5.0)):
+            student, teacher = (3 * torch.randn(3, classes, generator=generator) for _ in range(2))
+            labels = torch.tensor([0, -1, classes - 1]) if caps[0] != 3.0 else None
+            if classes > 40 and not any(caps):
+                student[:, 3:40] = teacher[:, 3:40] = RULED_OUT
+            yield (
+                student[:, :classes],
+                teacher[:, :classes],
+                labels,
+                ((0.5, 2.0, 7.0)[index], 0.7, 0.3, divergence, 0.3, *caps),
+            )
+
+
+def check(triton_, device, classes, dtypes, **settings):
+    from eff_kernels.distillation import kd_rows_torch_
+
+    for dtype, eps in dtypes.items():
+        for student, teacher, labels, options in cases(classes):
+            # rows of a wider buffer
+            ours, theirs = (torch.empty(3, classes + 2).to(device, dtype)[:, :classes] for _ in range(2))
+            ours.copy_(student), theirs.copy_(teacher)
+            expected_grad = ours.double().cpu()
+            where = None if labels is None else labels.to(device)
+            soft, hard = triton_(ours, theirs, where, *options, **settings)
+            expected = kd_rows_torch_(expected_grad, theirs.double().cpu(), labels, *options, True)
+            for value, wanted in zip((soft, hard), expected, strict=True):
+                assert value.dtype == torch.float32
+                torch.testing.assert_close(value.double().cpu(), wanted, rtol=2e-5, atol=2e-5)
+            torch.testing.assert_close(ours.double().cpu(), expected_grad, rtol=2 * eps, atol=5e-6)
+
+
+def interpreted():
+    from eff_kernels.distillation_triton import kd_rows_triton_
+
+    # the interpreter cuts bfloat16 off instead of rounding it (Triton 3.6 to 3.9): within one unit all the same
+    dtypes = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+    for classes in (1, 37, 130):
+        check(kd_rows_triton_, "cpu", classes, dtypes, block=64)
+    soft, hard = kd_rows_triton_(torch.zeros(0, 4), torch.zeros(0, 4), None, 2.0, 1.0, 0.0, "jsd", 0.5, 0.0, 0.0)
+    assert soft.shape == hard.shape == (0,)
+    for divergence in DIVERGENCES:
+        student = torch.tensor([[0.0, float("nan"), 1.0]])
+        soft, _ = kd_rows_triton_(student, torch.zeros(1, 3), None, 2.0, 1.0, 0.0, divergence, 0.5, 0.0, 0.0)
+        assert soft.isnan().all(), divergence
+
+
+def compiled():
+    import triton
+    from eff_kernels.distillation_triton import kd_rows
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    for kind, (pointer, labels) in enumerate((("*bf16", "*i64"), ("*fp32", "*i64"), ("*fp16", "*fp32"))):
+        fixed = {
+            "kind": kind,
+            "student_capped": kind > 0,
+            "teacher_capped": kind > 1,
+            "labelled": labels == "*i64",
+            "tiles": 32,
+            "block": 4096,
+        }
+        types = {"student": pointer, "teacher": "*bf16", "labels": labels, "soft": "*fp32", "hard": "*fp32"}
+        types |= dict.fromkeys(("student_stride", "teacher_stride", "classes"), "i32")
+        types |= dict.fromkeys(fixed, "constexpr")
+        source = ASTSource(
+            fn=kd_rows, signature={name: types.get(name, "fp32") for name in kd_rows.arg_names}, constexprs=fixed
+        )
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+        assert made.asm["cubin"]
+
+
+@pytest.mark.parametrize(("name", "interpret"), [("interpreted", "1"), ("compiled", "0")])
+def test_without_a_gpu(name, interpret):
+    code = f"import runpy; runpy.run_path({__file__!r})[{name!r}]()"
+    environment = {**os.environ, "TRITON_INTERPRET": interpret, "TRITON_DEFAULT_FP_FUSION": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    from eff_kernels.distillation import kd_rows_
+
+    dtypes = {torch.float32: 1e-5, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+    for classes in (1, 37, 5000, 32_001):
+        check(kd_rows_, "cuda", classes, dtypes)
