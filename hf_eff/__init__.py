@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from hf_eff.pruning import Pruning as Pruning
     from hf_eff.quantization import QuantizationAwareTraining as QuantizationAwareTraining
     from hf_eff.soup import ModelSoup as ModelSoup
+    from hf_eff.ticket import LotteryTicket as LotteryTicket
     from hf_eff.trainer import EffTrainer as EffTrainer
     from hf_eff.trainer import EffTrainerMixin as EffTrainerMixin
     from hf_eff.training_args import EffFlags as EffFlags
     from hf_eff.training_args import EffTrainingArguments as EffTrainingArguments
     from hf_eff.training_args import with_eff as with_eff
+    from hf_eff.weight_sharing import WeightSharing as WeightSharing
 
 _HOMES = {
     "Distillation": "distillation",
@@ -30,6 +32,7 @@ _HOMES = {
     "EffTrainingArguments": "training_args",
     "Fp8": "fp8",
     "LossScaling": "loss_scaling",
+    "LotteryTicket": "ticket",
     "MatmulPrecision": "matmul_precision",
     "ModelSoup": "soup",
     "PrimaryWeights": "primary_weights",
@@ -38,6 +41,7 @@ _HOMES = {
     "QuantizationAwareTraining": "quantization",
     "attach": "_attach",
     "with_eff": "training_args",
+    "WeightSharing": "weight_sharing",
 }
 
 __all__ = list(_HOMES)

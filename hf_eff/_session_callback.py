@@ -348,6 +348,10 @@ class SessionCallback(TrainerCallback):
         with self.session.evaluating():
             return method(*args, **kwargs)
 
+    def on_evaluate(self, *args: Any, metrics: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """Tell the session what an evaluation found; nobody hears of those that a technique asks for."""
+        self.session.evaluated(metrics or {})
+
     def _save_model(
         self, method: Callable[..., Any], output_dir: str | None = None, _internal_call: bool = False
     ) -> None:
@@ -364,10 +368,7 @@ class SessionCallback(TrainerCallback):
             self._save_state(Path(str(output_dir)), step)
 
     def _save(
-        self,
-        method: Callable[..., Any],
-        output_dir: str | None = None,
-        state_dict: dict[str, Tensor] | None = None,
+        self, method: Callable[..., Any], output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
     ) -> None:
         if self._baking and self._trainer.args.should_save and self.session.context is not None:
             state_dict = self.session.bake(state_dict or self.session.context.model.state_dict())

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from lightning_eff.pruning import Pruning as Pruning
     from lightning_eff.quantization import QuantizationAwareTraining as QuantizationAwareTraining
     from lightning_eff.soup import ModelSoup as ModelSoup
+    from lightning_eff.ticket import LotteryTicket as LotteryTicket
+    from lightning_eff.weight_sharing import WeightSharing as WeightSharing
 
 _HOME = {
     "Distillation": "distillation",
@@ -21,12 +23,14 @@ _HOME = {
     "Fp8": "fp8",
     "Fp8Precision": "fp8",
     "LossScalingPrecision": "loss_scaling",
+    "LotteryTicket": "ticket",
     "MatmulPrecision": "matmul_precision",
     "ModelSoup": "soup",
     "PrimaryWeights": "primary_weights",
     "Pruning": "pruning",
     "QLora": "lora",
     "QuantizationAwareTraining": "quantization",
+    "WeightSharing": "weight_sharing",
 }
 __all__ = sorted(_HOME)
 

@@ -254,6 +254,8 @@ class EffCallback(Callback):
         """Validation ended; checkpoint callbacks save after this."""
         if self.session is not None:
             self.session.after_eval()
+            if not trainer.sanity_checking:
+                self.session.evaluated(trainer.callback_metrics)
 
     # -- checkpoints
 

@@ -3,11 +3,13 @@
 from lightning_eff import Distillation as Distillation
 from lightning_eff import EffCallback as EffCallback
 from lightning_eff import Fp8 as Fp8
+from lightning_eff import LotteryTicket as LotteryTicket
 from lightning_eff import MatmulPrecision as MatmulPrecision
 from lightning_eff import ModelSoup as ModelSoup
 from lightning_eff import PrimaryWeights as PrimaryWeights
 from lightning_eff import Pruning as Pruning
 from lightning_eff import QuantizationAwareTraining as QuantizationAwareTraining
+from lightning_eff import WeightSharing as WeightSharing
 from lightning_eff._namespaces import LIGHTNING
 from lightning_eff.fp8 import fp8_precision_class
 from lightning_eff.loss_scaling import precision_class

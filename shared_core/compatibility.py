@@ -50,8 +50,9 @@ REFUSED: dict[tuple[str, str], str] = {
         "prune the merged model afterwards"
     ),
     ("lora", "qat"): (
-        "merging the adapters moves every weight off the grid that qat bakes; train adapters first and then with qat, "
-        "or use lora's own base and requantize"
+        "the frozen weights are codes of bitsandbytes already, on a grid of their own. It is allowed with lora base "
+        "none: adapters in float are then trained on weights that qat quantises, in 4 bits with scheme int4_weight, "
+        "mxfp4 or nvfp4"
     ),
     ("lora", "fp8"): "both replace the same linear layers, and the frozen weights are 4-bit codes already; drop one",
     ("lora", "soup"): (
@@ -70,8 +71,39 @@ REFUSED: dict[tuple[str, str], str] = {
     ("primary_weights", "lbfgs"): _LBFGS,
     ("prune", "deepspeed"): _OWN,
     ("prune", "fsdp1"): _FLAT,
-    ("prune", "fsdp2"): _SHARDED,
     ("prune", "lbfgs"): _LBFGS,
+    ("ticket", "prune"): (
+        "a round's masks come from its ticket alone; drop prune, or prune the winning ticket further on its own"
+    ),
+    ("ticket", "lora"): (
+        "the base is frozen, in codes that no mask can hold, and the next masks come from trained weights; find "
+        "tickets of the whole model"
+    ),
+    ("ticket", "primary_weights"): (
+        "the float32 copies would train on from before the rewinding; load the model in float32"
+    ),
+    ("ticket", "soup"): (
+        "the next masks come from the weights of one run's end, and checkpoints from before step k are dense; soup the "
+        "winning ticket's own runs with `eff soup`"
+    ),
+    ("ticket", "deepspeed"): _OWN,
+    ("ticket", "fsdp1"): _FLAT,
+    ("ticket", "fsdp2"): _SHARDED,
+    ("ticket", "lbfgs"): _LBFGS,
+    ("share", "lora"): (
+        "the base is frozen, and merging the adapters would move members of a cluster apart; merge, then share the "
+        "weights in a run of its own, or let `eff compress` do it"
+    ),
+    ("share", "qat"): (
+        "qat bakes weights on grids with a scale for each channel, where members of a cluster come apart; drop one"
+    ),
+    ("share", "ticket"): (
+        "the next masks rank magnitudes, and sharing makes most of them equal; share the weights of the winning ticket"
+    ),
+    ("share", "deepspeed"): _OWN,
+    ("share", "fsdp1"): _FLAT,
+    ("share", "fsdp2"): _SHARDED,
+    ("share", "lbfgs"): _LBFGS,
     ("qat", "deepspeed"): _OWN,
     ("qat", "fsdp1"): _FLAT,
     ("qat", "fsdp2"): _SHARDED,
@@ -124,7 +156,10 @@ def _scales_e5m2(recipe: Mapping[str, Any]) -> bool:
 
 
 # A refused pair → what a recipe must hold for it to be allowed all the same; the reason tells it in words.
-ALLOWED_IF: dict[tuple[str, str], Callable[[Mapping[str, Any]], bool]] = {("loss_scale", "bf16"): _scales_e5m2}
+ALLOWED_IF: dict[tuple[str, str], Callable[[Mapping[str, Any]], bool]] = {
+    ("loss_scale", "bf16"): _scales_e5m2,
+    ("lora", "qat"): lambda recipe: recipe["lora"].base == "none",
+}
 
 
 def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[str]:
@@ -138,11 +173,32 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
             for sharded in ("fsdp1", "fsdp2")
             if sharded in surroundings
         ]
-    fp8, qat = recipe.get("fp8"), recipe.get("qat")
+    prune = recipe.get("prune")
+    if prune is not None and "fsdp2" in surroundings and not prune.works_sharded:
+        lines.append(
+            f"prune with these options cannot be combined with {SURROUNDINGS['fsdp2']}: what they gather belongs to "
+            "whole tensors; take criterion magnitude, threshold or random of single weights, n_m or blocks, or use DDP"
+        )
+    if prune is not None and prune.straight_through and "primary_weights" in recipe:
+        lines.append(
+            "prune with movement, recompute or sr_ste cannot be combined with primary_weights: both keep other weights "
+            "than the model holds for the optimizer; load the model in float32"
+        )
+    fp8, qat, ticket = recipe.get("fp8"), recipe.get("qat"), recipe.get("ticket")
+    if qat is not None and ticket is not None and ticket.rewind != "weights":
+        lines.append(
+            f"ticket with rewind {ticket.rewind} cannot be combined with qat: at step k the ranges are those of the "
+            "replay, not of the trained weights that are put in place; rewind weights, or quantise the winning ticket"
+        )
     if fp8 is not None and fp8.needs_loss_scaling and "loss_scale" not in recipe:
         lines.append(
             f"fp8 with recipe {fp8.recipe} needs loss_scale: gradients are cast without a scale of their own, and "
             "small ones would vanish; add --loss_scale_kind dynamic --loss_scale_format fp8_e5m2"
+        )
+    if qat is not None and qat.keep and "lora" in recipe:
+        lines.append(
+            "qat with keep cannot be combined with lora: adapters are merged into plain layers at the end; "
+            "apply_ranges puts quantisers back into these"
         )
     if qat is not None and "soup" in recipe and qat.range in ("lsq", "lsq_plus", "pact"):
         lines.append(

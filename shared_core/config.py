@@ -70,7 +70,7 @@ class TechniqueConfig:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value

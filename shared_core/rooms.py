@@ -44,6 +44,8 @@ ROOMS = {
         Room("lora", "quantization", "LoraConfig", "LoraTraining"),
         Room("primary_weights", "primary_weights", "PrimaryWeightsConfig", "PrimaryWeights"),
         Room("prune", "pruning", "PruneConfig", "Pruning"),
+        Room("ticket", "pruning", "TicketConfig", "TicketTraining"),
+        Room("share", "pruning", "ShareConfig", "WeightSharing"),
         Room("qat", "quantization", "QatConfig", "QuantizationAwareTraining"),
         Room("fp8", "fp8", "Fp8Config", "Fp8Training"),
         Room("distill", "distillation", "DistillConfig", "Distillation"),

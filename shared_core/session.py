@@ -28,7 +28,7 @@ from shared_core.technique import (
 )
 
 _STEP = ("before_optimizer_step", "after_optimizer_step", "skipped_optimizer_step")
-_VERBS = ("loss", *_STEP, "before_eval", "after_eval")
+_VERBS = ("loss", *_STEP, "before_eval", "after_eval", "evaluated")
 
 
 class Session:
@@ -59,12 +59,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        *,
-        front_end: str = "bare",
-        services: Services | None = None,
-        seed: int = 0,
+        self, recipe: Recipe, *, front_end: str = "bare", services: Services | None = None, seed: int = 0
     ) -> None:
         self.recipe = recipe
         self._front_end = front_end
@@ -259,6 +254,10 @@ class Session:
         if self._eval_depth == 0:
             self._drive("after_eval")
 
+    def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
+        """Tell what the user's own validation of the present weights found; nothing happens before `begin`."""
+        self._drive("evaluated", metrics)
+
     def finish(self) -> None:
         """End the run: bake into plain weights and leave stock modules. A second call does nothing."""
         if self._finished or self.context is None:
@@ -381,14 +380,14 @@ class Session:
             raise TrainingError(f"session: attach must come before {verb}; call session.attach(model) first")
         return self.context
 
-    def _drive(self, verb: str) -> None:
+    def _drive(self, verb: str, *told: Any) -> None:
         driven = self._driven[verb]
         if not driven or not self._begun or self._finished:
             return
         context = self._attached(verb)
         for key, technique in driven:
             with self._timed(key):
-                getattr(technique, verb)(context)
+                getattr(technique, verb)(context, *told)
 
     @contextlib.contextmanager
     def _timed(self, key: str) -> Iterator[None]:

@@ -18,14 +18,15 @@ from shared_core.positions import Position, parse_position
 # Loss: the task's, then distillation. After the step: 16-bit weights from their copies, masks, then averages, which
 # must see masked weights.
 ORDER = (
-    "matmul", "low_rank", "lora", "primary_weights", "prune", "qat", "fp8", "checkpointing", "distill", "loss_scale",
-    "dp", "average", "soup",
+    "matmul", "low_rank", "lora", "primary_weights", "prune", "ticket", "share", "qat", "fp8", "checkpointing",
+    "distill", "loss_scale", "dp", "average", "soup",
 )  # fmt: skip
 
 # Finish: the soup evaluates through live masks and quantisers, so it comes before quantisation bakes itself in;
-# pruning comes first because a schedule cut short takes its last update then.
-FINISH_ORDER = ("distill", "loss_scale", "dp", "average", "prune", "soup", "checkpointing", "fp8", "qat",
-                "primary_weights", "lora", "low_rank", "matmul")  # fmt: skip
+# pruning comes first because a schedule cut short takes its last update then. Adapters are merged while quantisers
+# are live, so that the sum is what is baked.
+FINISH_ORDER = ("distill", "loss_scale", "dp", "average", "prune", "ticket", "share", "soup", "checkpointing",
+                "fp8", "lora", "qat", "primary_weights", "low_rank", "matmul")  # fmt: skip
 
 
 def in_order(keys: Iterable[str], order: tuple[str, ...] = ORDER) -> list[str]:
@@ -211,6 +212,9 @@ class Technique:
 
     def after_eval(self, context: Context) -> None:
         """Validation ended, also by an exception."""
+
+    def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
+        """The user's own validation reported these metrics, by the trainer's names, for the weights of this step."""
 
     def weights_replaced(self, context: Context) -> None:
         """Weights came from elsewhere (a soup's candidate): restore what must hold of them."""

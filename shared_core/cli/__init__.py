@@ -6,13 +6,18 @@ import sys
 
 import typer
 
+from shared_core.cli.cache_teacher import cache_teacher
 from shared_core.cli.compat import compat
+from shared_core.cli.compress import compress, decompress
 from shared_core.cli.export import export
 from shared_core.cli.flags import flags
 from shared_core.cli.formats import formats
+from shared_core.cli.lottery import lottery
+from shared_core.cli.prune import PruneCommand, prune
 from shared_core.cli.quantize import quantize
 from shared_core.cli.report import report
 from shared_core.cli.run import run
+from shared_core.cli.shrink import shrink
 from shared_core.cli.soup import soup
 from shared_core.errors import CheckpointError, ConfigError, EffError
 
@@ -23,10 +28,15 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(cache_teacher)
 app.command()(compat)
+app.command()(compress)
+app.command()(decompress)
 app.command()(export)
 app.command()(flags)
 app.command()(formats)
+app.command()(lottery)
+app.command(cls=PruneCommand)(prune)
 app.command()(quantize)
 app.command()(report)
 app.command(
@@ -36,6 +46,7 @@ app.command(
         "help_option_names": ["--help"],
     }
 )(run)
+app.command()(shrink)
 app.command()(soup)
 
 

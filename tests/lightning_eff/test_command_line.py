@@ -53,7 +53,7 @@ def test_help_shows_every_option_with_type_choices_and_text(namespace, capsys):
     with pytest.raises(SystemExit):
         parse(namespace, "--trainer.callbacks.help=lightning_eff.Pruning")
     told = capsys.readouterr().out
-    assert "--trainer.callbacks.schedule {one_shot,linear,cubic}" in told
+    assert "--trainer.callbacks.schedule {one_shot,linear,cubic,cosine,exponential,iterative}" in told
     assert "(required, type: float)" in told
     assert "Share of the weights that are zero at the end" in " ".join(told.split())
 

@@ -303,7 +303,8 @@ def test_every_refusal_has_a_known_name_and_a_reason():
         assert second in ROOMS or second in compatibility.SURROUNDINGS
         with pytest.raises(CompatibilityError, match=r"cannot be combined with .*: \w+"):
             compatibility.check([first], [second]) if second not in ROOMS else compatibility.check([first, second])
-    compatibility.check(key for key in ROOMS if key not in ("fp8", "lora"))  # they take the layers that qat swaps
+    refusing = ("fp8", "lora", "ticket", "share")  # qat or prune
+    compatibility.check(key for key in ROOMS if key not in refusing)
     assert len(compatibility.matrix()) == len(ROOMS)
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import shutil
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +16,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from shared_core.compatibility import refusal
+from shared_core.pruning.lottery import Ticket, write_ticket
 
 NUM_STEPS = 8
 BATCH = 8
@@ -22,6 +28,9 @@ class Row:
     options: dict[str, Any]
     exempt: frozenset[str] = field(default_factory=frozenset)
     needs_teacher: bool = False
+    needs_ticket: bool = False
+    beside: dict[str, Any] = field(default_factory=dict)
+    """Sections of other techniques that belong to the same recipe."""
     in_16_bit: bool = False
     """Whether the model is loaded in bf16; every recipe with such a row then runs in bf16."""
 
@@ -29,7 +38,9 @@ class Row:
         options = dict(self.options)
         if self.needs_teacher:
             options["teacher"] = make_teacher()
-        return {self.key: options}
+        if self.needs_ticket:
+            options |= make_ticket(options.get("rewind", "weights"), options.get("rewind_to", 0))
+        return {self.key: options} | self.beside
 
 
 TECHNIQUES = {
@@ -37,6 +48,7 @@ TECHNIQUES = {
     for row in (
         Row("prune", {"sparsity": 0.6, "schedule": "cubic", "begin": 1, "end": 6, "every": 2}),
         Row("qat", {"scheme": "int8", "begin": 2, "freeze_observers": 6}),
+        Row("share", {"bits": 3, "begin": 6, "min_size": 64}),
         Row("distill", {"temperature": 2.0, "alpha": 0.4}, needs_teacher=True),
         Row("loss_scale", {"kind": "dynamic", "init_scale": 1024.0, "growth_interval": 3}),
         # A soup looks at saved checkpoints after training: no step of training is changed by it.
@@ -62,15 +74,36 @@ TECHNIQUES = {
         ),
         Row("matmul", {"precision": "high"}),
         Row("lora", {"rank": 2}),
+        # Over newly drawn weights masks hold from the first step.
+        Row("ticket", {"control": "random_reinit"}, needs_ticket=True),
     )
 }
 # Other options of techniques that keep other state: resumed and compared as well, not paired.
+GROWING = {"sparsity": 0.5, "begin": 1, "end": 6, "every": 2}
 VARIANTS = {
+    "prune-taylor": Row("prune", {"criterion": "taylor", "cost": "flops", "schedule": "iterative", **GROWING}),
+    "prune-movement": Row("prune", {"criterion": "movement", "regularizer": "weight_decay", **GROWING}),
+    "prune-2:4": Row("prune", {"granularity": "n_m", "sr_ste": 2e-4, **GROWING, "schedule": "one_shot", "every": 1}),
+    "prune-rigl": Row("prune", {"dynamic": "rigl", "criterion": "random", **GROWING, "schedule": "one_shot"}),
+    "prune-neuron": Row("prune", {"granularity": "neuron", "criterion": "fisher", **GROWING}),
+    "distill-ema": Row("distill", {"teacher": "ema", "ema_decay": 0.5, "divergence": "jsd", "alpha_end": 0.1}),
+    "distill-hidden": Row("distill", {"hidden": ["*hidden=hidden"], "confidence": 0.1}, needs_teacher=True),
     "qat-lsq": Row("qat", {"scheme": "int8", "range": "lsq_plus", "begin": 2, "freeze_observers": 6}),
     "qat-kl": Row("qat", {"scheme": "int8", "range": "kl", "begin": 2, "freeze_observers": 6}),
     "qat-int4": Row("qat", {"scheme": "int8_dynamic_int4_weight", "begin": 3, "rounding": "stochastic"}),
     "fp8-int16": Row("fp8", {"recipe": "int16", "include": ["first"]}),
     "lora-int8": Row("lora", {"rank": 2, "base": "int8", "requantize": True}),
+    "lora-qat": Row(
+        "lora",
+        {"rank": 2, "base": "none"},
+        beside={"qat": {"scheme": "int8", "begin": 2, "freeze_observers": 6}},
+    ),
+    "lora-qat-lsq": Row(
+        "lora", {"rank": 2, "base": "none"}, beside={"qat": {"scheme": "int8", "range": "lsq", "weight_bits": 4}}
+    ),
+    "ticket-late": Row("ticket", {"rewind_to": 2}, needs_ticket=True),
+    "ticket-rate": Row("ticket", {"rewind_to": 2, "rewind": "learning_rate"}, needs_ticket=True),
+    "ticket-tuned": Row("ticket", {"rewind_to": 2, "rewind": "none"}, needs_ticket=True),
     "primary-copy": Row("primary_weights", {"kind": "fp32_copy"}, in_16_bit=True),
 }
 EVERYTHING = tuple(TECHNIQUES)
@@ -116,6 +149,25 @@ def make_net(dropout: float = 0.0, *, seed: int = 0, batch_norm: bool = True, re
 
 def make_teacher() -> DigitsNet:
     return make_net(seed=7)
+
+
+@functools.cache
+def _ticket_folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="eff-ticket-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def make_ticket(rewind: str, step: int) -> dict[str, str]:
+    """A ticket that keeps half of the weights, and an output folder without a finished run, as options."""
+    folder, generator = _ticket_folder(), torch.Generator().manual_seed(0)
+    weights = dict(make_net(seed=7).state_dict())
+    pruned = [name for name, value in weights.items() if name.endswith("weight") and value.dim() > 1]
+    masks = {name: torch.rand(weights[name].shape, generator=generator) < 0.5 for name in pruned}
+    rates = ((0.005,),) if rewind == "none" else ()
+    path = write_ticket(folder / f"{rewind}.safetensors", Ticket(masks, weights, step, rewind, rates))
+    (folder / "out" / "round.json").unlink(missing_ok=True)
+    return {"ticket": str(path), "out": str(folder / "out")}
 
 
 def examples(start: int, count: int) -> list[dict[str, Tensor]]:
