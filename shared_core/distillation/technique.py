@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shared_core.distillation.batch import (
-    Forward,
-    ForwardHook,
-    check_classes,
-    counted_positions,
-    find_logits,
-    is_causal,
-    named_inputs,
-)
-from shared_core.distillation.cache import TeacherCache
-from shared_core.distillation.config import EMA, DistillConfig
-from shared_core.distillation.divergences import DIVERGENCES
+from shared_core.distillation.batch import ForwardHook, is_causal, named_inputs
+from shared_core.distillation.comparison import Comparison, StudentBatch, open_comparison
+from shared_core.distillation.config import DistillConfig
 from shared_core.distillation.hidden_pairs import HiddenPairs
-from shared_core.distillation.teacher_mean import mean_logits, mean_teacher
-from shared_core.distillation.teachers import StudentAverage, Teachers, check_separate
-from shared_core.distillation.topk_divergence import kd_topk_sum
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
 from shared_core.positions import ParsedPosition, Position, parse_position
 from shared_core.technique import Context, Technique
@@ -50,9 +38,8 @@ class Distillation(Technique):
         super().__init__(config)
         self.labels: Tensor | None = None
         """Labels of the next loss, where a trainer takes them out of the model's inputs; used once."""
-        self._teachers: Teachers | None = None
+        self._comparison: Comparison | None = None
         self._hidden: HiddenPairs | None = None
-        self._cache: TeacherCache | None = None
         self._student: nn.Module | None = None
         self._hook = ForwardHook()
         self._handle: RemovableHandle | None = None
@@ -71,52 +58,13 @@ class Distillation(Technique):
         """Load and freeze the teacher, compare it with the student, and hook the student's forward."""
         self.detach(model)
         student = self._find_student(model)
-        self._student, self._teachers = student, self._find_teachers(model, student, context)
+        self._student, self._comparison = student, open_comparison(self.config, model, student, context)
+        self._told = self._comparison.told
         self._causal = is_causal(student) if self.config.causal is None else self.config.causal
         if self.config.hidden:
-            (teacher,) = self._teachers.modules
+            (teacher,) = self._comparison.teachers.modules
             self._hidden = HiddenPairs(student, teacher, self.config.pairs, self.config.hidden_loss, context.generator)
         self._handle = student.register_forward_hook(self._hook, with_kwargs=True)
-
-    def _open_cache(self, student: nn.Module, folder: str, context: Context) -> Teachers:
-        cache = TeacherCache.open(folder)
-        cache.check(temperature=self.config.temperature, vocabulary=_num_classes(student))
-        self._cache = cache
-        manifest = cache.manifest
-        self._told = {
-            "teacher": f"cached in {folder}",
-            "teacher_fingerprint": manifest.fingerprints.get("teacher"),
-            "discarded_mass": manifest.tail_mass_mean,
-        }
-        return Teachers([])
-
-    def _find_teachers(self, model: nn.Module, student: nn.Module, context: Context) -> Teachers:
-        config = self.config
-        if config.cache is not None:
-            return self._open_cache(student, config.cache, context)
-        if config.teacher == EMA:
-            self._told = {"teacher": f"moving average of the student, decay {config.ema_decay}"}
-            return StudentAverage(student, config.ema_decay)
-        modules = []
-        for teacher in config.teachers:
-            if isinstance(teacher, str):
-                if teacher.startswith("<"):  # what a saved recipe holds in place of a module
-                    raise ConfigError(
-                        f"distill: teacher must be given again, got {teacher!r} from a saved recipe; pass the module"
-                    )
-                teacher = context.services.load_teacher(teacher, student)
-            check_separate(model, teacher)
-            _check_heads(student, teacher, config.divergence)
-            modules.append(teacher)
-        names, sizes = [type(module).__name__ for module in modules], [_size(module) for module in modules]
-        self._told = {"teacher": ", ".join(names), "teacher_parameters": sum(sizes)}
-        if max(sizes) < _size(student):
-            self._told["warning"] = "the teacher is smaller than the student; distilling from it may not help"
-            context.services.say(
-                f"distill: the teacher has {max(sizes):,} parameters, fewer than the student's "
-                f"{_size(student):,}; distilling from it may not help"
-            )
-        return Teachers(modules, config.teacher_weights)
 
     def detach(self, model: nn.Module) -> None:
         """Take the hook off the student and let go of the teacher."""
@@ -125,9 +73,10 @@ class Distillation(Technique):
         if self._hidden is not None:
             self._saved_hidden = self._hidden.state_dict()
             self._hidden.detach()
-        if self._teachers is not None:
-            self._saved_teachers = self._teachers.state_dict()
-        self._handle = self._student = self._teachers = self._hidden = self._cache = self.labels = None
+        if self._comparison is not None:
+            self._saved_teachers = self._comparison.teachers.state_dict()
+            self._comparison.detach()
+        self._handle = self._student = self._comparison = self._hidden = self.labels = None
         self._hook.active = False
         self._hook.take()
 
@@ -135,10 +84,10 @@ class Distillation(Technique):
         """Resolve the range and bring the teacher to the student's device."""
         self._first, self._last = self._range(context)
         self._switch(context)
-        if self._student is not None and self._teachers is not None:
-            self._teachers.follow(self._student)
+        if self._student is not None and self._comparison is not None:
+            self._comparison.teachers.follow(self._student)
             if self._saved_teachers:
-                self._teachers.load_state_dict(self._saved_teachers)
+                self._comparison.teachers.load_state_dict(self._saved_teachers)
         if self._hidden is not None and self._saved_hidden:
             self._hidden.load_state_dict(self._saved_hidden)
         self._saved_teachers, self._saved_hidden = {}, {}
@@ -148,25 +97,18 @@ class Distillation(Technique):
         forward, labels, self.labels = self._hook.take(), self.labels, None
         if not self._is_active(context) or not torch.is_grad_enabled():
             return task_loss
-        student, teachers = self._student, self._teachers
-        if student is None or teachers is None or forward is None:
+        student, comparison = self._student, self._comparison
+        if student is None or comparison is None or forward is None:
             raise TrainingError(
                 "distill: the student's forward must run before the loss, in train mode and with gradients, "
                 "and was not seen; set distill.student to the submodule that computes the logits, and call the "
                 "module, not its forward method"
             )
         config = self.config
-        inputs = named_inputs(student, forward)
-        logits = find_logits(forward.output, config.logits, "student")
-        labels = inputs.get("labels") if labels is None else labels
-        mask = None
-        numbers = isinstance(labels, Tensor) and labels.is_floating_point()  # regression, multi-label: no -100
-        if config.of_classes or not (labels is None or numbers):
-            mask = counted_positions(logits, labels, inputs.get("attention_mask"), causal=self._causal)
-        if self._cache is not None:
-            total, count = self._compare_cached(self._cache, logits, inputs, mask)
-        else:
-            total, count = self._compare(logits, self._targets(student, teachers, forward, logits), mask, context)
+        labels = named_inputs(student, forward).get("labels") if labels is None else labels
+        temperature = self._at(context, config.temperature, config.temperature_end)
+        compared = comparison.compare(StudentBatch(student, forward, labels, self._causal, temperature))
+        total, count = compared.total, compared.count
         self._batches += 1
         self._positions = self._positions + count
         self._soft, self._task = (total.detach(), count), task_loss.detach()
@@ -177,44 +119,9 @@ class Distillation(Technique):
             mixed = soft if alpha == 0 else alpha * task_loss + (1 - alpha) * soft
         if self._hidden is None:
             return mixed
-        hidden = self._hidden.loss(mask, context.normalise)
+        hidden = self._hidden.loss(compared.mask, context.normalise)
         self._hidden_loss = hidden.detach()
         return mixed + config.hidden_weight * hidden.to(mixed.device)
-
-    def _targets(self, student: nn.Module, teachers: Teachers, forward: Forward, logits: Tensor) -> list[Tensor]:
-        teachers.follow(student)
-        targets = [find_logits(output, self.config.logits, "teacher") for output in teachers.ask(student, forward)]
-        for target in targets:
-            check_classes(logits, target, of_classes=self.config.of_classes)
-        return targets
-
-    def _compare_cached(
-        self, cache: TeacherCache, logits: Tensor, inputs: Mapping[str, Any], mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        found = cache.lookup(inputs)
-        return kd_topk_sum(
-            logits, found.indices, found.log_probs, temperature=self.config.temperature, mask=found.counted(mask),
-            tail_mass=found.tail_mass, divergence=cast("Any", self.config.divergence),
-            scale_by_temperature=self.config.scale_by_temperature,
-        )  # fmt: skip
-
-    def _compare(
-        self, logits: Tensor, targets: list[Tensor], mask: Tensor | None, context: Context
-    ) -> tuple[Tensor, Tensor]:
-        """Return the sum of the divergence over the positions that count, and their number."""
-        config, weights = self.config, self._teachers.weights if self._teachers else None
-        temperature = self._at(context, config.temperature, config.temperature_end)
-        if config.confidence:
-            sure = mean_teacher(targets, weights, 1.0).amax(-1).exp() >= config.confidence
-            sure = sure.to(logits.device)
-            mask = sure if mask is None else mask & sure
-        options: dict[str, Any] = {"beta": config.beta} if config.divergence == "jsd" else {}
-        options |= {"temperature": temperature, "mask": mask, "scale_by_temperature": config.scale_by_temperature}
-        compare = DIVERGENCES[config.divergence]
-        if len(targets) == 1 or config.divergence == "logit_mse":
-            return compare(logits, mean_logits(targets, weights) if len(targets) > 1 else targets[0], **options)
-        said = mean_teacher(targets, weights, temperature, multi_label=config.divergence == "bernoulli_kl")
-        return compare(logits, teacher_log_probs=said, **options)
 
     def _at(self, context: Context, first: float, last: float | None) -> float:
         """Return what an option is at this step, on its way from begin to end."""
@@ -228,12 +135,14 @@ class Distillation(Technique):
     def after_optimizer_step(self, context: Context) -> None:
         """Switch hooks on or off for the next step, and let an average follow."""
         self._switch(context)
-        if self._student is not None and self._teachers is not None:
-            self._teachers.after_step(self._student)
+        if self._student is not None and self._comparison is not None:
+            self._comparison.teachers.after_step(self._student)
 
     def _switch(self, context: Context) -> None:
         active = self._is_active(context)
         self._hook.active = active
+        if self._comparison is not None:
+            self._comparison.activate(active)
         if self._hidden is not None:
             self._hidden.activate(active)
 
@@ -249,7 +158,7 @@ class Distillation(Technique):
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, projections, and an average; a frozen teacher is not part of a checkpoint."""
         learned = {
-            "teachers": self._teachers.state_dict() if self._teachers else dict(self._saved_teachers),
+            "teachers": self._comparison.teachers.state_dict() if self._comparison else dict(self._saved_teachers),
             "hidden": self._hidden.state_dict() if self._hidden else dict(self._saved_hidden),
         }
         counted = {"batches": self._batches, "positions": int(self._positions)}
@@ -313,37 +222,3 @@ class Distillation(Technique):
 
 def _is_fraction(position: Position, value: float) -> bool:
     return parse_position(position) == ParsedPosition(value, "fraction")
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _check_heads(student: nn.Module, teacher: nn.Module, divergence: str) -> None:
-    """Refuse, where the models tell before a batch, what the divergence is not for, and different widths."""
-    for whose, module in (("student", student), ("teacher", teacher)):
-        problem = getattr(getattr(module, "config", None), "problem_type", None)
-        fitting = {"regression": "logit_mse", "multi_label_classification": "bernoulli_kl"}.get(problem or "")
-        if fitting and divergence != fitting:
-            raise ConfigError(
-                f"distill: the {whose} must classify into single labels, got problem_type {problem!r}; take divergence "
-                f"{fitting}"
-            )
-    ours, theirs = _num_classes(student), _num_classes(teacher)
-    if ours is not None and theirs is not None and ours != theirs:
-        raise ConfigError(
-            f"distill: teacher must have the student's {ours} classes, got {theirs}; both must share labels "
-            "or vocabulary"
-        )
-
-
-def _num_classes(module: nn.Module) -> int | None:
-    """Return the width of the logits where a Transformers model tells it, else None."""
-    head = getattr(module, "get_output_embeddings", lambda: None)()
-    weight = getattr(head, "weight", None)
-    if isinstance(weight, Tensor):
-        return weight.shape[0]
-    if "Classification" in type(module).__name__:
-        num_labels = getattr(getattr(module, "config", None), "num_labels", None)
-        return num_labels if isinstance(num_labels, int) else None
-    return None

@@ -1,0 +1,192 @@
+"""Where the soft targets of a batch come from, and how far the student's outputs are from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from shared_core.distillation.batch import (
+    Forward,
+    check_classes,
+    counted_positions,
+    find_logits,
+    named_inputs,
+)
+from shared_core.distillation.cache import TeacherCache
+from shared_core.distillation.config import EMA, DistillConfig
+from shared_core.distillation.divergences import DIVERGENCES
+from shared_core.distillation.heads import check_heads, num_classes
+from shared_core.distillation.teacher_mean import mean_logits, mean_teacher
+from shared_core.distillation.teachers import StudentAverage, Teachers, check_separate
+from shared_core.distillation.topk_divergence import kd_topk_sum
+from shared_core.errors import ConfigError
+from shared_core.technique import Context
+
+
+@dataclass(frozen=True)
+class StudentBatch:
+    """One forward of the student, the labels of its loss, and the temperature of this step."""
+
+    student: nn.Module
+    forward: Forward
+    labels: Any
+    causal: bool
+    temperature: float
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The student's inputs by name."""
+        return named_inputs(self.student, self.forward)
+
+    def counted(self, logits: Tensor, *, of_classes: bool) -> Tensor | None:
+        """Return which rows of the logits count, True = it does; None for all of them."""
+        numbers = (
+            isinstance(self.labels, Tensor) and self.labels.is_floating_point()
+        )  # regression, multi-label: no -100
+        if not of_classes and (self.labels is None or numbers):
+            return None
+        return counted_positions(logits, self.labels, self.inputs.get("attention_mask"), causal=self.causal)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The sum of the divergence over the positions that count, their number, and which they are (None: all)."""
+
+    total: Tensor
+    count: Tensor
+    mask: Tensor | None
+
+
+class Comparison:
+    """Compares the student's logits with those of teachers that are asked in every micro-batch.
+
+    Args:
+        config: The options.
+        teachers: Who is asked.
+        told: What the receipt says of them.
+    """
+
+    def __init__(self, config: DistillConfig, teachers: Teachers, told: Mapping[str, Any]) -> None:
+        self.config, self.teachers, self.told = config, teachers, dict(told)
+
+    def compare(self, batch: StudentBatch) -> Compared:
+        """Return how far the student is from its teachers."""
+        config, weights = self.config, self.teachers.weights
+        logits = find_logits(batch.forward.output, config.logits, "student")
+        mask = batch.counted(logits, of_classes=config.of_classes)
+        targets = self._targets(batch, logits)
+        if config.confidence:
+            sure = mean_teacher(targets, weights, 1.0).amax(-1).exp() >= config.confidence
+            sure = sure.to(logits.device)
+            mask = sure if mask is None else mask & sure
+        options: dict[str, Any] = {"beta": config.beta} if config.divergence == "jsd" else {}
+        options |= {"temperature": batch.temperature, "mask": mask, "scale_by_temperature": config.scale_by_temperature}
+        compare = DIVERGENCES[config.divergence]
+        if len(targets) == 1 or config.divergence == "logit_mse":
+            target = mean_logits(targets, weights) if len(targets) > 1 else targets[0]
+            return Compared(*compare(logits, target, **options), mask)
+        said = mean_teacher(targets, weights, batch.temperature, multi_label=config.divergence == "bernoulli_kl")
+        return Compared(*compare(logits, teacher_log_probs=said, **options), mask)
+
+    def _targets(self, batch: StudentBatch, logits: Tensor) -> list[Tensor]:
+        self.teachers.follow(batch.student)
+        answers = self.teachers.ask(batch.student, batch.forward)
+        targets = [find_logits(output, self.config.logits, "teacher") for output in answers]
+        for target in targets:
+            check_classes(logits, target, of_classes=self.config.of_classes)
+        return targets
+
+    def activate(self, active: bool) -> None:
+        """Do from now on what the next forward needs, or no longer."""
+
+    def detach(self) -> None:
+        """Leave the models as they were."""
+
+
+class CachedComparison(Comparison):
+    """Compares the student's logits with what a teacher said once, read from a store.
+
+    Args:
+        config: The options; `config.cache` is the folder.
+        student: Tells how many classes it has.
+    """
+
+    def __init__(self, config: DistillConfig, student: nn.Module) -> None:
+        folder = config.cache or ""
+        self._cache = TeacherCache.open(folder)
+        self._cache.check(temperature=config.temperature, vocabulary=num_classes(student))
+        manifest = self._cache.manifest
+        told = {
+            "teacher": f"cached in {folder}",
+            "teacher_fingerprint": manifest.fingerprints.get("teacher"),
+            "discarded_mass": manifest.tail_mass_mean,
+        }
+        super().__init__(config, Teachers([]), told)
+
+    def compare(self, batch: StudentBatch) -> Compared:
+        """Return how far the student is from what the store holds for these inputs."""
+        config = self.config
+        logits = find_logits(batch.forward.output, config.logits, "student")
+        mask = batch.counted(logits, of_classes=True)
+        found = self._cache.lookup(batch.inputs)
+        total, count = kd_topk_sum(
+            logits, found.indices, found.log_probs, temperature=config.temperature, mask=found.counted(mask),
+            tail_mass=found.tail_mass, divergence=cast("Any", config.divergence),
+            scale_by_temperature=config.scale_by_temperature,
+        )  # fmt: skip
+        return Compared(total, count, mask)
+
+
+def open_comparison(config: DistillConfig, model: nn.Module, student: nn.Module, context: Context) -> Comparison:
+    """Return the comparison that the options ask for, its teachers loaded, frozen and checked against the student.
+
+    Args:
+        config: The options.
+        model: What no teacher may be part of.
+        student: `model`, or the submodule whose forward is distilled.
+        context: Loads teachers by name and tells warnings.
+
+    Raises:
+        ConfigError: If a teacher cannot teach this student.
+        CompatibilityError: If it shares weights with the model.
+        CheckpointError: If it cannot be read.
+    """
+    if config.cache is not None:
+        return CachedComparison(config, student)
+    if config.teacher == EMA:
+        told = {"teacher": f"moving average of the student, decay {config.ema_decay}"}
+        return Comparison(config, StudentAverage(student, config.ema_decay), told)
+    modules = [_load(teacher, student, context) for teacher in config.teachers]
+    for module in modules:
+        check_separate(model, module)
+        check_heads(student, module, config.divergence)
+    return Comparison(config, Teachers(modules, config.teacher_weights), _told(modules, student, context))
+
+
+def _load(teacher: Any, student: nn.Module, context: Context) -> nn.Module:
+    if isinstance(teacher, str):
+        if teacher.startswith("<"):  # what a saved recipe holds in place of a module
+            raise ConfigError(
+                f"distill: teacher must be given again, got {teacher!r} from a saved recipe; pass the module"
+            )
+        return context.services.load_teacher(teacher, student)
+    return cast("nn.Module", teacher)
+
+
+def _told(modules: list[nn.Module], student: nn.Module, context: Context) -> dict[str, Any]:
+    names, sizes = [type(module).__name__ for module in modules], [_size(module) for module in modules]
+    told: dict[str, Any] = {"teacher": ", ".join(names), "teacher_parameters": sum(sizes)}
+    if max(sizes) < _size(student):
+        told["warning"] = "the teacher is smaller than the student; distilling from it may not help"
+        context.services.say(
+            f"distill: the teacher has {max(sizes):,} parameters, fewer than the student's "
+            f"{_size(student):,}; distilling from it may not help"
+        )
+    return told
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,41 @@
+"""What the models tell of their heads before a batch: the kind of their outputs and how many there are."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from shared_core.errors import ConfigError
+
+
+def check_heads(student: nn.Module, teacher: nn.Module, divergence: str) -> None:
+    """Refuse, where the models tell before a batch, what the divergence is not for, and different widths.
+
+    Raises:
+        ConfigError: If they do not fit.
+    """
+    for whose, module in (("student", student), ("teacher", teacher)):
+        problem = getattr(getattr(module, "config", None), "problem_type", None)
+        fitting = {"regression": "logit_mse", "multi_label_classification": "bernoulli_kl"}.get(problem or "")
+        if fitting and divergence != fitting:
+            raise ConfigError(
+                f"distill: the {whose} must classify into single labels, got problem_type {problem!r}; take divergence "
+                f"{fitting}"
+            )
+    ours, theirs = num_classes(student), num_classes(teacher)
+    if ours is not None and theirs is not None and ours != theirs:
+        raise ConfigError(
+            f"distill: teacher must have the student's {ours} classes, got {theirs}; both must share labels "
+            "or vocabulary"
+        )
+
+
+def num_classes(module: nn.Module) -> int | None:
+    """Return the width of the logits where a Transformers model tells it, else None."""
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    weight = getattr(head, "weight", None)
+    if isinstance(weight, Tensor):
+        return weight.shape[0]
+    if "Classification" in type(module).__name__:
+        num_labels = getattr(getattr(module, "config", None), "num_labels", None)
+        return num_labels if isinstance(num_labels, int) else None
+    return None
