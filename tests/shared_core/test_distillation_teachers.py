@@ -105,7 +105,7 @@ def test_several_teachers_are_the_mean_of_their_probabilities():
 def test_the_average_follows_applied_steps_alone():
     run = Run({"teacher": "ema", "ema_decay": 0.75})
     expected = run.model[0].weight.detach().clone()
-    average = run.technique._teachers.modules[0]
+    average = run.technique._comparison.teachers.modules[0]
     for _ in range(3):
         run.step()
         expected = 0.75 * expected + 0.25 * run.model[0].weight.detach()
@@ -133,7 +133,7 @@ def test_alpha_and_temperature_walk_evenly_from_begin_to_end():
 def test_only_confident_positions_count():
     run = Run({"confidence": 0.45})
     x, _ = run.batch()
-    teacher = run.technique._teachers.modules[0]
+    teacher = run.technique._comparison.teachers.modules[0]
     sure = int((F.softmax(teacher(x), -1).amax(-1) >= 0.45).sum())
     assert 0 < sure < 8
     run.step()
@@ -156,7 +156,7 @@ def test_projections_learn_and_no_checkpoint_holds_them():
 def test_the_hidden_term_is_the_mean_squared_error_of_projected_features():
     run = Run({"hidden": ["2=2"], "hidden_weight": 2.0, "alpha": 1.0})
     x, y = run.batch()
-    student, teacher = copy.deepcopy(run.model), run.technique._teachers.modules[0]
+    student, teacher = copy.deepcopy(run.model), run.technique._comparison.teachers.modules[0]
     (projection,) = run.technique._hidden._projections.values()
     features = student[:3](x) @ projection.T
     expected = F.cross_entropy(student(x), y) + 2 * F.mse_loss(features, teacher[:3](x))
