@@ -7,6 +7,7 @@ from shared_core.distillation.config import DistillConfig as DistillConfig
 from shared_core.distillation.divergences import DIVERGENCES as DIVERGENCES
 from shared_core.distillation.divergences import jsd as jsd
 from shared_core.distillation.divergences import reverse_kl as reverse_kl
+from shared_core.distillation.layer_init import copy_layers_ as copy_layers_
 from shared_core.distillation.losses import kd_loss as kd_loss
 from shared_core.distillation.losses import kd_sum as kd_sum
 from shared_core.distillation.relations import linear_cka as linear_cka

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from shared_core.config import TechniqueConfig, option
+from shared_core.distillation.layer_init import parse_layers
 from shared_core.positions import Position
 
 EMA = "ema"
@@ -63,6 +64,13 @@ class DistillConfig(TechniqueConfig):
         "mse", help="of hidden pairs: mse or cosine of features, or their relations within a micro-batch"
     )
     hidden_weight: float = option(1.0, above=0, help="weight of the hidden term, beside the mixed loss")
+    attention: tuple[str, ...] = option(
+        (), help="student=teacher pairs of attention modules (names, globs) whose maps are brought together"
+    )
+    attention_weight: float = option(1.0, above=0, help="weight of the attention term, beside the mixed loss")
+    init_layers: str | None = option(
+        None, help="begin with the teacher's layers: even, first, last, or their numbers, such as 0,2,4"
+    )
     student: str | None = option(None, help="submodule whose forward is distilled; none: the model itself")
     logits: str = option("logits", help="key or attribute of the logits in what forward returns")
     causal: bool | None = option(
@@ -86,11 +94,15 @@ class DistillConfig(TechniqueConfig):
         several = len(self.teachers) > 1
         if self.confidence and not self.of_classes:
             raise self._error("confidence", f"must be 0 with divergence {self.divergence}")
-        for pair in self.hidden:
-            if pair.count("=") != 1 or not all(side.strip() for side in pair.split("=")):
-                raise self._error("hidden", "must hold student=teacher pairs of module names")
-        if self.hidden and (several or self.teacher == EMA):
-            raise self._error("hidden", "must be empty with several teachers or teacher ema")
+        for option_name in ("hidden", "attention"):
+            for pair in getattr(self, option_name):
+                if pair.count("=") != 1 or not all(side.strip() for side in pair.split("=")):
+                    raise self._error(option_name, "must hold student=teacher pairs of module names")
+        if self.init_layers is not None and self.init_layers not in ("even", "first", "last"):
+            parse_layers(self.init_layers)
+        for option_name in ("hidden", "attention", "init_layers"):
+            if getattr(self, option_name) and (several or self.teacher == EMA):
+                raise self._error(option_name, "must be left out with several teachers or teacher ema")
 
     def _validate_cache(self) -> None:
         if not any(isinstance(teacher, str) and teacher.startswith(CACHE) for teacher in self.teachers):
@@ -101,11 +113,9 @@ class DistillConfig(TechniqueConfig):
             raise self._error("divergence", "must compare probabilities with a cached teacher")
         if self.divergence == "jsd" and self.beta != 0.5:
             raise self._error("beta", "must be 0.5 with a cached teacher")
-        if self.temperature_end is not None or self.confidence or self.hidden:
-            raise self._error(
-                "teacher", "allows no temperature_end, confidence or hidden where it is cached: the store holds its "
-                "probabilities at one temperature"
-            )  # fmt: skip
+        beyond = ("temperature_end", "confidence", "hidden", "attention", "init_layers")
+        if any(getattr(self, name) for name in beyond):
+            raise self._error("teacher", f"allows no {', '.join(beyond)} where it is cached")
 
     @property
     def cache(self) -> str | None:
@@ -125,8 +135,7 @@ class DistillConfig(TechniqueConfig):
         """Whether the outputs are one distribution over classes, not independent labels or numbers."""
         return self.divergence not in ("logit_mse", "bernoulli_kl")
 
-    @property
-    def pairs(self) -> list[tuple[str, str]]:
-        """`hidden` as names: of the student's module, of the teacher's."""
-        split = [pair.split("=") for pair in self.hidden]
+    def pairs(self, option_name: str) -> list[tuple[str, str]]:
+        """Return `hidden` or `attention` as names: of the student's module, of the teacher's."""
+        split = [pair.split("=") for pair in getattr(self, option_name)]
         return [(student.strip(), teacher.strip()) for student, teacher in split]

@@ -22,7 +22,13 @@ def hidden_mse_sum(
         (6.0, 3)
     """
     student, teacher, count = _hidden("hidden_mse", student_hidden, teacher_hidden, mask)
-    return (student - teacher).square().mean(-1).sum(), count
+    return hidden_mse_each(student, teacher).sum(), count
+
+
+def hidden_mse_each(student_hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
+    """Return `hidden_mse` of every position ``(..., D)`` by itself, ``(...)``, float32 at least."""
+    dtype = compute_dtype(student_hidden.dtype)
+    return (student_hidden.to(dtype) - teacher_hidden.to(dtype)).square().mean(-1)
 
 
 def hidden_mse(student_hidden: Tensor, teacher_hidden: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -60,7 +66,13 @@ def hidden_cosine_sum(
         (3.0, 3)
     """
     student, teacher, count = _hidden("hidden_cosine", student_hidden, teacher_hidden, mask)
-    return (1 - (unit_rows(student) * unit_rows(teacher)).sum(-1)).sum(), count
+    return hidden_cosine_each(student, teacher).sum(), count
+
+
+def hidden_cosine_each(student_hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
+    """Return `hidden_cosine` of every position ``(..., D)`` by itself, ``(...)``, float32 at least."""
+    dtype = compute_dtype(student_hidden.dtype)
+    return 1 - (unit_rows(student_hidden.to(dtype)) * unit_rows(teacher_hidden.to(dtype))).sum(-1)
 
 
 def hidden_cosine(student_hidden: Tensor, teacher_hidden: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -102,24 +114,28 @@ def attention_kl_sum(
         (0.3924, 3)
     """
     _check_attentions(student_attentions, teacher_attentions, mask, average_heads)
+    teacher_attentions = teacher_attentions.detach().to(student_attentions.device)
+    if mask is not None:
+        # rows first: a mask takes query positions out, whatever their heads hold
+        rows = mask.to(student_attentions.device)
+        student_attentions, teacher_attentions = (
+            each.transpose(1, 2)[rows].unsqueeze(2) for each in (student_attentions, teacher_attentions)
+        )
+    each = attention_kl_each(student_attentions, teacher_attentions, average_heads=average_heads)
+    return each.sum(), torch.full((), each.numel(), dtype=torch.int64, device=each.device)
+
+
+def attention_kl_each(student_attentions: Tensor, teacher_attentions: Tensor, *, average_heads: bool = False) -> Tensor:
+    """Return `attention_kl` of every query ``(B, Q)`` by itself, float32 at least; arguments as there."""
     # torch's half-precision softmax rounds small probabilities to 0; below the floor nothing is asked of the student.
     # It also bounds the gradient 1 / p by what the dtype can hold.
     floor = torch.finfo(torch.float16).tiny if student_attentions.dtype == torch.float16 else 1e-8
     dtype = compute_dtype(student_attentions.dtype)
-    teacher_attentions = teacher_attentions.detach().to(student_attentions.device)
-    # rows first: a mask takes query positions out, whatever their heads hold
-    student, teacher = student_attentions.transpose(1, 2), teacher_attentions.transpose(1, 2)
-    if mask is not None:
-        mask = mask.to(student.device)
-        student, teacher = student[mask], teacher[mask]
-    else:
-        student, teacher = student.flatten(0, 1), teacher.flatten(0, 1)
-    student, teacher = student.to(dtype), teacher.to(dtype)
+    student, teacher = student_attentions.to(dtype), teacher_attentions.to(dtype)
     if average_heads:
         student, teacher = student.mean(1, keepdim=True), teacher.mean(1, keepdim=True)
     ratio = teacher.clamp(min=floor).log() - student.clamp(min=floor).log()
-    count = torch.full((), len(student), dtype=torch.int64, device=student.device)
-    return (teacher * ratio).sum(-1).mean(-1).sum(), count
+    return (teacher * ratio).sum(-1).mean(1)
 
 
 def attention_kl(

@@ -1,26 +1,24 @@
-"""Pairs of submodules, one of the student and one of the teacher, whose outputs are brought together."""
+"""Pairs of submodules whose features are brought together, or the relations between examples in them."""
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from shared_core.distillation.batch import ForwardHook
-from shared_core.distillation.feature_losses import hidden_cosine_sum, hidden_mse_sum
+from shared_core.distillation.feature_losses import hidden_cosine_each, hidden_mse_each
 from shared_core.distillation.projection import init_projection
 from shared_core.distillation.relations import RELATIONS, relation_sum
-from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError, nearest
+from shared_core.distillation.watched_pairs import Normalise, WatchedPairs, real_positions, summed_over_positions
+from shared_core.errors import CheckpointError, ConfigError, TrainingError
 
 _NAME = "distill_projection_"
 
 
-class HiddenPairs:
+class HiddenPairs(WatchedPairs):
     """Watches both modules of every pair and compares what they return.
 
     Args:
@@ -42,21 +40,15 @@ class HiddenPairs:
         kind: str,
         generator: torch.Generator,
     ) -> None:
-        self._student, self._kind, self._pairs = student, kind, _expand(pairs, student, teacher)
-        self._hooks: list[tuple[ForwardHook, _TeacherHook]] = []
-        self._handles: list[RemovableHandle] = []
+        super().__init__(student, teacher, pairs, "hidden")
+        self._student, self._kind = student, kind
         self._projections: dict[int, nn.Parameter] = {}
-        for index, (ours, theirs) in enumerate(self._pairs):
-            modules = student.get_submodule(ours), teacher.get_submodule(theirs)
-            hooks = ForwardHook(), _TeacherHook()
-            self._hooks.append(hooks)
-            self._handles.append(modules[0].register_forward_hook(hooks[0], with_kwargs=True))
-            self._handles.append(modules[1].register_forward_hook(hooks[1], with_kwargs=True))
-            if kind not in RELATIONS:
-                inputs, outputs = _width(student, modules[0]), _width(teacher, modules[1])
-                if inputs is not None and outputs is not None and inputs != outputs:
-                    self._projections[index] = _projection(inputs, outputs, student, generator)
-                    student.register_parameter(f"{_NAME}{index}", self._projections[index])
+        for index, names in enumerate(self.pairs if kind not in RELATIONS else ()):
+            modules = student.get_submodule(names[0]), teacher.get_submodule(names[1])
+            inputs, outputs = _width(student, modules[0]), _width(teacher, modules[1])
+            if inputs is not None and outputs is not None and inputs != outputs:
+                self._projections[index] = _projection(inputs, outputs, student, generator)
+                student.register_parameter(f"{_NAME}{index}", self._projections[index])
         # trained like any parameter, and in no state dict: a checkpoint is the plain student's
         self._handles.append(student.register_state_dict_post_hook(_leave_out))  # type: ignore[no-untyped-call]
         self._handles.append(student.register_load_state_dict_post_hook(_miss_nothing))  # type: ignore[no-untyped-call]
@@ -66,47 +58,27 @@ class HiddenPairs:
         """How many pairs have different widths."""
         return len(self._projections)
 
-    def activate(self, active: bool) -> None:
-        """Keep outputs from now on, or no longer."""
-        for ours, theirs in self._hooks:
-            ours.active = theirs.active = active
-            ours.latest, theirs.latest = None, None
-
-    def loss(self, mask: Tensor | None, normalise: Callable[[Tensor, Tensor | int], Tensor]) -> Tensor:
-        """Return the sum over pairs for the latest forward.
-
-        Args:
-            mask: Which positions count, where features have one vector a position; None for all.
-            normalise: As of `shared_core.technique.Context`; relations are means over the micro-batch.
-
-        Raises:
-            TrainingError: If a module did not run.
-        """
-        total: Tensor | None = None
-        for index, (names, (ours, theirs)) in enumerate(zip(self._pairs, self._hooks, strict=True)):
-            found, target = ours.take(), theirs.take()
-            if found is None or target is None:
-                whose, name = ("student", names[0]) if found is None else ("teacher", names[1])
-                raise TrainingError(
-                    f"distill: hidden module {name} of the {whose} must run in every forward, and did not"
-                )
-            term = self._term(index, _tensor(found.output, names[0]), _tensor(target, names[1]), mask, normalise)
-            total = term if total is None else total + term
-        if total is None:
-            raise TrainingError("distill: hidden must hold a pair")
-        return total
+    def loss(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> Tensor:
+        """Return the sum over pairs for the latest forward; relations are means over the micro-batch."""
+        terms = [
+            self._term(index, names, _tensor(ours, names[0]), _tensor(theirs, names[1]), mask, inputs, normalise)
+            for index, (names, ours, theirs) in enumerate(self.outputs())
+        ]
+        return torch.stack(terms).sum()
 
     def _term(
         self,
         index: int,
+        names: tuple[str, str],
         features: Tensor,
         targets: Tensor,
         mask: Tensor | None,
-        normalise: Callable[[Tensor, Tensor | int], Tensor],
+        inputs: Mapping[str, Any],
+        normalise: Normalise,
     ) -> Tensor:
         targets = targets.detach().to(features.device)
         if self._kind in RELATIONS:
-            flat = [each.reshape(len(each), -1) if mask is None else _mean(each, mask) for each in (features, targets)]
+            flat = [_flat(each, mask, inputs) for each in (features, targets)]
             total, count = relation_sum(*flat, relation=self._kind)
             # weighted by positions, as the trainer counts them, so that it stays a mean over micro-batches
             positions = count if mask is None else mask.sum()
@@ -115,19 +87,18 @@ class HiddenPairs:
             features = F.linear(features, self._projections[index])
         if features.shape != targets.shape:
             raise ConfigError(
-                f"distill: hidden features of {self._pairs[index][0]} must have the teacher's shape "
+                f"distill: hidden features of {names[0]} must have the teacher's shape "
                 f"{tuple(targets.shape)}, got {tuple(features.shape)}; take a hidden_loss of relations (rkd, "
                 "similarity_preserving, cka), which compare examples"
             )
-        fits = mask if mask is not None and features.shape[:-1] == mask.shape else None
-        compare = hidden_mse_sum if self._kind == "mse" else hidden_cosine_sum
-        return normalise(*compare(features, targets, mask=fits))
+        real = real_positions(features.shape[:-1], mask, inputs)
+        features, targets = _filled(features, real), _filled(targets, real)
+        distance = hidden_mse_each if self._kind == "mse" else hidden_cosine_each
+        return normalise(*summed_over_positions(distance(features, targets), real, mask))
 
     def detach(self) -> None:
         """Take hooks and projections off both models."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        super().detach()
         for index in self._projections:
             self._student._parameters.pop(f"{_NAME}{index}", None)
 
@@ -149,22 +120,6 @@ class HiddenPairs:
             weight.copy_(saved)
 
 
-class _TeacherHook:
-    """Keeps the latest output of a teacher's module."""
-
-    def __init__(self) -> None:
-        self.active = False
-        self.latest: Any = None
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if self.active:
-            self.latest = output
-
-    def take(self) -> Any:
-        latest, self.latest = self.latest, None
-        return latest
-
-
 def _projection(inputs: int, outputs: int, student: nn.Module, generator: torch.Generator) -> nn.Parameter:
     like = next(student.parameters())
     seed = int(torch.randint(2**31, (), generator=generator))
@@ -180,30 +135,6 @@ def _leave_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, local
 def _miss_nothing(module: nn.Module, incompatible: Any) -> None:
     missing = incompatible.missing_keys
     missing[:] = [name for name in missing if not name.rpartition(".")[2].startswith(_NAME)]
-
-
-def _expand(pairs: Sequence[tuple[str, str]], student: nn.Module, teacher: nn.Module) -> list[tuple[str, str]]:
-    """Return the pairs with every glob replaced by the names that it matches, in the order of registration."""
-    found: list[tuple[str, str]] = []
-    for ours, theirs in pairs:
-        sides = _matches(student, ours, "student"), _matches(teacher, theirs, "teacher")
-        if len(sides[0]) != len(sides[1]):
-            raise MatchError(
-                f"distill: hidden pair {ours}={theirs} must match as many submodules of both, got {len(sides[0])} of "
-                f"the student and {len(sides[1])} of the teacher"
-            )
-        found += zip(*sides, strict=True)
-    return found
-
-
-def _matches(model: nn.Module, pattern: str, whose: str) -> list[str]:
-    names = [name for name, _ in model.named_modules() if name]
-    matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-    if not matched:
-        raise MatchError(
-            f"distill: hidden must name submodules, got {pattern!r}, which the {whose} has not{nearest(pattern, names)}"
-        )
-    return matched
 
 
 def _width(model: nn.Module, module: nn.Module) -> int | None:
@@ -235,9 +166,15 @@ def _tensor(output: Any, name: str) -> Tensor:
     return found
 
 
-def _mean(features: Tensor, mask: Tensor) -> Tensor:
-    """Return one vector an example: the mean over the positions that count."""
-    if features.shape[:-1] != mask.shape or features.ndim < 3:
+def _filled(features: Tensor, real: Tensor | None) -> Tensor:
+    """Return the features with zeros where nothing counts: what stands there may be NaN, and so would gradients be."""
+    return features if real is None else features.masked_fill(~real.to(features.device).unsqueeze(-1), 0)
+
+
+def _flat(features: Tensor, mask: Tensor | None, inputs: Mapping[str, Any]) -> Tensor:
+    """Return one vector an example: of tokens their mean, where it is told which of them count."""
+    real = real_positions(features.shape[:-1], mask, inputs) if features.ndim == 3 else None
+    if real is None:
         return features.reshape(len(features), -1)
-    counts = mask.unsqueeze(-1).to(features.dtype)
-    return (features * counts).sum(1) / counts.sum(1).clamp(min=1)
+    real = real.to(features.device)
+    return _filled(features, real).sum(1) / real.sum(1, keepdim=True).clamp(min=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,13 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shared_core.distillation.attention_pairs import AttentionPairs
 from shared_core.distillation.batch import ForwardHook, is_causal, named_inputs
 from shared_core.distillation.comparison import Comparison, StudentBatch, open_comparison
 from shared_core.distillation.config import DistillConfig
 from shared_core.distillation.hidden_pairs import HiddenPairs
+from shared_core.distillation.layer_init import copy_layers_
+from shared_core.distillation.watched_pairs import WatchedPairs
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
 from shared_core.positions import ParsedPosition, Position, parse_position
 from shared_core.technique import Context, Technique
+
+# Students that began with their teacher's layers, and what was copied: training on must not begin again.
+_BEGUN: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 class Distillation(Technique):
@@ -39,7 +46,7 @@ class Distillation(Technique):
         self.labels: Tensor | None = None
         """Labels of the next loss, where a trainer takes them out of the model's inputs; used once."""
         self._comparison: Comparison | None = None
-        self._hidden: HiddenPairs | None = None
+        self._pairs: dict[str, WatchedPairs] = {}
         self._student: nn.Module | None = None
         self._hook = ForwardHook()
         self._handle: RemovableHandle | None = None
@@ -49,9 +56,9 @@ class Distillation(Technique):
         self._positions: Tensor | int = 0
         self._soft: tuple[Tensor, Tensor] | None = None
         self._task: Tensor | None = None
-        self._hidden_loss: Tensor | None = None
+        self._pair_losses: dict[str, Tensor] = {}
         self._saved_teachers: Mapping[str, Any] = {}
-        self._saved_hidden: Mapping[str, Any] = {}
+        self._saved_pairs: dict[str, Any] = {}
         self._told: dict[str, Any] = {}
 
     def attach(self, model: nn.Module, context: Context) -> None:
@@ -61,22 +68,35 @@ class Distillation(Technique):
         self._student, self._comparison = student, open_comparison(self.config, model, student, context)
         self._told = self._comparison.told
         self._causal = is_causal(student) if self.config.causal is None else self.config.causal
-        if self.config.hidden:
-            (teacher,) = self._comparison.teachers.modules
-            self._hidden = HiddenPairs(student, teacher, self.config.pairs, self.config.hidden_loss, context.generator)
+        self._watch_pairs(student, self._comparison.teachers.modules, context)
         self._handle = student.register_forward_hook(self._hook, with_kwargs=True)
+
+    def _watch_pairs(self, student: nn.Module, teachers: list[nn.Module], context: Context) -> None:
+        config = self.config
+        if config.init_layers is not None:
+            if student not in _BEGUN:
+                _BEGUN[student] = copy_layers_(student, teachers[0], config.init_layers)
+            self._told["init_layers"] = _BEGUN[student]
+        if config.hidden:
+            kind, generator = config.hidden_loss, context.generator
+            self._pairs["hidden"] = HiddenPairs(student, teachers[0], config.pairs("hidden"), kind, generator)
+        if config.attention:
+            self._pairs["attention"] = AttentionPairs(student, teachers[0], config.pairs("attention"))
+        for name, pairs in self._pairs.items():
+            self._told[name] = [f"{ours}={theirs}" for ours, theirs in pairs.pairs]
 
     def detach(self, model: nn.Module) -> None:
         """Take the hook off the student and let go of the teacher."""
         if self._handle is not None:
             self._handle.remove()
-        if self._hidden is not None:
-            self._saved_hidden = self._hidden.state_dict()
-            self._hidden.detach()
+        for name, pairs in self._pairs.items():
+            self._saved_pairs[name] = pairs.state_dict()
+            pairs.detach()
+        self._pairs = {}
         if self._comparison is not None:
             self._saved_teachers = self._comparison.teachers.state_dict()
             self._comparison.detach()
-        self._handle = self._student = self._comparison = self._hidden = self.labels = None
+        self._handle = self._student = self._comparison = self.labels = None
         self._hook.active = False
         self._hook.take()
 
@@ -88,9 +108,10 @@ class Distillation(Technique):
             self._comparison.teachers.follow(self._student)
             if self._saved_teachers:
                 self._comparison.teachers.load_state_dict(self._saved_teachers)
-        if self._hidden is not None and self._saved_hidden:
-            self._hidden.load_state_dict(self._saved_hidden)
-        self._saved_teachers, self._saved_hidden = {}, {}
+        for name, pairs in self._pairs.items():
+            if self._saved_pairs.get(name):
+                pairs.load_state_dict(self._saved_pairs[name])
+        self._saved_teachers, self._saved_pairs = {}, {}
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
         """Return the mixed loss for the latest forward of the student, the task loss outside begin..end."""
@@ -107,7 +128,8 @@ class Distillation(Technique):
         config = self.config
         labels = named_inputs(student, forward).get("labels") if labels is None else labels
         temperature = self._at(context, config.temperature, config.temperature_end)
-        compared = comparison.compare(StudentBatch(student, forward, labels, self._causal, temperature))
+        batch = StudentBatch(student, forward, labels, self._causal, temperature)
+        compared = comparison.compare(batch)
         total, count = compared.total, compared.count
         self._batches += 1
         self._positions = self._positions + count
@@ -117,11 +139,12 @@ class Distillation(Technique):
         if alpha != 1:  # 0 * inf would be NaN
             soft = context.normalise(total, count).to(task_loss.device)
             mixed = soft if alpha == 0 else alpha * task_loss + (1 - alpha) * soft
-        if self._hidden is None:
-            return mixed
-        hidden = self._hidden.loss(compared.mask, context.normalise)
-        self._hidden_loss = hidden.detach()
-        return mixed + config.hidden_weight * hidden.to(mixed.device)
+        weights = {"hidden": config.hidden_weight, "attention": config.attention_weight}
+        for name, pairs in self._pairs.items():
+            term = pairs.loss(compared.mask, batch.inputs, context.normalise)
+            self._pair_losses[name] = term.detach()
+            mixed = mixed + weights[name] * term.to(mixed.device)
+        return mixed
 
     def _at(self, context: Context, first: float, last: float | None) -> float:
         """Return what an option is at this step, on its way from begin to end."""
@@ -143,8 +166,8 @@ class Distillation(Technique):
         self._hook.active = active
         if self._comparison is not None:
             self._comparison.activate(active)
-        if self._hidden is not None:
-            self._hidden.activate(active)
+        for pairs in self._pairs.values():
+            pairs.activate(active)
 
     def before_eval(self, context: Context) -> None:
         """Let go of the last batch."""
@@ -159,7 +182,7 @@ class Distillation(Technique):
         """Return the counters, projections, and an average; a frozen teacher is not part of a checkpoint."""
         learned = {
             "teachers": self._comparison.teachers.state_dict() if self._comparison else dict(self._saved_teachers),
-            "hidden": self._hidden.state_dict() if self._hidden else dict(self._saved_hidden),
+            "pairs": {name: pairs.state_dict() for name, pairs in self._pairs.items()} or dict(self._saved_pairs),
         }
         counted = {"batches": self._batches, "positions": int(self._positions)}
         return counted | {name: tensors for name, tensors in learned.items() if tensors}
@@ -167,7 +190,7 @@ class Distillation(Technique):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back the counters."""
         self._batches, self._positions = int(state["batches"]), int(state["positions"])
-        self._saved_teachers, self._saved_hidden = state.get("teachers", {}), state.get("hidden", {})
+        self._saved_teachers, self._saved_pairs = state.get("teachers", {}), dict(state.get("pairs", {}))
 
     def metrics(self) -> dict[str, float]:
         """Return the latest micro-batch's task loss, and its soft term with T², averaged over positions."""
@@ -177,7 +200,7 @@ class Distillation(Technique):
         return {
             "distill/soft_loss": float(total / count.clamp(min=1)),
             "distill/task_loss": float(self._task),
-            **({} if self._hidden_loss is None else {"distill/hidden_loss": float(self._hidden_loss)}),
+            **{f"distill/{name}_loss": float(term) for name, term in self._pair_losses.items()},
         }
 
     def report(self) -> dict[str, Any]:
@@ -187,7 +210,6 @@ class Distillation(Technique):
             "divergence": self.config.divergence,
             "temperature": self.config.temperature,
             "alpha": self.config.alpha,
-            **({"hidden": list(self.config.hidden)} if self.config.hidden else {}),
             "batches": self._batches,
             "positions": int(self._positions),
         }

@@ -142,7 +142,7 @@ def test_only_confident_positions_count():
 
 def test_projections_learn_and_no_checkpoint_holds_them():
     run = Run(dict(VARIANTS["hidden"]))
-    (projection,) = run.technique._hidden._projections.values()
+    (projection,) = run.technique._pairs["hidden"]._projections.values()
     first = projection.detach().clone()
     assert projection.shape == (16, 8)
     for _ in range(3):
@@ -157,7 +157,7 @@ def test_the_hidden_term_is_the_mean_squared_error_of_projected_features():
     run = Run({"hidden": ["2=2"], "hidden_weight": 2.0, "alpha": 1.0})
     x, y = run.batch()
     student, teacher = copy.deepcopy(run.model), run.technique._comparison.teachers.modules[0]
-    (projection,) = run.technique._hidden._projections.values()
+    (projection,) = run.technique._pairs["hidden"]._projections.values()
     features = student[:3](x) @ projection.T
     expected = F.cross_entropy(student(x), y) + 2 * F.mse_loss(features, teacher[:3](x))
     # the copy's batch norm has seen x once more, which train mode does not look at

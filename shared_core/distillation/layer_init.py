@@ -1,0 +1,140 @@
+"""A shallower student begins with some of its teacher's layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import ConfigError, MatchError
+
+EVEN = "even"
+"""Layers spread evenly over the teacher's, its first and its last among them."""
+
+
+def chosen_layers(layers: str, student: int, teacher: int) -> list[int]:
+    r"""Return which of the teacher's layers each layer of the student begins with.
+
+    ``even`` takes layer :math:`i (t - 1) / (s - 1)`, rounded: of 12 layers for 6 those that DistilBERT took.
+
+    Args:
+        layers: ``even``, ``first``, ``last``, or numbers with commas, from 0.
+        student: s, how many layers it has.
+        teacher: t.
+
+    Raises:
+        ConfigError: If there are not that many, or not as many numbers as the student has layers.
+
+    Source: Sanh et al. (DistilBERT), 2019, arXiv:1910.01108, section 3.
+
+    Example:
+        >>> chosen_layers("even", 6, 12)
+        [0, 2, 4, 7, 9, 11]
+        >>> chosen_layers("last", 2, 12), chosen_layers("0, 5", 2, 12)
+        ([10, 11], [0, 5])
+    """
+    if layers in (EVEN, "first", "last"):
+        if student > teacher:
+            raise ConfigError(
+                f"distill: init_layers must be numbers for a student with more layers than its teacher, got {layers!r} "
+                f"with {student} and {teacher} layers"
+            )
+        if layers == EVEN:
+            return [round(i * (teacher - 1) / (student - 1)) if student > 1 else 0 for i in range(student)]
+        return list(range(student) if layers == "first" else range(teacher - student, teacher))
+    numbers = parse_layers(layers)
+    if len(numbers) != student or max(numbers) >= teacher:
+        raise ConfigError(
+            f"distill: init_layers must name {student} of the teacher's {teacher} layers (0 to {teacher - 1}), "
+            f"one for each of the student's, got {layers!r}"
+        )
+    return numbers
+
+
+def parse_layers(layers: str) -> list[int]:
+    """Return the numbers in ``0,2,4``.
+
+    Raises:
+        ConfigError: If it is something else.
+    """
+    parts = [part.strip() for part in layers.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError(
+            f"distill: init_layers must be even, first, last, or numbers with commas such as 0,2,4, got {layers!r}"
+        )
+    return [int(part) for part in parts]
+
+
+@torch.no_grad()
+def copy_layers_(student: nn.Module, teacher: nn.Module, layers: str = EVEN) -> dict[str, Any]:
+    """Copy the teacher's weights into a shallower student of its widths, in place; return what was copied.
+
+    Stacks are the ``nn.ModuleList`` that both have under one name (an encoder's and a decoder's, say). Every tensor of
+    the chosen layers is copied; of the rest, such as embeddings and heads, those with the same name and shape.
+
+    Args:
+        student: Changed in place.
+        teacher: Whose weights are copied, in the student's dtype.
+        layers: As of `chosen_layers`, the same for every stack.
+
+    Returns:
+        ``layers`` copied by stack, the number of tensors ``copied``, and the names ``left`` as they were.
+
+    Raises:
+        MatchError: If no stack is in both.
+        ConfigError: If a layer does not fit, or is not of floating point.
+
+    Example:
+        >>> import torch
+        >>> stacks = {size: nn.Sequential(nn.ModuleList(nn.Linear(1, 1) for _ in range(size))) for size in (1, 3)}
+        >>> copy_layers_(stacks[1], stacks[3], "last")
+        {'layers': {'0': [2]}, 'copied': 2, 'left': []}
+    """
+    stacks = _stacks(student, teacher)
+    if not stacks:
+        raise MatchError(
+            "distill: init_layers needs a torch.nn.ModuleList of the same name in student and teacher, got none; take "
+            "a student of the teacher's architecture with fewer layers, or initialise it yourself"
+        )
+    chosen = {name: chosen_layers(layers, *sizes) for name, sizes in stacks.items()}
+    ours, theirs = student.state_dict(), teacher.state_dict()
+    left, sources = [], {}
+    for name, tensor in ours.items():
+        stack = next((stack for stack in stacks if name.startswith(f"{stack}.")), None)
+        source = theirs.get(name if stack is None else _renamed(name, stack, chosen[stack]))
+        if source is not None and _fits(tensor, source):
+            sources[name] = source
+        elif stack is None:
+            left.append(name)
+        else:
+            found = "none of that name" if source is None else f"{source.dtype} {tuple(source.shape)}"
+            raise ConfigError(
+                f"distill: init_layers needs layers of the student's widths, got {found} in the teacher for {name} "
+                f"{tuple(tensor.shape)}; take a student that is shallower, not narrower, with float weights in both"
+            )
+    for name, source in sources.items():
+        ours[name].copy_(source)
+    return {"layers": chosen, "copied": len(sources), "left": left}
+
+
+def _stacks(student: nn.Module, teacher: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the outermost stacks of both, and their numbers of layers."""
+    others = dict(teacher.named_modules())
+    found: dict[str, tuple[int, int]] = {}
+    for name, module in student.named_modules():
+        other = others.get(name)
+        if not (isinstance(module, nn.ModuleList) and isinstance(other, nn.ModuleList) and len(module) and len(other)):
+            continue
+        if not any(name.startswith(f"{stack}.") for stack in found):
+            found[name] = (len(module), len(other))
+    return found
+
+
+def _renamed(name: str, stack: str, chosen: list[int]) -> str:
+    layer, _, rest = name.removeprefix(f"{stack}.").partition(".")
+    return f"{stack}.{chosen[int(layer)]}.{rest}"
+
+
+def _fits(tensor: Tensor, source: Tensor) -> bool:
+    return source.shape == tensor.shape and source.is_floating_point() == tensor.is_floating_point()
