@@ -128,7 +128,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ): "LBFGS evaluates its closure many times a step, and the teacher with it; use another optimizer",
     ("distill", "deepspeed"): _OWN,
     ("distill", "fsdp1"): "the teacher is not prepared under FSDP1; use DDP",
-    ("distill", "fsdp2"): "the teacher is not prepared under FSDP2 yet; use DDP",
     ("soup", "deepspeed"): _OWN,
     ("soup", "fsdp1"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
     ("soup", "fsdp2"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
@@ -178,6 +177,13 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
         lines.append(
             f"prune with these options cannot be combined with {SURROUNDINGS['fsdp2']}: what they gather belongs to "
             "whole tensors; take criterion magnitude, threshold or random of single weights, n_m or blocks, or use DDP"
+        )
+    distill = recipe.get("distill")
+    if distill is not None and "fsdp2" in surroundings and not distill.works_sharded:
+        lines.append(
+            f"distill with these options cannot be combined with {SURROUNDINGS['fsdp2']}: averages, projections and "
+            "copied layers are made of whole weights; leave out teacher ema, hidden, attention and init_layers, or use "
+            "DDP"
         )
     if prune is not None and prune.straight_through and "primary_weights" in recipe:
         lines.append(

@@ -131,6 +131,11 @@ class DistillConfig(TechniqueConfig):
         return tuple(self.teacher) if isinstance(self.teacher, list | tuple) else (self.teacher,)
 
     @property
+    def works_sharded(self) -> bool:
+        """Whether FSDP2 may shard the student: nothing is made of its whole weights."""
+        return self.teacher != EMA and not (self.hidden or self.attention or self.init_layers)
+
+    @property
     def of_classes(self) -> bool:
         """Whether the outputs are one distribution over classes, not independent labels or numbers."""
         return self.divergence not in ("logit_mse", "bernoulli_kl")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.distillation.batch import Forward, ask_teacher
+from shared_core.distillation.sharding import shard_like_
 from shared_core.errors import CheckpointError, CompatibilityError
 
 
@@ -30,12 +31,13 @@ class Teachers:
         return [ask_teacher(module, student, forward) for module in self.modules]
 
     def follow(self, student: nn.Module) -> None:
-        """Bring every teacher to the student's device."""
+        """Bring every teacher to the student's device, or to the parts of it that a sharded student has."""
         there = next((parameter.device for parameter in student.parameters()), None)
         for module in self.modules:
             # placed by accelerate or quantised by bitsandbytes: `to` is refused or would undo it
             if hasattr(module, "hf_device_map") or getattr(module, "is_quantized", False):
                 continue
+            shard_like_(module, student)
             here = next((parameter.device for parameter in module.parameters()), None)
             if there is not None and here is not None and here != there:
                 module.to(there)

@@ -29,7 +29,7 @@ def test_every_weight_is_really_sharded_and_multiplied_in_fp8_and_saved_whole(ru
         assert told["saved"]
 
 
-@pytest.mark.parametrize("name", ["loss_scale", "all", "tensorwise"])
+@pytest.mark.parametrize("name", ["loss_scale", "all", "tensorwise", "distill"])
 def test_two_processes_train_what_one_does(runs, name):
     assert_two_trained_what_one_did(runs, name)
 
@@ -67,6 +67,12 @@ def test_a_damaged_checkpoint_is_passed_over(runs, tmp_path, kind, file):
     assert len(damaged) == 1
 
 
+def test_no_process_holds_the_whole_teacher(runs):
+    for told in (one["teacher"] for one in runs["told"]):
+        assert told["held"] < told["weights"] * 0.6
+        assert told["batches"] == 6
+
+
 def test_the_best_model_comes_back(runs):
     first, second = (found["best"] for found in runs["ranks"])
     assert runs["told"][0]["best"] == runs["told"][1]["best"]
@@ -77,7 +83,8 @@ def test_the_best_model_comes_back(runs):
 
 def test_what_is_not_proven_on_shards_is_refused(runs):
     for told in runs["told"]:
-        prune, flush = told["refused"]
+        prune, flush, average = told["refused"]
+        assert "distill with these options cannot be combined with FSDP version 2" in average
         assert "prune with these options cannot be combined with FSDP version 2" in prune
         assert "loss_scale with flush_every cannot be combined with FSDP version 2" in flush
 

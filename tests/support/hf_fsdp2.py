@@ -31,6 +31,10 @@ PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
 ALL = {**FP8["delayed"], **SCALE, **PRUNE, "matmul": {"precision": "high"}}
 
 
+def distilled(**options):
+    return {"distill": {"teacher": make_language_model(seed=9, hidden_size=32), "alpha": 0.3, **options}}
+
+
 class InOrder(Trainer):
     """Takes the data in order, and notes what this process alone could know of an overflow."""
 
@@ -143,6 +147,7 @@ def compared(folder):
     return {
         "loss_scale": found(*train(folder / "loss_scale", SCALE, **plain)),
         "all": found(*train(folder / "all", ALL, same=True, **plain)),
+        "distill": found(*train(folder / "distill", distilled(), **plain)),
         "tensorwise": found(*train(folder / "tensorwise", FP8["tensorwise"], same=True, **plain)),
     }
 
@@ -182,9 +187,17 @@ def sharded_only(folder):
     trainer, session = train(folder / "best", FP8["delayed"], **best)
     tensors["best"] = found(trainer, session)
     told["best"] = Path(trainer.state.best_model_checkpoint).name
+    recipe = distilled()
+    trainer, session = train(folder / "teacher", {**recipe, **SCALE, **PRUNE}, fp16=True, save_strategy="no")
+    teacher = recipe["distill"]["teacher"]
+    told["teacher"] = {
+        "held": sum(local_part(parameter).numel() for parameter in teacher.parameters()),
+        "weights": sum(parameter.numel() for parameter in teacher.parameters()),
+        "batches": session.receipt()["techniques"]["distill"]["batches"],
+    }
     told["refused"] = []
     gathers = {"prune": {"sparsity": 0.5, "criterion": "taylor"}}
-    for recipe in (gathers, {"loss_scale": {"kind": "dynamic", "flush_every": 2}}):
+    for recipe in (gathers, {"loss_scale": {"kind": "dynamic", "flush_every": 2}}, {"distill": {"teacher": "ema"}}):
         try:
             train(folder / "refused", recipe)
         except CompatibilityError as error:

@@ -34,6 +34,12 @@ PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
 ALL = {**FP8["delayed"], **SCALE, **PRUNE, "matmul": {"precision": "high"}}
 
 
+def distilled():
+    torch.manual_seed(9)
+    teacher = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+    return {"distill": {"teacher": teacher, "student": "net", "alpha": 0.3}}
+
+
 class Sharded(pl.LightningModule):
     """Shards itself in ``configure_model``, as Lightning asks for.
 
@@ -144,6 +150,7 @@ def compared(folder):
         "loss_scale": found(*train(folder / "loss_scale", SCALE)),
         "all": found(*train(folder / "all", ALL, same=True)),
         "tensorwise": found(*train(folder / "tensorwise", FP8["tensorwise"], same=True)),
+        "distill": found(*train(folder / "distill", distilled())),
     }
 
 
