@@ -1,68 +1,14 @@
-"""Weight sharing in a session: centroids trained as the paper says, members equal to the bit, exact resume."""
+"""Weight sharing in a session: centroids trained as the paper says, members equal to the bit."""
 
 import copy
 
 import pytest
 import torch
+from share_runs import OPTIMIZERS, batch, make_net, make_session, train, values_of
 from torch import nn
 
-from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
-from shared_core.pruning import ShareConfig, compress, decompress
-from shared_core.recipe import Recipe
-from shared_core.session import Session
-
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.01),
-    "nesterov": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=False),
-    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=True),
-    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
-    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-}
-
-
-def make_net(seed=0, dtype=torch.float32):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(12, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 20), nn.Tanh(),
-                         nn.Linear(20, 4)).to(dtype)  # fmt: skip
-
-
-def make_session(model, optimizer="adamw", total_steps=40, state=None, prune=None, clips=False, **options):
-    recipe = {"share": {"bits": 3, "begin": 10, "min_size": 100, **options}}
-    session = Session(Recipe.from_dict(recipe | ({"prune": prune} if prune else {})))
-    session.attach(model)
-    optimizer = OPTIMIZERS[optimizer](model.parameters())
-    if state is not None:
-        optimizer.load_state_dict(state["optimizer"])
-        session.load_state_dict(state["session"])
-    session.begin([optimizer], total_steps=total_steps, clips_gradients=clips)
-    return session, optimizer
-
-
-def batch(step, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(16, 12, generator=generator).to(dtype), torch.randn(16, 4, generator=generator).to(dtype)
-
-
-def train(session, optimizer, model, steps, check=None, clip=None, parts=1):
-    for step in steps:
-        x, y = batch(step, next(model.parameters()).dtype)
-        for inputs, labels in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            (session.loss((model(inputs) - labels).square().mean()) / parts).backward()
-        session.before_optimizer_step()
-        if clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        session.after_optimizer_step()
-        optimizer.zero_grad()
-        if check is not None:
-            check(step + 1)
-
-
-def values_of(weight):
-    weight = weight.detach()
-    return weight[weight != 0].unique()
+from shared_core.errors import TrainingError
+from shared_core.pruning import compress, decompress
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -198,74 +144,6 @@ def test_zeros_that_pruning_left_behind_earlier_stay_zeros():
     assert torch.equal(model[0].weight.detach() == 0, dead)
 
 
-@pytest.mark.parametrize("stop", [0, 5, 9, 10, 11, 25, 39])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_resumed_run_is_the_same_to_the_bit(stop, optimizer):
-    prune = {"sparsity": 0.5, "begin": 2, "end": 8, "every": 2}
-    whole = make_net()
-    session, opt = make_session(whole, optimizer, prune=prune)
-    train(session, opt, whole, range(40))
-    session.finish()
-
-    first = make_net()
-    session, opt = make_session(first, optimizer, prune=prune)
-    train(session, opt, first, range(stop))
-    state = copy.deepcopy({"session": session.state_dict(), "optimizer": opt.state_dict(), "model": first.state_dict()})
-    second = make_net(seed=1)
-    second.load_state_dict(state["model"])
-    session, opt = make_session(second, optimizer, state=state, prune=prune)
-    train(session, opt, second, range(stop, 40))
-    session.finish()
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(second.state_dict()[name], tensor), name
-    assert session.receipt().values["techniques"]["share"]["clustered_at_step"] == 10
-
-
-def test_the_state_fits_a_state_file(tmp_path):
-    from shared_core.state_file import load_state, save_state
-
-    model = make_net()
-    session, opt = make_session(model, bits=8, bits_of=["0=2"])
-    train(session, opt, model, range(12))
-    save_state(tmp_path, session.state_dict())
-    back = load_state(tmp_path)["techniques"]["share"]
-    for name, codes in session.state_dict()["techniques"]["share"]["codes"].items():
-        assert torch.equal(back["codes"][name], codes)
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda codes: {"other.weight": codes["0.weight"]},
-        lambda codes: {**codes, "0.weight": codes["0.weight"].t()},
-        lambda codes: {**codes, "0.weight": codes["0.weight"].float()},
-        lambda codes: {**codes, "0.weight": codes["0.weight"].to(torch.int16) * 100},
-        lambda codes: {**codes, "0.weight": -codes["0.weight"].to(torch.int16)},
-    ],
-)
-def test_clusters_of_another_model_are_refused(spoil):
-    model = make_net()
-    session, opt = make_session(model)
-    train(session, opt, model, range(12))
-    state = copy.deepcopy(session.state_dict())
-    state["techniques"]["share"]["codes"] = spoil(state["techniques"]["share"]["codes"])
-    other = Session(session.recipe)
-    other.attach(make_net())
-    with pytest.raises(CheckpointError, match="share: saved clusters must be those of this model's weights"):
-        other.load_state_dict(state)
-
-
-def test_a_cluster_without_members_is_refused():
-    model = make_net()
-    session, opt = make_session(model)
-    train(session, opt, model, range(12))
-    state = copy.deepcopy(session.state_dict())
-    codes = state["techniques"]["share"]["codes"]["0.weight"]
-    codes[codes == 3] = 4
-    with pytest.raises(CheckpointError, match=r"clusters of 0\.weight must have members"):
-        make_session(make_net(), state={"session": state, "optimizer": opt.state_dict()})
-
-
 def test_a_run_that_stops_early_is_clustered_when_it_finishes():
     model = make_net()
     session, opt = make_session(model, begin=30)
@@ -356,74 +234,6 @@ def test_weights_that_are_not_laid_out_in_order():
     assert torch.allclose(models[0][1].weight, models[1][1].weight, rtol=0, atol=1e-12)
 
 
-class Tied(nn.Module):
-    def __init__(self, frozen=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.hidden, self.head = nn.Embedding(40, 16), nn.Linear(16, 16), nn.Linear(16, 40, bias=False)
-        self.head.weight = self.embed.weight
-        self.conv = nn.Conv1d(8, 8, 3)
-        self.normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
-        self.embed.weight.requires_grad_(not frozen)
-
-
-def targets(model, **options):
-    session = Session(Recipe.from_dict({"share": {"bits": 3, "begin": 0, "min_size": 100, **options}}))
-    session.attach(model)
-    return session.techniques["share"]._targets
-
-
-def test_which_weights_are_shared():
-    found = targets(Tied())
-    assert list(found.modules) == ["embed.weight", "hidden.weight", "conv.weight"]
-    assert found.left_out == {"normed.weight": "computed, by weight norm or another parametrisation"}
-    for odd in (nn.Embedding(40, 16, sparse=True), nn.Embedding(40, 16, max_norm=1.0)):
-        model = nn.Sequential(odd, nn.Linear(16, 16))
-        assert targets(model).left_out == {
-            "0.weight": "an embedding with sparse gradients, or one that is normalised in forward"
-        }
-    found = targets(Tied(), skip=["head"])
-    assert found.left_out["embed.weight"] == "shared with head.weight, which is not chosen"
-    assert "frozen" in targets(Tied(frozen=True)).left_out["embed.weight"]
-    assert "embed.weight" in targets(Tied(frozen=True), include=["embed", "head", "hidden"]).modules
-    assert targets(Tied(), bits_of=["Conv1d=8", "h*=2"]).bits == {
-        "embed.weight": 3,
-        "hidden.weight": 2,
-        "conv.weight": 8,
-    }
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"include": ["nothing"]}, MatchError, "share: include pattern 'nothing' matches no module"),
-        ({"bits_of": ["nothing=4"]}, MatchError, "share: bits_of: include pattern 'nothing' matches no module"),
-        ({"min_size": 10_000}, MatchError, "share: must match at least one module"),
-        ({"bits_of": ["0=9"]}, ConfigError, r"bits_of must be PATTERN=BITS with bits in \[2, 8\]"),
-        ({"bits_of": ["0"]}, ConfigError, "bits_of must be PATTERN=BITS"),
-        ({"bits": 1}, ConfigError, r"share.bits: bits must be in \[2, 8\], got 1"),
-        ({"bits": float("nan")}, ConfigError, "share.bits"),
-    ],
-)
-def test_what_cannot_be_shared_is_refused_before_training(options, error, message):
-    with pytest.raises(error, match=message):
-        make_session(make_net(), **options)
-
-
-def test_sharing_must_wait_for_pruning_to_end():
-    with pytest.raises(ConfigError, match="share: begin must not lie before step 20, when weights are pruned"):
-        make_session(make_net(), prune={"sparsity": 0.5, "begin": 0, "end": 20})
-    make_session(make_net(), prune={"sparsity": 0.5, "begin": 0, "end": 10})
-
-
-def test_lbfgs_is_refused():
-    model = make_net()
-    session = Session(Recipe.from_dict({"share": {"bits": 3, "begin": 0, "min_size": 100}}))
-    session.attach(model)
-    with pytest.raises(CompatibilityError, match="share: optimizer must not be LBFGS"):
-        session.begin([torch.optim.LBFGS(model.parameters())], total_steps=5)
-
-
 def test_weights_that_diverged_are_named():
     model = make_net()
     session, opt = make_session(model, begin=30)
@@ -442,8 +252,3 @@ def test_detach_leaves_the_plain_model():
     assert list(model.state_dict()) == keys
     assert {type(module) for module in model} == {nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.Tanh}
     opt.step()
-
-
-def test_options_from_text():
-    config = ShareConfig.from_dict({"bits": "5", "bits_of": "conv*=8, last=6", "begin": "0.9"})
-    assert (config.bits, config.widths()) == (5, {"conv*": 8, "last": 6})

@@ -1,66 +1,16 @@
-"""Chunked distillation against the same losses of whole logits in float64, its memory, and its edges."""
-
-import math
+"""Chunked distillation against the same losses of whole logits in float64: values, gradients, refusals."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from eff_kernels.distillation import kd_rows_torch_
+from chunked_distillation_runs import assert_same_gradients, chunked, leaves, problem, whole
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
-from shared_core.distillation import chunked_autograd
 from shared_core.distillation.chunked import chunked_kd_loss, chunked_kd_sum
 from shared_core.distillation.losses import kd_loss
-from shared_core.errors import ConfigError, TrainingError
+from shared_core.errors import ConfigError
 
-INF, NAN = float("inf"), float("nan")
-
-
-def problem(rows=(3, 7), classes=29, widths=(5, 9), dtype=torch.float64, bias=False, seed=0):
-    """Hidden states, weights, biases of a student and of a teacher."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def values(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    return tuple((values(*rows, width), values(classes, width), values(classes) if bias else None) for width in widths)
-
-
-def whole(student, teacher, *, temperature=2.0, labels=None, alpha=0.0, kind="forward_kl", beta=0.5, softcap=None):
-    """Hinton's loss with Agarwal's divergences (arXiv:2306.13649, equation 1), of all logits at once."""
-
-    def logits(hidden, weight, bias):
-        z = hidden @ weight.t() + (0 if bias is None else bias)
-        return (z if softcap is None else softcap * torch.tanh(z / softcap)).flatten(0, -2)
-
-    s, t = logits(*student), logits(*teacher).detach()
-    counts = torch.ones(len(s), dtype=torch.bool) if labels is None else labels.flatten() != -100
-    p, q = F.softmax(t[counts] / temperature, -1), F.softmax(s[counts] / temperature, -1)
-
-    def kl(of, to):
-        return (of * (of / to).log()).sum(-1).mean()
-
-    m = beta * p + (1 - beta) * q
-    soft = {"forward_kl": kl(p, q), "reverse_kl": kl(q, p), "jsd": beta * kl(p, m) + (1 - beta) * kl(q, m)}[kind]
-    loss = (1 - alpha) * temperature**2 * soft
-    return loss + alpha * F.cross_entropy(s, labels.flatten()) if alpha else loss
-
-
-def leaves(side):
-    return tuple(None if value is None else value.clone().requires_grad_() for value in side)
-
-
-def chunked(student, teacher, **options):
-    return chunked_kd_loss(student[0], student[1:], teacher[0], teacher[1:], **options)
-
-
-def assert_same_gradients(ours, theirs, **tolerance):
-    for a, b in zip(ours, theirs, strict=True):
-        if b is not None:
-            torch.testing.assert_close(a.grad, b.grad, **tolerance)
+NAN = float("nan")
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
@@ -112,156 +62,6 @@ def test_gradcheck(kind):
         )
 
     assert torch.autograd.gradcheck(loss, leaves((hidden, weight, bias)))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_within_its_rounding(dtype):
-    student, teacher = problem((64,), 211, (32, 48), torch.float32)
-    student, teacher = ((h, w / 5, None) for h, w, _ in (student, teacher))
-    labels = torch.randint(211, (64,), generator=torch.Generator().manual_seed(1))
-    options = {"labels": labels, "alpha": 0.5}
-    ours = leaves(value if value is None else value.to(dtype) for value in student)
-    theirs = leaves(value if value is None else value.detach().double() for value in ours)
-    rounded = [tuple(None if v is None else v.to(kind) for v in teacher) for kind in (dtype, torch.float64)]
-    rounded[1] = tuple(None if v is None else v.double() for v in rounded[0])
-    loss = chunked(ours, rounded[0], chunk_rows=16, **options)
-    expected = whole(theirs, rounded[1], **options)
-    assert loss.dtype == torch.float32
-    eps = torch.finfo(dtype).eps
-    assert loss.item() == pytest.approx(expected.item(), rel=2 * eps)
-    loss.backward()
-    expected.backward()
-    for a, b in zip(ours[:2], theirs[:2], strict=True):
-        assert a.grad.dtype == dtype
-        assert (a.grad.double() - b.grad).norm() < 4 * eps * b.grad.norm()
-
-
-def test_float16_keeps_gradients_of_its_smallest_numbers_size():
-    # in each row the student gives 999 classes 1.1e-7, two of float16's smallest numbers, and the teacher gives them 0
-    hidden = torch.ones(400, 2).half()
-    weight, teacher = torch.zeros(1000, 2).half(), torch.zeros(1000, 2).half()
-    weight[0], teacher[0] = 8.0, 20.0
-    weight.requires_grad_()
-    chunked_kd_sum(hidden, weight, hidden, teacher, temperature=1.0).total.backward()
-    expected = torch.full((999,), 400 / (999 + math.exp(16)))
-    torch.testing.assert_close(weight.grad[1:, 0].float(), expected, rtol=4e-3, atol=0)
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_loss_scale_beyond_float16_does_not_overflow(keep):
-    student, _ = problem((4,), 11, (3, 3))
-    student = tuple(None if value is None else value.half() for value in student)
-    teacher = (student[0], (1.01 * student[1]).half(), None)
-    ours = leaves(student)
-    theirs = leaves(value if value is None else value.double() for value in student)
-    scale = 2.0**17
-    chunked(ours, teacher).backward(torch.tensor(scale), retain_graph=keep)
-    whole(theirs, [value if value is None else value.double() for value in teacher]).backward(
-        torch.tensor(scale).double()
-    )
-    for a, b in zip(ours[:2], theirs[:2], strict=True):
-        assert (a.grad.double() - b.grad).norm() < 0.2 * b.grad.norm()  # logits of 1 % difference, rounded to 0.1 %
-
-
-def test_autocast_multiplies_in_its_type_and_returns_gradients_in_the_weights():
-    student, teacher = problem((40,), 97, (16, 24), torch.float32, bias=True)
-    ours, theirs = leaves(student), leaves(student)
-    labels = torch.randint(97, (40,), generator=torch.Generator().manual_seed(1))
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = chunked(ours, teacher, labels=labels, alpha=0.5, chunk_rows=16)
-        logits = F.linear(*theirs)
-        assert logits.dtype == torch.bfloat16
-        soft = kd_loss(logits, F.linear(*teacher))
-        expected = 0.5 * F.cross_entropy(logits.float(), labels) + 0.5 * soft
-    assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    loss.backward()
-    expected.backward()
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.grad.dtype == torch.float32
-        assert (a.grad - b.grad).norm() < 2**-6 * b.grad.norm()
-
-
-class LiveLogits(TorchDispatchMode):
-    """The largest number of float32 that tensors as wide as the vocabulary held at a time, weights apart."""
-
-    def __init__(self, classes, *weights):
-        super().__init__()
-        self.classes = classes
-        self.weights = {weight.untyped_storage()._cdata for weight in weights}
-        self.live, self.peak, self.largest = {}, 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for value in tree_iter(result):
-            if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[-1] == self.classes:
-                storage = value.untyped_storage()
-                if storage._cdata not in self.weights:
-                    self.live[storage._cdata] = (
-                        StorageWeakRef(storage),
-                        storage.nbytes(),
-                    )
-        self.live = {key: held for key, held in self.live.items() if not held[0].expired()}
-        sizes = [nbytes // 4 for _, nbytes in self.live.values()]
-        self.peak, self.largest = max(self.peak, sum(sizes)), max([self.largest, *sizes])
-        return result
-
-
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_logits_never_exceed_two_chunks(kind, bias, monkeypatch):
-    monkeypatch.setattr(chunked_autograd, "kd_rows_", kd_rows_torch_)  # a mode does not see into a custom operator
-    rows, classes, chunk_rows = 256, 1009, 32
-    student, teacher = problem((rows,), classes, (8, 12), torch.float32, bias)
-    student = leaves(student)
-    labels = torch.randint(classes, (rows,), generator=torch.Generator().manual_seed(1))
-    with LiveLogits(classes, student[1], teacher[1]) as seen:
-        loss = chunked(
-            student, teacher, labels=labels, alpha=0.5, chunk_rows=chunk_rows, divergence=kind, softcap=(None, 5.0)
-        )
-        loss.backward()
-    assert chunk_rows * classes / 2 < seen.largest <= chunk_rows * classes
-    assert 1.5 * chunk_rows * classes < seen.peak <= 2 * chunk_rows * classes
-    with LiveLogits(classes, student[1], teacher[1]) as naive:
-        whole(student, teacher, labels=labels, alpha=0.5).backward()
-    assert naive.peak >= 4 * rows * classes  # the measure sees what there is
-
-
-def test_the_budget_sets_the_chunk(monkeypatch):
-    monkeypatch.setattr(chunked_autograd, "kd_rows_", kd_rows_torch_)
-    student, teacher = problem((512,), 1024, (4, 4), torch.float32)
-    ours = leaves(student)
-    for budget in (0.25, 1.0):
-        with LiveLogits(1024, ours[1], teacher[1]) as seen:
-            chunked(ours, teacher, budget_mib=budget).backward()
-        assert 0.6 * budget <= seen.peak * 4 / 2**20 <= budget
-
-
-@pytest.mark.parametrize("garbage", [NAN, INF])
-def test_rows_that_do_not_count_are_never_read(garbage):
-    student, teacher = problem((2, 6), dtype=torch.float32)
-    labels = torch.randint(29, (2, 6), generator=torch.Generator().manual_seed(1))
-    labels[1, 2:] = -100
-    expected = chunked(student, teacher, labels=labels, alpha=0.5)
-    student[0][1, 2:], teacher[0][1, 2:] = garbage, garbage
-    ours = leaves(student)
-    loss = chunked(ours, teacher, labels=labels, alpha=0.5)
-    assert torch.equal(loss, expected)
-    loss.backward()
-    assert torch.equal(ours[0].grad[1, 2:], torch.zeros(4, 5))
-    assert ours[1].grad.isfinite().all()
-
-
-def test_nothing_counts():
-    student, teacher = problem(bias=True)
-    for options in ({"labels": torch.full((3, 7), -100), "alpha": 0.5}, {"mask": torch.zeros(3, 7, dtype=torch.bool)}):
-        ours = leaves(student)
-        loss = chunked(ours, teacher, **options)
-        loss.backward()
-        assert loss.item() == 0.0
-        assert all(torch.equal(value.grad, torch.zeros_like(value)) for value in ours)
-    empty = chunked((student[0][:0], *student[1:]), (teacher[0][:0], *teacher[1:]))
-    assert empty.item() == 0.0
 
 
 def test_mask_lets_unlabelled_rows_count_in_the_soft_term_alone():
@@ -337,37 +137,6 @@ def test_padded_vocabularies_of_one_tokenizer():
         assert not a.grad[29:].any()
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
-def test_classes_that_both_heads_rule_out_change_nothing(kind):
-    student, teacher = problem(dtype=torch.float32, bias=True)
-    expected = chunked(student, teacher, divergence=kind)
-    wide = [(h, torch.cat([w, w[:2]]), torch.cat([b, torch.full((2,), -INF)])) for h, w, b in (student, teacher)]
-    ours = leaves(wide[0])
-    loss = chunked(ours, wide[1], divergence=kind)
-    loss.backward()
-    torch.testing.assert_close(loss, expected)
-    assert all(value.grad.isfinite().all() for value in ours)
-    assert not ours[2].grad[29:].any()
-
-
-def test_large_logits_stay_finite():
-    hidden = torch.tensor([[1e4], [-1e4]], requires_grad=True)
-    weight = torch.tensor([[1.0], [-1.0], [0.0]], requires_grad=True)
-    loss = chunked_kd_loss(hidden, weight, -hidden, weight, labels=torch.tensor([1, 1]), alpha=0.5)
-    loss.backward()
-    # T² KL is T times the gap of 2e4, the cross-entropy that gap for one row of two
-    assert loss.item() == pytest.approx(0.5 * 2 * 2e4 + 0.5 * 1e4, rel=1e-5)
-    assert hidden.grad.isfinite().all()
-    assert weight.grad.isfinite().all()
-
-
-def test_nan_is_not_hidden():
-    student, teacher = problem(dtype=torch.float32, bias=True)
-    student[0][0, 0, 0] = NAN
-    for kind in ("forward_kl", "reverse_kl", "jsd"):
-        assert math.isnan(chunked(student, teacher, divergence=kind).item())
-
-
 def test_tied_embedding_gets_its_gradient_from_both_ends():
     student, teacher = problem((7,))
     tokens = torch.arange(7)
@@ -390,65 +159,6 @@ def test_layers_as_heads_and_only_wanted_gradients():
     assert teacher_layer.weight.grad is None
     ours.bias.requires_grad_(False)
     assert not chunked_kd_loss(student[0], ours, teacher[0], teacher_layer).requires_grad
-
-
-def test_no_grad_computes_no_gradients():
-    student, teacher = problem((64,), 101, (8, 8))
-    ours = leaves(student)
-    products = []
-
-    class Products(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            products.append(func.__name__.startswith(("mm", "addmm")))
-            return func(*args, **(kwargs or {}))
-
-    with torch.no_grad(), Products():
-        loss = chunked(ours, teacher, chunk_rows=1000)
-    assert sum(products) == 2
-    assert not loss.requires_grad
-    assert torch.equal(loss, chunked(ours, teacher, chunk_rows=1000).detach())
-
-
-def test_deterministic():
-    student, teacher = problem((64,), 101, (8, 8), torch.float32, bias=True)
-    runs = [leaves(student) for _ in range(2)]
-    losses = [chunked(ours, teacher, chunk_rows=9) for ours in runs]
-    for loss in losses:
-        loss.backward()
-    assert torch.equal(*losses)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(*runs, strict=True))
-
-
-def test_a_graph_that_is_kept_gives_its_gradients_again():
-    student, teacher = problem()
-    ours = leaves(student)
-    loss = chunked(ours, teacher)
-    first = torch.autograd.grad(loss, ours[:2], retain_graph=True)
-    kept = [grad.clone() for grad in first]
-    second = torch.autograd.grad(5 * loss, ours[:2])
-    for before, same, five in zip(kept, first, second, strict=True):
-        assert torch.equal(before, same)
-        torch.testing.assert_close(five, 5 * before)
-
-
-def test_second_derivatives_are_refused():
-    student, teacher = problem()
-    ours = leaves(student)
-    with pytest.raises(TrainingError, match="must be first ones, got a backward with create_graph"):
-        torch.autograd.grad(chunked(ours, teacher), ours[0], create_graph=True)
-
-
-def test_compiled_around():
-    student, teacher = problem(dtype=torch.float32)
-    ours, theirs = leaves(student), leaves(student)
-
-    @torch.compile(backend="eager")
-    def loss(hidden, weight):
-        return 2 * chunked_kd_loss(hidden * 1.5, weight, teacher[0], teacher[1])
-
-    loss(*ours[:2]).backward()
-    (2 * chunked_kd_loss(theirs[0] * 1.5, theirs[1], teacher[0], teacher[1])).backward()
-    assert_same_gradients(ours, theirs)
 
 
 class Scaled(nn.Linear):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from fp8_values import generator, skewed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shared_core.errors import ConfigError
@@ -17,10 +18,6 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ROLES = ["input", "weight", "gradient"]
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def values_of(mantissa_bits, bias, largest):
@@ -41,11 +38,6 @@ E5M2, IBM = values_of(2, 15, 57344.0), values_of(3, 11, 15.0)
 def nearest(value, values):
     code = min(range(len(values)), key=lambda code: (abs(values[code] - abs(value)), code % 2))
     return math.copysign(values[code], value)
-
-
-def skewed(count, dtype=torch.float32, seed=0, exponent=-20):
-    x = torch.randn(count, generator=generator(seed), dtype=torch.float64)
-    return (x.sign() * x.abs() ** 3 * 2.0**exponent).to(dtype)
 
 
 # every recipe

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from fp8_values import skewed
 from two_ranks import run_two_ranks
 
 from shared_core.errors import CheckpointError
@@ -15,15 +16,6 @@ CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ROLES = ["input", "weight", "gradient"]
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def skewed(count, dtype=torch.float32, seed=0, exponent=-20):
-    x = torch.randn(count, generator=generator(seed), dtype=torch.float64)
-    return (x.sign() * x.abs() ** 3 * 2.0**exponent).to(dtype)
 
 
 def int16_reference(values, exponent):

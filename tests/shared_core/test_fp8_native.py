@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from eff_kernels import fp8 as kernels
 from fp8_runs import Quiet, data, net, update
+from fp8_values import E4M3, memory, quantized
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -19,7 +20,7 @@ from shared_core.fp8.native import BLOCKS, native_mm
 from shared_core.recipe import Recipe
 from shared_core.session import Session
 
-E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+E5M2, E8M0 = torch.float8_e5m2, torch.float8_e8m0fnu
 CPU = torch.device("cpu")
 NATIVE = ["blockwise", "mx"]
 ONE_PER_128, TILES, ONE_PER_32 = (
@@ -36,11 +37,6 @@ def torch_checks(*tensors, **options):
         like = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda") for x in tensors]
         a, b, scale_a, scale_b = like
         return scaled_mm_of_torch(a, b, scale_a=scale_a, scale_b=scale_b, **options)
-
-
-def memory(x):
-    """The values in the order in which they lie in memory, as a kernel sees them."""
-    return torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
 
 
 def scale_of_every_value(scale, recipe, rows, columns):
@@ -109,11 +105,6 @@ def scaled_matmul(monkeypatch):
     return stand_in
 
 
-def quantized(rows, columns, block, rounding, seed=0):
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-3, 2, columns)
-    return kernels.cast(x, kernels.block_scale(kernels.block_amax(x, block), E4M3, rounding), E4M3, block)
-
-
 @pytest.mark.parametrize("recipe", NATIVE)
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(128, 128, 128), (1, 16, 16), (21, 144, 160), (256, 384, 640), (130, 16, 528)]
@@ -161,20 +152,11 @@ def test_three_native_products_a_layer_and_step(recipe, scaled_matmul):
 
 
 def start(model, **options):
-    session = Session(Recipe.from_dict({"fp8": options}), services=Said())
+    session = Session(Recipe.from_dict({"fp8": options}), services=Quiet())
     session.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     session.begin([optimizer], total_steps=10)
     return session, optimizer
-
-
-class Said(Quiet):
-    def __init__(self):
-        super().__init__()
-        self.said = []
-
-    def say(self, text):
-        self.said.append(text)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

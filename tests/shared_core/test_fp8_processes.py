@@ -10,33 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from fp8_runs import ALL, LOSS_SCALE, Quiet, backward, data, net, update
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from two_ranks import ENVIRONMENT
 
 from shared_core.fp8 import Fp8Linear
 from shared_core.recipe import Recipe
 from shared_core.session import Session
-from shared_core.technique import BareServices
 
-ALL = ["tensorwise", "delayed", "rowwise", "blockwise", "mx", "s2fp8", "hfp8", "mxfp4", "nvfp4", "int16"]
-LOSS_SCALE = {"loss_scale": {"kind": "static", "init_scale": 256.0, "format": "fp8_e5m2"}}
 STEPS, POISONED = 4, 2
-
-
-class Quiet(BareServices):
-    def say(self, text):
-        pass
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16))
-
-
-def data():
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(12, 16, generator=generator) * (1 + step % 3) for step in range(STEPS)]
 
 
 def attached(model, recipe, **options):
@@ -53,20 +37,8 @@ def begun(session, model, kind=torch.optim.AdamW):
 
 
 def step(session, optimizer, forward, x):
-    loss = session.loss(forward(x).square().mean())
-    if "loss_scale" in session.techniques:
-        scaler = session.techniques["loss_scale"].scaler
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        session.before_optimizer_step()
-        scaler.step(optimizer)
-        scaler.update()
-    else:
-        loss.backward()
-        session.before_optimizer_step()
-        optimizer.step()
-    session.after_optimizer_step()
-    optimizer.zero_grad()
+    backward(session, session.loss(forward(x).square().mean()))
+    update(session, optimizer)
 
 
 def state(session):
@@ -79,7 +51,7 @@ def replicated(rank, recipe):
     session = attached(model, recipe)
     optimizer = begun(session, model, torch.optim.SGD)
     wrapped = DistributedDataParallel(model)
-    for index, x in enumerate(data()):
+    for index, x in enumerate(data(STEPS)):
         part = x.chunk(2)[rank].clone()
         if index == POISONED and rank == 1 and recipe != "hfp8":
             part[0, 0] = math.nan  # of one rank alone: both must discard the step
@@ -101,7 +73,7 @@ def sharded(recipe, **options):
     model[2].register_forward_pre_hook(lambda layer, _: seen.append((type(layer.weight), tuple(layer.weight.shape))))
     fully_shard(model)
     optimizer = begun(session, model, optimizer_of(recipe))
-    for x in data():
+    for x in data(STEPS):
         step(session, optimizer, model, x)  # the same on both ranks
     session.finish()
     with torch.no_grad():
@@ -134,7 +106,7 @@ def worker(rank, folder):
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     commands = [[sys.executable, "-P", __file__, str(rank), str(folder)] for rank in range(2)]
-    workers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    workers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) for command in commands]
     try:
         for process in workers:
             _, errors = process.communicate(timeout=150)
@@ -159,7 +131,7 @@ def test_a_history_of_two_processes_is_that_of_the_joined_batch(ranks):
     model = net()
     session = attached(model, "delayed")
     optimizer = begun(session, model, torch.optim.SGD)
-    for index, x in enumerate(data()):
+    for index, x in enumerate(data(STEPS)):
         if index != POISONED:
             step(session, optimizer, model, x)
     alone = state(session)["history"]
@@ -180,7 +152,7 @@ def test_fsdp2_gives_the_numbers_of_one_process(ranks, recipe):
     model = net()
     session = attached(model, "rowwise" if recipe == "torchao" else recipe)
     optimizer = begun(session, model, optimizer_of(recipe))
-    for x in data():
+    for x in data(STEPS):
         step(session, optimizer, model, x)
     alone = {**model.state_dict(), **state(session)}
     # each rank of hfp8 draws for its own part of a weight: the grid is the same, the draws are not

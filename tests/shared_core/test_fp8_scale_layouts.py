@@ -5,23 +5,14 @@ import math
 import pytest
 import torch
 from eff_kernels import fp8 as kernels
+from fp8_values import memory, quantized
 from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
 
 from shared_core.fp8.native import BLOCKS
 from shared_core.fp8.scale_layouts import inner_major, outer_major, swizzled_e8m0, whole_blocks
 
-E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+E8M0 = torch.float8_e8m0fnu
 SHAPES = [(1, 1), (32, 4), (128, 4), (129, 5), (300, 9), (127, 3), (256, 16)]
-
-
-def memory(x):
-    """The values in the order in which they lie in memory, as a kernel sees them."""
-    return torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
-
-
-def quantized(rows, columns, block, rounding, seed=0):
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-3, 2, columns)
-    return kernels.cast(x, kernels.block_scale(kernels.block_amax(x, block), E4M3, rounding), E4M3, block)
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)

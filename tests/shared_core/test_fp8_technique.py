@@ -7,6 +7,7 @@ from collections import deque
 
 import pytest
 import torch
+from fp8_runs import ALL, Quiet, data, net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,25 +18,6 @@ from shared_core.fp8.scaling import ROLES
 from shared_core.recipe import Recipe
 from shared_core.session import Session
 from shared_core.state_file import load_state, save_state
-from shared_core.technique import BareServices
-
-
-class Quiet(BareServices):
-    def __init__(self):
-        self.said = []
-
-    def say(self, text):
-        self.said.append(text)
-
-
-def net(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16))
-
-
-def data(count=8, size=12):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(size, 16, generator=generator) * (1 + step % 3) for step in range(count)]
 
 
 def start(model, state=None, surroundings=(), **options):
@@ -137,7 +119,7 @@ def test_micro_batches_recomputation_evaluation_and_skips_leave_one_entry_a_step
 
 
 # without hfp8, which always has a loss scaler
-UNSCALED = ["tensorwise", "delayed", "rowwise", "blockwise", "mx", "s2fp8", "mxfp4", "nvfp4", "int16"]
+UNSCALED = [recipe for recipe in ALL if recipe != "hfp8"]
 
 
 def everything(session, model, optimizer):

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from eff_kernels import fp8 as kernels
+from fp8_runs import Quiet
 from torch import nn
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
@@ -15,17 +16,8 @@ from shared_core.errors import CompatibilityError, ConfigError, MissingExtraErro
 from shared_core.fp8 import Fp8Config, Fp8Linear, convert_to_fp8, probe
 from shared_core.recipe import Recipe
 from shared_core.session import Session
-from shared_core.technique import BareServices
 
 SETTINGS = [("tensorwise", "auto"), ("tensorwise", "e4m3"), ("rowwise", "auto")]
-
-
-class Quiet(BareServices):
-    def __init__(self):
-        self.said = []
-
-    def say(self, text):
-        self.said.append(text)
 
 
 def net(seed=0):

@@ -1,33 +1,31 @@
-"""Lottery tickets against a loop written by hand: rewinding bit for bit, exact counts, controls, files, refusals."""
+"""Lottery tickets against a loop written by hand: rewinding bit for bit, zeros, controls, files."""
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from lottery_runs import CLIP, STEPS, batch, cosine, loss_of, make_net, sgd, snapshot, train
+from lottery_runs import (
+    CLIP,
+    PRUNED,
+    RATE,
+    STEPS,
+    cosine,
+    equal,
+    loss_of,
+    make_net,
+    pruned_weights,
+    sgd,
+    ticket_recipe,
+    train,
+)
 from safetensors import safe_open
 from torch import nn
-from two_ranks import run_two_ranks
 
 from shared_core import Recipe, Session
-from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
-from shared_core.pruning import LotteryTicket, TicketConfig, read_ticket
+from shared_core.errors import CompatibilityError, MatchError
+from shared_core.pruning import LotteryTicket, read_ticket
 from shared_core.pruning.lottery import Ticket, write_ticket
-
-PRUNED = ("0.weight", "3.weight", "5.weight")
-RATE = 0.3
-
-
-def ticket_recipe(out, **options):
-    return Recipe.from_dict({"ticket": {"out": str(out), "rate": RATE, **options}})
-
-
-def pruned_weights(model):
-    return {name: dict(model.named_parameters())[name] for name in PRUNED}
 
 
 def smaller(kept, weights):
@@ -89,10 +87,6 @@ def by_hand(masks, k, *, start=None, fresh=False, rate_from_k=None):
             model.eval()
             model.train()
     return kept, model, used
-
-
-def equal(first, second):
-    return all(torch.equal(value, second[name]) for name, value in first.items()) and first.keys() == second.keys()
 
 
 def everything():
@@ -251,51 +245,6 @@ def test_random_reinit_draws_from_the_models_own_initialisation(tmp_path):
         assert torch.equal(value, before[name]) == (name == "0.bias")
 
 
-def test_a_dense_run_resumed_beyond_step_k_finds_the_same_ticket(tmp_path):
-    saved = {}
-
-    def keep(session, model, optimizer):
-        saved[session.step] = snapshot(session, model, optimizer)
-
-    recipe = ticket_recipe(tmp_path / "out", rewind_to=4)
-    whole = train(recipe, each_step=keep)[0]
-    found = (tmp_path / "out" / "ticket.safetensors").read_bytes()
-    result = (tmp_path / "out" / "round.json").read_text()
-    for stop in (3, 4, 7, STEPS - 1):
-        (tmp_path / "out" / "round.json").unlink()
-        again = train(recipe, seed=9, state=saved[stop])[0]
-        assert equal(whole.state_dict(), again.state_dict())
-        assert (tmp_path / "out" / "ticket.safetensors").read_bytes() == found
-        assert (tmp_path / "out" / "round.json").read_text() == result
-    (tmp_path / "out" / "ticket.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"must hold rewind\.safetensors.*wrote at step 4"):
-        train(recipe, state=saved[7])
-    train(ticket_recipe(tmp_path / "other", rewind_to=4), seed=9)
-    with pytest.raises(CheckpointError, match="must hold weights of the run that is resumed, got those of another"):
-        train(ticket_recipe(tmp_path / "other", rewind_to=4), state=saved[7])
-
-
-def test_a_run_with_a_ticket_resumes_and_refuses_another_rounds_checkpoint(tmp_path):
-    LotteryTicket(rounds=2, rate=RATE, rewind_to=4).run(train, tmp_path)
-    saved = {}
-
-    def keep(session, model, optimizer):
-        saved[session.step] = snapshot(session, model, optimizer)
-
-    def recipe(number, out):
-        path = tmp_path / f"round-{number - 1:02d}" / "ticket.safetensors"
-        return ticket_recipe(tmp_path / out, ticket=path, rewind_to=4)
-
-    whole = train(recipe(2, "a"), each_step=keep)[0]
-    for stop in (3, 4, 9):
-        assert equal(whole.state_dict(), train(recipe(2, f"from{stop}"), seed=9, state=saved[stop])[0].state_dict())
-    with pytest.raises(CheckpointError, match="got one of another round"):
-        train(recipe(1, "b"), state=saved[9])
-    with pytest.raises(CheckpointError, match="or of a run that rewound there, got one of step 9"):
-        plain = {**saved[9]["session"], "techniques": {}}
-        train(recipe(2, "c"), state={**saved[9], "session": plain})
-
-
 def test_a_ticket_reads_with_safetensors_and_numpy_alone(tmp_path):
     train(ticket_recipe(tmp_path, rewind_to=2))
     ticket = read_ticket(tmp_path / "ticket.safetensors")
@@ -345,71 +294,6 @@ def test_tied_and_skipped_weights(tmp_path):
         run(tmp_path / "none", skip=["decoder.*"])
 
 
-def test_options_that_contradict_each_other_are_refused():
-    with pytest.raises(ConfigError, match=r"ticket: control must be none for a dense run"):
-        TicketConfig(out="x", control="random_mask")
-    with pytest.raises(ConfigError, match=r"ticket: conv_rate must not be given with scope global"):
-        TicketConfig(out="x", scope="global", conv_rate=0.1)
-    for rate in (0, 1, -0.1, float("nan"), "much"):
-        with pytest.raises(ConfigError, match=r"rate must be"):
-            TicketConfig(out="x", rate=rate)
-    with pytest.raises(ConfigError, match=r"rewind_to must be a step"):
-        TicketConfig(out="x", rewind_to="soon")
-
-
-@pytest.mark.parametrize("rewind_to", [STEPS, 500, 1.0])
-def test_step_k_must_lie_before_the_end(rewind_to, tmp_path):
-    with pytest.raises(ConfigError, match=f"rewind_to must lie before the end of the run, {STEPS} steps"):
-        train(ticket_recipe(tmp_path, rewind_to=rewind_to))
-
-
-def test_what_cannot_be_right_is_refused_before_training(tmp_path):
-    train(ticket_recipe(tmp_path / "dense", rewind_to=3))
-    path = tmp_path / "dense" / "ticket.safetensors"
-    with pytest.raises(CheckpointError, match="out must not hold a finished run"):
-        train(ticket_recipe(tmp_path / "dense", rewind_to=3))
-    with pytest.raises(CheckpointError, match="rewind_to must be the ticket's step 3, got step 0"):
-        train(ticket_recipe(tmp_path / "a", ticket=path))
-    with pytest.raises(CheckpointError, match="must be a ticket for rewind none, got one for weights"):
-        train(ticket_recipe(tmp_path / "a", ticket=path, rewind="none", rewind_to=3))
-    with pytest.raises(CheckpointError, match="must be a ticket file, but there is none"):
-        train(ticket_recipe(tmp_path / "a", ticket=tmp_path / "nowhere"))
-    for content in (b"", path.read_bytes()[:-20], b"x" * 100):
-        (tmp_path / "bad.safetensors").write_bytes(content)
-        with pytest.raises(CheckpointError, match="must be a whole ticket file"):
-            train(ticket_recipe(tmp_path / "a", ticket=tmp_path / "bad.safetensors"))
-    with pytest.raises(CheckpointError, match=r"only the ticket has 0\.weight"):
-        train(ticket_recipe(tmp_path / "a", ticket=path, rewind_to=3, skip=["first"]))
-    wide = nn.Sequential(nn.Linear(6, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 3))
-    with pytest.raises(CheckpointError, match=r"0\.weight has shape \(20, 6\) and its mask \(16, 6\)"):
-        train(ticket_recipe(tmp_path / "a", ticket=path, rewind_to=3), model=wide)
-    with pytest.raises(CompatibilityError, match="LBFGS"):
-        train(ticket_recipe(tmp_path / "a"), optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(CompatibilityError, match="prune cannot be combined with ticket"):
-        Session(Recipe.from_dict({"ticket": {"out": "x"}, "prune": {"sparsity": 0.5}})).attach(make_net())
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="out must be a folder"):
-        train(ticket_recipe(tmp_path / "file" / "out"))
-
-
-def test_a_run_that_diverged_or_ended_early_leaves_no_ticket(tmp_path):
-    def poison(session, model, optimizer):
-        if session.step == STEPS:
-            with torch.no_grad():
-                model[3].weight[0, 0] = float("nan")
-
-    with pytest.raises(TrainingError, match=r"got NaN in 3\.weight at step 12"):
-        train(ticket_recipe(tmp_path / "nan"), each_step=poison)
-    session = Session(ticket_recipe(tmp_path / "early", rewind_to=3))
-    model = make_net()
-    session.attach(model)
-    session.begin([sgd(model)], total_steps=STEPS)
-    with pytest.raises(TrainingError, match="must go on beyond rewind_to = step 3"):
-        session.finish()
-    assert not list(tmp_path.glob("*/ticket.safetensors"))
-    assert not list(tmp_path.glob("*/round.json"))
-
-
 @pytest.mark.parametrize("seed", [0, 5], ids=["exact", "loaded"])
 def test_rewinding_under_quantization_aware_training(seed, tmp_path):
     qat = {"qat": {"scheme": "int8", "begin": 2, "range": "lsq", "fold_batch_norm": False}}
@@ -425,50 +309,3 @@ def test_rewinding_under_quantization_aware_training(seed, tmp_path):
     kept = {"ticket": {"out": str(tmp_path / "kept"), "rewind": "learning_rate", "rewind_to": 4}}
     with pytest.raises(CompatibilityError, match="ticket with rewind learning_rate cannot be combined with qat"):
         train(Recipe.from_dict(kept | qat))
-
-
-def ranks_main(rank, port, folder):
-    """Data-parallel training of two rounds; each rank sees half of every batch."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    torch.set_num_threads(1)
-    states = []
-    for number in range(2):
-        options = {"rewind_to": 2}
-        if number:
-            options["ticket"] = str(folder / "round-00" / "ticket.safetensors")
-            dist.barrier()
-        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-        for index, parameter in enumerate(model.parameters()):
-            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(index))
-        session = Session(ticket_recipe(folder / f"round-{number:02d}", **options))
-        session.attach(model)
-        parallel = nn.parallel.DistributedDataParallel(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        session.begin([optimizer], total_steps=5)
-        for step in range(5):
-            x, labels = batch(step)
-            nn.functional.cross_entropy(parallel(x[rank::2]), labels[rank::2]).backward()
-            session.before_optimizer_step()
-            optimizer.step()
-            session.after_optimizer_step()
-            optimizer.zero_grad()
-        states.append(session.state_dict())
-        session.finish()
-        states.append(dict(model.state_dict()))
-    torch.save(states, folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
-
-
-def test_two_processes_agree_and_one_writes(tmp_path):
-    run_two_ranks(__file__, tmp_path)
-    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
-    for mine, theirs in zip(first[1::2], second[1::2], strict=True):
-        assert equal(mine, theirs)
-    assert [state["techniques"] for state in first[::2]] == [state["techniques"] for state in second[::2]]
-    assert first[2]["techniques"]["ticket"]["replay"] == "bit-equal"
-    for name, mask in read_ticket(tmp_path / "round-00" / "ticket.safetensors").masks.items():
-        assert torch.equal(first[3][name] != 0, mask)
-
-
-if __name__ == "__main__":
-    ranks_main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

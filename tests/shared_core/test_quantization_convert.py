@@ -9,9 +9,8 @@ from quantization_runs import Run
 from torch import nn
 
 from shared_core.errors import CompatibilityError, ConfigError, MatchError
-from shared_core.quantization import QatConfig, QuantizationAwareTraining, apply_ranges, convert, fake_quantize
+from shared_core.quantization import apply_ranges, convert, fake_quantize
 from shared_core.quantization.integer_modules import IntConv2d, IntegerLayer, IntLinear
-from shared_core.technique import Context
 
 
 def net(kind):
@@ -34,20 +33,11 @@ def net(kind):
 
 def trained(kind, steps=4, **options):
     model, shape = net(kind)
-    technique = QuantizationAwareTraining(QatConfig(scheme="int8", **options))
-    context = Context(model=model, total_steps=steps)
-    technique.attach(model, context)
-    technique.begin(context)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    run = Run(model, total_steps=steps, **options)
     for _ in range(steps):
-        optimizer.zero_grad()
         # shifted, so that the zero point is not the middle code and wrong padding would show
-        model(torch.randn(shape) + 0.7).square().mean().backward()
-        technique.before_optimizer_step(context)
-        optimizer.step()
-        context.step += 1
-        technique.after_optimizer_step(context)
-    return model.eval(), technique, context, torch.randn(shape) + 0.7
+        run.step(torch.randn(shape) + 0.7)
+    return model.eval(), run.technique, run.context, torch.randn(shape) + 0.7
 
 
 KINDS = ["linear", "conv1d", "conv2d", "conv3d"]
@@ -208,14 +198,9 @@ def test_a_layer_that_never_ran_stays_in_float_and_is_named():
             return self.body(x)
 
     model = Unused()
-    technique = QuantizationAwareTraining(QatConfig(scheme="int8"))
-    context = Context(model=model, total_steps=1)
-    technique.attach(model, context)
-    technique.begin(context)
-    model(torch.randn(4, 3))
-    technique.before_optimizer_step(context)
-    technique.after_optimizer_step(context)
-    assert technique.report()["without_range"] == ["pooler"]
+    run = Run(model, total_steps=1)
+    run.step(torch.randn(4, 3))
+    assert run.technique.report()["without_range"] == ["pooler"]
     with pytest.warns(UserWarning, match="pooler stays in float"):
         integer = convert(model)
     assert type(integer.pooler) is nn.Linear
@@ -258,19 +243,11 @@ def test_refusals():
 
 
 def learned(model, x, **options):
-    technique = QuantizationAwareTraining(QatConfig(scheme="int8", range="lsq", **options))
-    context = Context(model=model, total_steps=4)
-    technique.attach(model, context)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    technique.begin(context)
+    run = Run(model, total_steps=4, range="lsq", **options)
+    run.optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(4):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        technique.before_optimizer_step(context)
-        optimizer.step()
-        context.step += 1
-        technique.after_optimizer_step(context)
-    return technique, context
+        run.step(x)
+    return run.technique, run.context
 
 
 def test_a_deployed_model_converts_with_the_scales_that_it_learned():

@@ -8,22 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from observed_data import DATA, sample
 
 from shared_core.errors import ConfigError
 from shared_core.quantization import Histogram
 from shared_core.quantization.clip_search import kl_range, mse_range, percentile_range
-
-DATA = {
-    "normal": lambda g: torch.randn(3000, generator=g),
-    "relu": lambda g: torch.randn(3000, generator=g).relu(),
-    "negative": lambda g: -torch.rand(3000, generator=g) - 0.5,
-    "heavy": lambda g: torch.randn(3000, generator=g) ** 5,
-    "offset": lambda g: torch.randn(3000, generator=g) * 0.01 + 100,
-}
-
-
-def sample(name, seed=0):
-    return DATA[name](torch.Generator().manual_seed(seed))
 
 
 def histogram_of(x, bins=2048):

@@ -6,25 +6,12 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from observed_data import HISTOGRAMS, STREAMING, sample
 from torch.utils.checkpoint import checkpoint
 from two_ranks import run_two_ranks
 
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.quantization import EstimatorBank, Histogram, make_observer
-
-STREAMING = ("minmax", "percentile", "kl", "mse")
-HISTOGRAMS = ("percentile", "kl", "mse")
-DATA = {
-    "normal": lambda g: torch.randn(3000, generator=g),
-    "relu": lambda g: torch.randn(3000, generator=g).relu(),
-    "negative": lambda g: -torch.rand(3000, generator=g) - 0.5,
-    "heavy": lambda g: torch.randn(3000, generator=g) ** 5,
-    "offset": lambda g: torch.randn(3000, generator=g) * 0.01 + 100,
-}
-
-
-def sample(name, seed=0):
-    return DATA[name](torch.Generator().manual_seed(seed))
 
 
 def bank_of(kind, layers=2, **options):

@@ -12,6 +12,8 @@ from shared_core import Recipe, Session
 
 STEPS = 12
 CLIP = 0.5
+PRUNED = ("0.weight", "3.weight", "5.weight")
+RATE = 0.3
 
 
 def make_net(seed: int = 0) -> nn.Sequential:
@@ -88,3 +90,15 @@ def snapshot(session: Session, model: nn.Module, optimizer: torch.optim.Optimize
     schedule = session.schedule  # type: ignore[attr-defined]
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "session": session}
     return {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+
+
+def ticket_recipe(out: Any, **options: Any) -> Recipe:
+    return Recipe.from_dict({"ticket": {"out": str(out), "rate": RATE, **options}})
+
+
+def pruned_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: dict(model.named_parameters())[name] for name in PRUNED}
+
+
+def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return all(torch.equal(value, second[name]) for name, value in first.items()) and first.keys() == second.keys()

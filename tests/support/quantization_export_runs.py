@@ -5,10 +5,8 @@ import onnx
 import onnxruntime
 import torch
 from onnx import numpy_helper
+from quantization_runs import Run
 from torch import nn
-
-from shared_core.quantization import QatConfig, QuantizationAwareTraining
-from shared_core.technique import Context
 
 
 class Tokens(nn.Module):
@@ -71,24 +69,13 @@ def examples(build, batch=8):
 def trained(build=mlp, steps=1, finish=False, shape=None, **options):
     torch.manual_seed(0)
     model = build()
-    technique = QuantizationAwareTraining(QatConfig(**{"scheme": "int8", **options}))
-    context = Context(model=model, total_steps=steps)
-    technique.attach(model, context)
-    technique.begin(context)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    training = Run(model, total_steps=steps, lr=0.02, **options)
     for _ in range(steps):
-        optimizer.zero_grad()
-        inputs = examples(build, 16) if shape is None else torch.randn(16, *shape)
-        model(inputs).square().mean().backward()
-        technique.before_optimizer_step(context)
-        optimizer.step()
-        context.step += 1
-        technique.after_optimizer_step(context)
+        training.step(examples(build, 16) if shape is None else torch.randn(16, *shape))
+    ranges = training.technique.ranges()
     if finish:
-        ranges = technique.ranges()
-        technique.finish(model, context)
-        return model.eval(), ranges
-    return model.eval(), technique.ranges()
+        training.technique.finish(model, training.context)
+    return model.eval(), ranges
 
 
 def run(path, x, optimise=False, save=None):

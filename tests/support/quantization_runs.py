@@ -23,16 +23,16 @@ def conv_net():
 class Run:
     """A bare loop around the technique."""
 
-    def __init__(self, model, total_steps=10, state=None, step=0, services=None, **options):
+    def __init__(self, model, total_steps=10, state=None, step=0, services=None, lr=0.05, **options):
         self.model = model
-        self.technique = QuantizationAwareTraining(QatConfig(scheme="int8", **options))
+        self.technique = QuantizationAwareTraining(QatConfig(**{"scheme": "int8", **options}))
         self.context = Context(model=model, services=services or BareServices(), step=step)
         self.context.total_steps = total_steps
         self.technique.attach(model, self.context)
         if state is not None:
             self.technique.load_state_dict(state)
         self.technique.begin(self.context)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=lr)
 
     def step(self, *batches, skip=False):
         self.model.train()

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from shared_core.pruning.scorers.backward_watch import BackwardWatch, Call
-from shared_core.pruning.scorers.gathered import GatheringScorer
-from shared_core.pruning.scorers.layouts import check_layout
+from shared_core.pruning.scorers.backward_watch import Call
+from shared_core.pruning.scorers.gathered import BackwardScorer
 from shared_core.pruning.scorers.per_example import num_examples, squared_gradient_sum
 from shared_core.pruning.scorers.scorer import wide
 
 
-class Fisher(GatheringScorer):
+class Fisher(BackwardScorer):
     """``½·w²·F`` with F the mean over examples of their squared gradients (LeCun et al. 1989; arXiv:1801.05787).
 
     The square of a batch's gradient is not the mean of squares, so each example's gradient is formed, by hooks, during
@@ -39,47 +38,22 @@ class Fisher(GatheringScorer):
     criterion: ClassVar[str] = "fisher"
     needs: ClassVar[frozenset[str]] = frozenset({"per_example_gradients"})
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        *,
-        generator: torch.Generator | None = None,
-        costs: Mapping[str, float] | None = None,
-        max_elements: int = 1 << 24,
-    ) -> None:
-        super().__init__(modules, generator=generator, costs=costs)
-        for name, module in self.modules.items():
-            check_layout(module, f"prune fisher: {name}")
+    def __init__(self, modules: Mapping[str, nn.Module], *, max_elements: int = 1 << 24, **common: Any) -> None:
+        super().__init__(modules, **common)
         self.max_elements = max_elements
-        self._watch = BackwardWatch(self.modules, lambda x, output: x, self._take, "prune fisher")
-
-    def attach(self) -> None:
-        """Register a hook on every layer."""
-        self._watch.attach()
-
-    def detach(self) -> None:
-        """Remove the hooks."""
-        self._watch.detach()
-        super().discard_step()
-
-    def discard_step(self) -> None:
-        """Forget the examples since the last `observe_step`."""
-        self._watch.clear()
-        super().discard_step()
 
     def fisher(self, name: str, weight: Tensor) -> Tensor:
         """Return F of one weight: the mean of squared per-example gradients, new, 0 where no example came by."""
         total = self._total(name, weight)
         return torch.zeros_like(wide(weight)) if total is None else total / self._counts[name]
 
+    def _keep(self, x: Tensor, output: Tensor) -> Tensor:
+        return x
+
     def _take(self, name: str, calls: list[Call]) -> None:
         module = self.modules[name]
         sums = squared_gradient_sum(module, calls, max_elements=self.max_elements)
         self._gather(name, sums, num_examples(module, calls[0][0]))
-
-    def _commit(self, loss_scale: float) -> None:
-        self._watch.flush()
-        super()._commit(loss_scale)
 
     def _rescale_(self, window: Tensor, count: int, loss_scale: float) -> None:
         window.mul_((count / loss_scale) ** 2)

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from shared_core.pruning.scorers.backward_watch import BackwardWatch, Call
+from shared_core.pruning.scorers.layouts import check_layout
 from shared_core.pruning.scorers.scorer import Scorer, saved_tensors
 from shared_core.ranks import all_reduce_, world_size
 
@@ -18,20 +20,15 @@ class GatheringScorer(Scorer):
     `_gather` adds to the window, which is this rank's and this step's. `observe_step` joins the windows of all ranks
     and adds them to the totals: after every step all ranks hold the same, so that any rank's state resumes them all.
     `reduce` does so for what was gathered without steps (calibration).
+
+    Raises:
+        ConfigError: If a layer is neither linear nor convolutional.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        *,
-        generator: torch.Generator | None = None,
-        costs: Mapping[str, float] | None = None,
-    ) -> None:
-        super().__init__(modules, generator=generator, costs=costs)
-        self._window: dict[str, Tensor] = {}
-        self._window_counts: dict[str, int] = {}
-        self._totals: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}
+    def _set_up(self, generator: torch.Generator | None) -> None:
+        for name, module in self.modules.items():
+            check_layout(module, f"prune {self.criterion}: {name}")
+        super()._set_up(generator)
 
     @property
     def ready(self) -> bool:
@@ -45,7 +42,8 @@ class GatheringScorer(Scorer):
 
     def discard_step(self) -> None:
         """Forget what hooks saw since the last `observe_step`."""
-        self._window, self._window_counts = {}, {}
+        self._window: dict[str, Tensor] = {}
+        self._window_counts: dict[str, int] = {}
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -97,7 +95,8 @@ class GatheringScorer(Scorer):
 
     def _forget(self) -> None:
         self.discard_step()
-        self._totals, self._counts = {}, {}
+        self._totals: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the totals beside what every scorer saves; a step that is not over is not among them."""
@@ -111,3 +110,37 @@ class GatheringScorer(Scorer):
         shapes = {name: self._like(name).shape for name in state["totals"] if name in self.modules}
         self._totals = saved_tensors(state, "totals", shapes, f"prune {self.criterion}")
         self._counts = {name: int(state["counts"][name]) for name in self._totals}
+
+
+class BackwardScorer(GatheringScorer):
+    """Gathers in the user's own backward, from what layers saw in forward and the gradients of their outputs."""
+
+    def _set_up(self, generator: torch.Generator | None) -> None:
+        self._watch = BackwardWatch(self.modules, self._keep, self._take, f"prune {self.criterion}")
+        super()._set_up(generator)
+
+    def attach(self) -> None:
+        """Register a hook on every layer."""
+        self._watch.attach()
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        self._watch.detach()
+        super().discard_step()
+
+    def discard_step(self) -> None:
+        """Forget the examples since the last `observe_step`."""
+        self._watch.clear()
+        super().discard_step()
+
+    def _keep(self, x: Tensor, output: Tensor) -> Tensor:
+        """Return what to hold of a layer's input and output until backward."""
+        raise NotImplementedError
+
+    def _take(self, name: str, calls: list[Call]) -> None:
+        """Gather from what was held and the gradients of the output."""
+        raise NotImplementedError
+
+    def _commit(self, loss_scale: float) -> None:
+        self._watch.flush()
+        super()._commit(loss_scale)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared_core.pruning.scorers.scorer import Scorer, saved_tensors, wide
 
@@ -19,16 +19,6 @@ class _StepSums(Scorer):
 
     needs: ClassVar[frozenset[str]] = frozenset({"gradients"})
     _saw_nothing: ClassVar[str] = "but no weight had a gradient; look for frozen layers or a detached loss"
-
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        *,
-        generator: torch.Generator | None = None,
-        costs: Mapping[str, float] | None = None,
-    ) -> None:
-        super().__init__(modules, generator=generator, costs=costs)
-        self._sums: dict[str, Tensor] = {}
 
     @property
     def ready(self) -> bool:
@@ -68,7 +58,7 @@ class _StepSums(Scorer):
         return total / self.num_observed
 
     def _forget(self) -> None:
-        self._sums = {}
+        self._sums: dict[str, Tensor] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums beside what every scorer saves."""

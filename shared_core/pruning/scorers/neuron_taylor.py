@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shared_core.pruning.scorers.backward_watch import BackwardWatch, Call
-from shared_core.pruning.scorers.gathered import GatheringScorer
-from shared_core.pruning.scorers.layouts import channel_axis, check_layout, over_outputs
+from shared_core.pruning.scorers.backward_watch import Call
+from shared_core.pruning.scorers.gathered import BackwardScorer
+from shared_core.pruning.scorers.layouts import channel_axis, over_outputs
 from shared_core.pruning.scorers.scorer import wide
 
 
-class NeuronTaylor(GatheringScorer):
+class NeuronTaylor(BackwardScorer):
     """``mean over examples of |mean over positions of a·∂L/∂a|`` of a layer's output units (arXiv:1611.06440, eq. 8).
 
     a is the output of the layer, before the nonlinearity: where that is piecewise linear through 0 (ReLU), a·∂L/∂a is
@@ -34,32 +33,6 @@ class NeuronTaylor(GatheringScorer):
     needs: ClassVar[frozenset[str]] = frozenset({"activations", "per_example_gradients"})
     zero_is_lowest: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        *,
-        generator: torch.Generator | None = None,
-        costs: Mapping[str, float] | None = None,
-    ) -> None:
-        super().__init__(modules, generator=generator, costs=costs)
-        for name, module in self.modules.items():
-            check_layout(module, f"prune neuron_taylor: {name}")
-        self._watch = BackwardWatch(self.modules, lambda x, output: output.clone(), self._take, "prune neuron_taylor")
-
-    def attach(self) -> None:
-        """Register a hook on every layer."""
-        self._watch.attach()
-
-    def detach(self) -> None:
-        """Remove the hooks."""
-        self._watch.detach()
-        super().discard_step()
-
-    def discard_step(self) -> None:
-        """Forget the examples since the last `observe_step`."""
-        self._watch.clear()
-        super().discard_step()
-
     @torch.no_grad()
     def unit_scores(self, name: str, weight: Tensor) -> Tensor:
         """Return one score an output unit: (units,), in the type of scores.
@@ -70,6 +43,9 @@ class NeuronTaylor(GatheringScorer):
         self._require_ready()
         units = self._unit_means(name, weight.detach())
         return units if self.costs is None else units / self.costs[name]
+
+    def _keep(self, x: Tensor, output: Tensor) -> Tensor:
+        return output.clone()
 
     def _take(self, name: str, calls: list[Call]) -> None:
         module = self.modules[name]
@@ -88,10 +64,6 @@ class NeuronTaylor(GatheringScorer):
             products = product.sum(1) if products is None else products + product.sum(1)
         if products is not None:
             self._gather(name, products.abs_().sum(0).double() / max(places, 1), examples)
-
-    def _commit(self, loss_scale: float) -> None:
-        self._watch.flush()
-        super()._commit(loss_scale)
 
     def _rescale_(self, window: Tensor, count: int, loss_scale: float) -> None:
         window.mul_(count / loss_scale)

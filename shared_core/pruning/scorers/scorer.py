@@ -57,6 +57,7 @@ class Scorer:
         """Optimizer steps observed since the last `reset`."""
         self.num_left_out = 0
         """Steps since then whose gradients were not finite."""
+        self._set_up(generator)
 
     def attach(self) -> None:
         """Register what hooks there are. Safe to call twice."""
@@ -143,6 +144,10 @@ class Scorer:
             )
         self.num_observed, self.num_left_out = int(state["num_observed"]), int(state["num_left_out"])
 
+    def _set_up(self, generator: torch.Generator | None) -> None:
+        """Check the modules and make what this criterion keeps: the end of `__init__`."""
+        self._forget()
+
     def _scores(self, name: str, weight: Tensor) -> Tensor:
         raise NotImplementedError
 
@@ -153,7 +158,7 @@ class Scorer:
         pass
 
     def _forget(self) -> None:
-        pass
+        """Hold nothing gathered, as at the start."""
 
     def _divided(self, name: str, scores: Tensor) -> Tensor:
         return scores if self.costs is None else scores.div_(self.costs[name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_core.errors import TrainingError
 from shared_core.pruning.scorers.gathered import GatheringScorer
-from shared_core.pruning.scorers.layouts import channel_axis, check_layout, over_inputs
+from shared_core.pruning.scorers.layouts import channel_axis, over_inputs
 from shared_core.pruning.scorers.scorer import wide
 
 
@@ -38,18 +38,10 @@ class Wanda(GatheringScorer):
     needs: ClassVar[frozenset[str]] = frozenset({"activations"})
     per_row: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        *,
-        generator: torch.Generator | None = None,
-        costs: Mapping[str, float] | None = None,
-    ) -> None:
-        super().__init__(modules, generator=generator, costs=costs)
-        for name, module in self.modules.items():
-            check_layout(module, f"prune wanda: {name}")
+    def _set_up(self, generator: torch.Generator | None) -> None:
         self._handles: list[RemovableHandle] = []
         self._calibrating = False
+        super()._set_up(generator)
 
     def attach(self) -> None:
         """Register a hook on every layer."""

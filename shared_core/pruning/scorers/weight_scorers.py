@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared_core.errors import ConfigError
 from shared_core.pruning.criteria import magnitude
@@ -53,14 +53,8 @@ class Random(Scorer):
     zero_is_lowest: ClassVar[bool] = False
     keeps_going: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        *,
-        generator: torch.Generator | None = None,
-        costs: Mapping[str, float] | None = None,
-    ) -> None:
-        super().__init__(modules, generator=generator, costs=costs)
+    def _set_up(self, generator: torch.Generator | None) -> None:
+        super()._set_up(generator)
         if generator is None:
             raise ConfigError("prune random: generator must be given, got None; seed one alike on every rank")
         self.seed = int(torch.randint(2**62, (), generator=generator))
