@@ -68,15 +68,16 @@ def named_inputs(student: nn.Module, forward: Forward) -> dict[str, Any]:
 def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any:
     """Return the teacher's output for the student's inputs, without labels and without gradients."""
     teacher.eval()
-    device = next((parameter.device for parameter in teacher.parameters()), None)
+    floats = [parameter for parameter in teacher.parameters() if parameter.is_floating_point()]
+    like = floats[0] if floats else None
     names = _positional_names(student)
     args = tuple(
-        None if name in _FOR_THE_LOSS else _on(_without_labels(value), device)
+        None if name in _FOR_THE_LOSS else _on(_without_labels(value), like)
         for name, value in zip([*names, *[""] * len(forward.args)], forward.args, strict=False)
     )
     accepted = _keywords(teacher)
     kwargs = {
-        name: _on(value, device)
+        name: _on(value, like)
         for name, value in forward.kwargs.items()
         if name not in _FOR_THE_LOSS and (accepted is None or name in accepted)
     }
@@ -184,9 +185,10 @@ def _without_labels(value: Any) -> Any:
     return value
 
 
-def _on(value: Any, device: torch.device | None) -> Any:
-    if device is not None and isinstance(value, Tensor):
-        return value.to(device)
-    if device is not None and type(value) is dict:
-        return {name: _on(item, device) for name, item in value.items()}
+def _on(value: Any, like: Tensor | None) -> Any:
+    """Return tensors on the teacher's device, and those of floating point in its dtype."""
+    if like is not None and isinstance(value, Tensor):
+        return value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
+    if like is not None and type(value) is dict:
+        return {name: _on(item, like) for name, item in value.items()}
     return value

@@ -19,6 +19,7 @@ from shared_core.distillation.cache import TeacherCache
 from shared_core.distillation.config import EMA, DistillConfig
 from shared_core.distillation.divergences import DIVERGENCES
 from shared_core.distillation.heads import check_heads, num_classes
+from shared_core.distillation.teacher_dtype import change_dtype_
 from shared_core.distillation.teacher_mean import mean_logits, mean_teacher
 from shared_core.distillation.teachers import StudentAverage, Teachers, check_separate
 from shared_core.distillation.topk_divergence import kd_topk_sum
@@ -163,7 +164,10 @@ def open_comparison(config: DistillConfig, model: nn.Module, student: nn.Module,
     for module in modules:
         check_separate(model, module)
         check_heads(student, module, config.divergence)
-    return Comparison(config, Teachers(modules, config.teacher_weights), _told(modules, student, context))
+    told = {**_told(modules, student, context), "teacher_dtype": config.teacher_dtype}
+    for module in modules:
+        change_dtype_(module, config.teacher_dtype)
+    return Comparison(config, Teachers(modules, config.teacher_weights), told)
 
 
 def _load(teacher: Any, student: nn.Module, context: Context) -> nn.Module:
@@ -189,4 +193,6 @@ def _told(modules: list[nn.Module], student: nn.Module, context: Context) -> dic
 
 
 def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    # bitsandbytes packs two weights of 4 bits into one number
+    shapes = [getattr(getattr(weight, "quant_state", None), "shape", weight.shape) for weight in module.parameters()]
+    return sum(shape.numel() for shape in shapes)

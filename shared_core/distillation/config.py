@@ -10,6 +10,7 @@ from torch import nn
 
 from shared_core.config import TechniqueConfig, option
 from shared_core.distillation.layer_init import parse_layers
+from shared_core.distillation.teacher_dtype import TeacherDtype
 from shared_core.positions import Position
 
 EMA = "ema"
@@ -38,6 +39,9 @@ class DistillConfig(TechniqueConfig):
         "cache:FOLDER: what eff cache-teacher wrote; from Python also modules",
     )
     teacher_weights: tuple[float, ...] = option((), help="how much each of several teachers counts; none: equally")
+    teacher_dtype: TeacherDtype = option(
+        "as_saved", help="of the teacher's weights: fewer bits take less memory; int8 needs torchao, nf4 bitsandbytes"
+    )
     ema_decay: float = option(0.999, low=0, below=1, help="of teacher ema: what is kept of the average at each step")
     divergence: Literal[
         "forward_kl", "reverse_kl", "jsd", "soft_cross_entropy", "hard_label", "logit_mse", "bernoulli_kl"
@@ -90,6 +94,8 @@ class DistillConfig(TechniqueConfig):
         weights = self.teacher_weights
         if weights and (len(weights) != len(self.teachers) or not all(weight > 0 for weight in weights)):
             raise self._error("teacher_weights", f"must be a number above 0 for each of {len(self.teachers)} teachers")
+        if self.teacher_dtype != "as_saved" and self.teacher == EMA:
+            raise self._error("teacher_dtype", "must be left out with teacher ema, which follows the student's weights")
         self._validate_cache()
         several = len(self.teachers) > 1
         if self.confidence and not self.of_classes:

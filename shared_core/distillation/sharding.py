@@ -8,12 +8,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from shared_core.distillation.teacher_dtype import is_plain
+
 
 def shard_like_(teacher: nn.Module, student: nn.Module) -> None:
     """Shard a teacher over the processes that share the student, in place; nothing if the student is whole.
 
     Each layer of a stack (``nn.ModuleList``) is gathered by itself, like the rest of the model. A teacher that is
-    sharded already stays as it is. Products are made in the student's dtype.
+    sharded already, or quantised, stays as it is. Products are made in the student's dtype.
 
     Args:
         teacher: A whole model, on every process.
@@ -26,7 +28,8 @@ def shard_like_(teacher: nn.Module, student: nn.Module) -> None:
         'Linear'
     """
     mesh = next((part.device_mesh for part in student.parameters() if isinstance(part, DTensor)), None)
-    if mesh is None or any(isinstance(part, DTensor) for part in teacher.parameters()):
+    # packed weights have no rows to share: every process holds them, as they are few
+    if mesh is None or any(isinstance(part, DTensor) or not is_plain(part) for part in teacher.parameters()):
         return
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": True, "mp_policy": _policy(student)}
     stacks = [module for module in teacher.modules() if isinstance(module, nn.ModuleList)]

@@ -93,6 +93,7 @@ FLAGS = [
     "fp8_skip",
     "distill_teacher",
     "distill_teacher_weights",
+    "distill_teacher_dtype",
     "distill_ema_decay",
     "distill_divergence",
     "distill_beta",
