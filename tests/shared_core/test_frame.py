@@ -362,6 +362,17 @@ def test_a_receipt_is_json_for_every_parser(tmp_path):
     assert json.loads(printed.output) == json.loads(text)
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_run_cut_short_still_has_a_receipt(begun):
+    model, session = net(), Session(Recipe.from_dict({"qat": {"scheme": "int8"}}))
+    session.attach(model)
+    if begun:
+        session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=3)
+    session.detach()
+    assert session.receipt()["techniques"]["qat"]["layers"] == len(session.techniques["qat"].layers)
+    assert all(type(module).__module__.startswith("torch.nn") for module in model.modules())
+
+
 def test_a_session_refuses_wrong_order_and_a_second_model():
     session = Session(Recipe({}))
     with pytest.raises(TrainingError, match="attach must come before begin"):
