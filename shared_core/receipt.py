@@ -16,6 +16,7 @@ from rich.table import Table
 
 from shared_core.atomic import atomic_write
 from shared_core.hardware import matmul_environment
+from shared_core.strict_json import json_text
 
 RECEIPT_FILE = "eff_receipt.json"
 
@@ -56,7 +57,7 @@ class Receipt:
         path = Path(folder) / RECEIPT_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps(self.values, indent=2, default=str) + "\n", encoding="utf-8")
+            temporary.write_text(json_text(self.values) + "\n", encoding="utf-8")
         return path
 
     @classmethod

@@ -273,9 +273,12 @@ class Session:
         """Leave stock modules behind without baking: the run was cut short."""
         if self.context is None or self._finished:
             return
-        for technique in reversed(self.techniques.values()):
-            technique.detach(self.context.model)
-        self._finished = True
+        try:
+            self._final_reports = self._reports()  # stock layers have nothing left to tell
+        finally:
+            for technique in reversed(self.techniques.values()):
+                technique.detach(self.context.model)
+            self._finished = True
 
     def bake(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the model's state dict as the user's plain model loads it.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shared_core.cli.loading import build_model, function, load_weights
+from shared_core.cli.loading import build_model, load_weights, user_batches
 from shared_core.errors import ConfigError
+from shared_core.strict_json import json_text
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -47,6 +47,8 @@ def export(
         raise ConfigError(f"eff export: --format must be onnx, got {kind!r}")
     if out is None:
         raise ConfigError("eff export: --out must be given, got none; name the file to write")
+    if out.is_dir():
+        raise ConfigError(f"eff export: --out must be a file, got the folder {out}; name a file in it")
     if not out.parent.is_dir():
         raise ConfigError(f"eff export: --out must lie in a folder that exists, got {out}; make it first")
     network, inputs = build_model(model, "eff export")
@@ -56,13 +58,13 @@ def export(
         load_quantized(network, weights)
     from shared_core.quantization.export_onnx import export_onnx
 
-    batches = None if calibration is None else list(function(calibration, "eff export: --calibration")())
+    batches = None if calibration is None else list(user_batches(calibration, "eff export: --calibration"))
     report = export_onnx(
         network, inputs, out,
         opset=opset, dynamic_batch=not static_batch, verify=not no_verify, calibration=batches,
     )  # fmt: skip
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(report), default=str, indent=2))
+        typer.echo(json_text(dataclasses.asdict(report)))
         return
     typer.echo(f"wrote {report.path}: {report.bytes} bytes, {len(report.quantized)} layers quantised")
     if report.float_layers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,20 @@ def function(name: str, where: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError(f"{where} must name a function of {module_name}, got {function_name!r}")
     return found  # type: ignore[no-any-return]
+
+
+def user_batches(name: str, where: str) -> Iterable[Any]:
+    """Return the batches that the user's function returns, or yields.
+
+    Raises:
+        ConfigError: If there is no such function, or it returns nothing to go through.
+    """
+    batches = function(name, where)()
+    if not isinstance(batches, Iterable):
+        raise ConfigError(
+            f"{where} must return batches, got {type(batches).__name__}; return a list of them, or yield them"
+        )
+    return batches
 
 
 def build_model(name: str, where: str) -> tuple[nn.Module, Any]:
@@ -70,6 +84,13 @@ def load_weights(model: nn.Module, path: Path, where: str) -> str:
     first = next((key for key in state_dict if names and key.endswith(names[0])), "")
     prefix = first.removesuffix(names[0]) if first else ""
     own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+    shapes = {key: value.shape for key, value in model.state_dict().items()}
+    other = next((key for key, value in own.items() if shapes.get(key, value.shape) != value.shape), None)
+    if other is not None:
+        raise CheckpointError(
+            f"{where}: {path} must hold the weights of the model, got {tuple(own[other].shape)} for {other} of shape "
+            f"{tuple(shapes[other])}; build the model that was trained"
+        )
     missing, unexpected = model.load_state_dict(own, strict=False)
     tied = {value.data_ptr() for key, value in model.state_dict().items() if key in own}
     missing = [key for key in missing if model.state_dict()[key].data_ptr() not in tied]

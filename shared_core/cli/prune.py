@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 
 from shared_core.cli.flags import describe_flags
 from shared_core.cli.folders import check_new, copy_beside, load_folder
-from shared_core.cli.loading import build_model, function, load_weights
+from shared_core.cli.loading import build_model, function, load_weights, user_batches
 from shared_core.cli.progress_bar import bar
 from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import CheckpointError, ConfigError
@@ -135,7 +135,7 @@ def prune(
         raise ConfigError(f"eff prune: --weights must be left out for a folder, got {weights}")
     judge = function(evaluate, "eff prune: --eval") if evaluate else None
     run_batch = function(loss, "eff prune: --loss") if loss else None
-    data = function(calibration, "eff prune: --calibration")() if calibration else None
+    data = user_batches(calibration, "eff prune: --calibration") if calibration else None
     network, example = (load_folder(folder, "eff prune"), None) if folder else build_model(model, "eff prune")
     if weights is not None:
         load_weights(network, weights, "eff prune")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
@@ -16,11 +15,12 @@ import typer
 
 from shared_core.cli import quantize_report_measures as measures
 from shared_core.cli.export import load_quantized
-from shared_core.cli.loading import build_model, function, load_weights
+from shared_core.cli.loading import build_model, function, load_weights, user_batches
 from shared_core.cli.page import Cell, Section, Table, check_page, write_page
 from shared_core.cli.progress_bar import bar
 from shared_core.cli.quantize_report import sections, tell
 from shared_core.errors import CheckpointError, ConfigError
+from shared_core.strict_json import json_text
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -32,6 +32,7 @@ REPORT_FILE = "eff_quantization.json"
 PLAN_FILE = "plan.yaml"
 _FLAGS = {"evaluate": "eval", "set_options": "set"}
 _WITHOUT_METHOD = ("plan", "equalize", "correct_bias", "sensitivity", "largest_loss", "all_layers", "attack", "latency")
+_OF_TRAINING = ("begin", "freeze_observers", "freeze_bn", "rounding", "gate", "calibration_batches", "keep")
 _GAINS = ("plain_output_sqnr_db", "output_sqnr_db", "plain_sqnr_db", "sqnr_db")
 _PLACES = ("as_json", "out", "report")  # where a report goes does not change it
 
@@ -62,7 +63,7 @@ def quantize(
         ),
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(help="A bit plan that was saved as YAML; --set and --scheme add to it.")
+        Path | None, typer.Option(help="A bit plan that was saved as YAML; its scheme holds unless --scheme is given.")
     ] = None,
     equalize: Annotated[bool, typer.Option("--equalize", help="Even out the ranges of channels first.")] = False,
     correct_bias: Annotated[
@@ -119,11 +120,11 @@ def quantize(
     with --largest-loss; and eff_quantization.json, the report. With --method the weights are plain too, no deployment
     file is written, and quality is that of torchao's kernels.
     """
-    scheme = scheme or (None if method else "int8")
     asked = {_FLAGS.get(name, name): value for name, value in locals().items() if name not in _PLACES}
     import torch
 
     from shared_core.quantization import BitPlan, QatConfig, quantize_with_report
+    from shared_core.quantization.fusion import run
     from shared_core.quantization.latency import latencies
     from shared_core.quantization.quality_report import judge_loss, layer_bytes, thresholds
     from shared_core.quantization.sizes import quantized_bytes
@@ -143,6 +144,12 @@ def quantize(
         ("--largest-loss", largest_loss is not None, "--eval and --calibration", evaluate and calibration),
         ("--all-layers", all_layers, "--largest-loss", largest_loss is not None),
         ("--method", method, "--calibration", calibration),
+        ("--accept", accept != "default", "--eval", evaluate),
+        ("--mode", mode != "max", "--eval", evaluate),
+        ("--batches", batches != 100, "--calibration", calibration),
+        ("--attack-eps", attack_eps != "2/255,8/255", "--attack", attack),
+        ("--attack-range", attack_range != "0,1", "--attack", attack),
+        ("--attack-steps", attack_steps != 20, "--attack", attack),
     )
     alone = [name for name in _WITHOUT_METHOD if method and asked[name] is not None and asked[name] is not False]
     if alone:
@@ -152,14 +159,21 @@ def quantize(
     by_torchao = TorchaoMethodConfig.from_dict({"method": method, "scheme": scheme, **own}) if method else None
     if largest_loss is not None and plan is not None:
         raise ConfigError("eff quantize: --largest-loss must stand without --plan, which it would make; leave one out")
-    options: dict[str, Any] = BitPlan.from_yaml(plan).qat_options() if plan is not None else {}
+    options: dict[str, Any] = {"scheme": "int8"} if plan is None else BitPlan.options_from_yaml(plan)
     if by_torchao is None:
-        options |= {"scheme": scheme, **_options(set_options or [])}
+        options |= {} if scheme is None else {"scheme": scheme}
+        scheme = asked["scheme"] = options["scheme"]
+        options |= _options(set_options or [])
     else:
         options["scheme"] = by_torchao.scheme
     if scheme == "int8":
         options.setdefault("range", "mse")
     config = QatConfig.from_dict(options)
+    useless = [name for name in _OF_TRAINING if getattr(config, name) != getattr(QatConfig, name)]
+    if useless:
+        raise ConfigError(
+            f"eff quantize: --set must hold options of quantising, got {useless[0]}, which only training has; drop it"
+        )
     if largest_loss is not None:
         measures.check_plannable(config, largest_loss)
     if sensitivity not in (None, "kl", "rmse"):
@@ -178,17 +192,17 @@ def quantize(
     if weights is not None:
         load_weights(network, weights, "eff quantize")
     judge = function(evaluate, "eff quantize: --eval") if evaluate else None
-    images = None if attack is None else measures.attack_data(function(attack, "eff quantize: --attack")())
+    images = None if attack is None else measures.attack_data(user_batches(attack, "eff quantize: --attack"))
     data = None
     if calibration is not None:
-        data = list(_loaded(function(calibration, "eff quantize: --calibration")(), batches))
+        data = list(_loaded(user_batches(calibration, "eff quantize: --calibration"), batches))
 
     quality: dict[str, float | None] = {"float": None, "quantized": None}
     attacks: list[dict[str, Any]] = []
 
     def measure(name: str) -> None:
         if judge is not None:
-            quality[name] = float(judge(models[name].eval()))
+            quality[name] = measures.score(judge, models[name])
         if images is not None:
             with bar(f"attacks on the {name} model") as advance:
                 for row in measures.attacked(name, models[name], network, images, settings):
@@ -210,6 +224,8 @@ def quantize(
             progress=show,
         )
 
+    if latency:
+        run(network, inputs, f"eff quantize: --latency: the inputs of {model}")
     measure("float")
     with bar("calibration") as advance:
         models["quantized"], done = quantized_as(config, advance)
@@ -259,7 +275,7 @@ def quantize(
         gained = [] if by_torchao is None else [_section_of_method(values)]
         write_page(report, f"Quantisation of {model}", [*sections(values), *gained])
     if as_json:
-        typer.echo(json.dumps(values, indent=2, default=str))
+        typer.echo(json_text(values))
         return
     tell(out, values)
     if report is not None:
@@ -340,4 +356,4 @@ def _write(out: Path, model: nn.Module, values: dict[str, Any], found: Selective
             write_deployment(str(temporary), {"qat": {"ranges": values["ranges"]}})
         if found is not None:
             found.plan.to_yaml(temporary / PLAN_FILE, scheme=config.scheme)
-        (temporary / REPORT_FILE).write_text(json.dumps(values, indent=2, default=str) + "\n", encoding="utf-8")
+        (temporary / REPORT_FILE).write_text(json_text(values) + "\n", encoding="utf-8")

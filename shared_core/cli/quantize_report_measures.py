@@ -20,6 +20,22 @@ SENSITIVITY_BATCHES = 8
 Judge = Callable[["nn.Module"], float]
 
 
+def score(judge: Judge, model: nn.Module) -> float:
+    """Return the quality of a model by the user's function.
+
+    Raises:
+        ConfigError: If that returns no number.
+    """
+    found: Any = judge(model.eval())
+    try:
+        return float(found)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{WHERE}: --eval must return a number, got {type(found).__name__} {found!r:.40}; return one, such as the "
+            "accuracy"
+        ) from error
+
+
 def sensitivities(
     network: nn.Module, report: QuantizationReport, batches: list[Any], metric: str
 ) -> dict[str, dict[int, float]]:
@@ -111,7 +127,7 @@ def selective_plan(
 
     found = plan_by_quality(
         network,
-        lambda model: sign * float(judge(model.eval())),
+        lambda model: sign * score(judge, model),
         costs,
         largest_loss=largest_loss,
         bits=next(iter(next(iter(costs.values())))),
@@ -182,8 +198,10 @@ def attack_data(batches: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
             isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)
         ):
             raise ConfigError(
-                f"{WHERE}: --attack must return pairs of tensors (inputs, class indices), got {batch!r:.80}"
+                f"{WHERE}: --attack must return pairs of tensors (inputs, class indices), got {type(batch).__name__}"
             )
+    if not held:
+        raise ConfigError(f"{WHERE}: --attack must return at least one batch, got none; return some images")
     return [(x, y) for x, y in held]
 
 

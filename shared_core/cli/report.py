@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -16,9 +15,10 @@ def report(
     """Show what a run was asked, what it touched, what ran and what it cost."""
     from shared_core.errors import CheckpointError
     from shared_core.receipt import RECEIPT_FILE, Receipt
+    from shared_core.strict_json import json_text
 
     try:
         receipt = Receipt.read(run)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"report: {run / RECEIPT_FILE} must be a receipt, got {error}") from error
-    typer.echo(json.dumps(receipt.values, indent=2) if as_json else receipt.text())
+    typer.echo(json_text(receipt.values) if as_json else receipt.text())

@@ -111,14 +111,7 @@ class BitPlan:
             >>> BitPlan.from_yaml(plan.to_yaml()) == plan
             True
         """
-        where = "bit_plan" if "\n" in str(source) else f"bit_plan: {source}"
-        try:
-            text = str(source) if "\n" in str(source) else Path(source).read_text(encoding="utf-8")
-            content = yaml.safe_load(text)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"{where}: must be a YAML file with a plan, got {error}") from error
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise ConfigError(f"{where}: format must be {_FORMAT!r}; write the file with BitPlan.to_yaml")
+        where, content = _read(source)
         layers = content.get("layers")
         if not isinstance(layers, dict) or not all(
             isinstance(name, str) and isinstance(entry, dict) and {"bits", "weights"} <= entry.keys()
@@ -131,6 +124,33 @@ class BitPlan:
             {name: entry["weights"] for name, entry in layers.items()},
             None if cost is None else float(cost),
         )
+
+    @classmethod
+    def options_from_yaml(cls, source: str | Path) -> dict[str, Any]:
+        """Return `qat_options` of the plan in a YAML file or text, with the scheme that it was written for.
+
+        Raises:
+            ConfigError: If there is no such file, or it holds no plan.
+
+        Example:
+            >>> plan = BitPlan({"a": 4}, {"a": 10})
+            >>> BitPlan.options_from_yaml(plan.to_yaml(scheme="int8_weight"))["scheme"]
+            'int8_weight'
+        """
+        qat = _read(source)[1].get("qat")
+        return cls.from_yaml(source).qat_options(**({"scheme": qat["scheme"]} if qat and "scheme" in qat else {}))
+
+
+def _read(source: str | Path) -> tuple[str, dict[str, Any]]:
+    where = "bit_plan" if "\n" in str(source) else f"bit_plan: {source}"
+    try:
+        text = str(source) if "\n" in str(source) else Path(source).read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{where}: must be a YAML file with a plan, got {error}") from error
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ConfigError(f"{where}: format must be {_FORMAT!r}; write the file with BitPlan.to_yaml")
+    return where, content
 
 
 def plan_bits(

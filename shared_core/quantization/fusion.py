@@ -190,10 +190,10 @@ def fuse_pair_(model: nn.Module, layer: nn.Module, batch_norm: nn.Module) -> Non
                 parent._modules[name] = nn.Identity().train(batch_norm.training)
 
 
-def run(model: nn.Module, inputs: Any) -> Tensor:
-    """Return the output tensor of `model` in evaluation, without a graph."""
+def run(model: nn.Module, inputs: Any, where: str = "model: inputs") -> Tensor:
+    """Return the output tensor of `model` in evaluation, without a graph; `where` as in `call_model`."""
     with evaluating(model), torch.no_grad():
-        return output_tensor(call_model(model, inputs)).clone()
+        return output_tensor(call_model(model, inputs, where)).clone()
 
 
 def check_same_function(before: Tensor, after: Tensor, where: str) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.errors import CompatibilityError, ConfigError, EffError
 
 LAYERS: tuple[type[nn.Module], ...] = (
     nn.Linear,
@@ -135,18 +135,34 @@ def sole_user(node: Node) -> tuple[Node | None, str]:
     return None, f"its output is tapped (a residual or a second branch): {readers} read it"
 
 
-def call_model(model: nn.Module, inputs: Any) -> Any:
+def call_model(model: nn.Module, inputs: Any, where: str = "model: inputs") -> Any:
     """Return the model's output for a tensor, a tuple or list of arguments, or a mapping of keyword arguments.
+
+    Args:
+        model: The user's.
+        inputs: What it is called with.
+        where: Who asks and what for, for errors.
+
+    Raises:
+        ConfigError: If the model raises; its own error is the cause.
 
     Example:
         >>> call_model(nn.Identity(), (torch.ones(1),))
         tensor([1.])
     """
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, (tuple, list)):
-        return model(*inputs)
-    return model(inputs)
+    try:
+        if isinstance(inputs, Mapping):
+            return model(**inputs)
+        if isinstance(inputs, (tuple, list)):
+            return model(*inputs)
+        return model(inputs)
+    except (EffError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise ConfigError(
+            f"{where} must hold what the model takes: a tensor, a tuple of arguments or a mapping of keyword "
+            f"arguments, without labels, got {type(inputs).__name__} ({type(error).__name__}: {error})"
+        ) from error
 
 
 def output_tensor(output: Any) -> Tensor:

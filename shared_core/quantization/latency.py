@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from shared_core.errors import EffError
 from shared_core.quantization.convert import convert
+from shared_core.quantization.fusion import run
 from shared_core.quantization.graph import call_model
 
 
@@ -31,12 +32,16 @@ def latencies(model: nn.Module, quantized: nn.Module, example_inputs: Any, *, re
         example_inputs: A tensor, a tuple of arguments or a mapping of keyword arguments, on CPU.
         repeats: Rounds, at least 1.
 
+    Raises:
+        ConfigError: If the float model does not take the inputs.
+
     Example:
         >>> from shared_core.quantization import quantize
         >>> net = nn.Linear(8, 4)
         >>> sorted(latencies(net, quantize(net, "int8_dynamic"), torch.ones(2, 8), repeats=1))[:2]
         ['bfloat16', 'float32']
     """
+    run(model, example_inputs, "latencies: example_inputs")  # below, a form that cannot run is left out
     narrow = tree_map(_to_bf16, example_inputs)
     makers: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         "float32": (lambda: model, example_inputs),

@@ -212,14 +212,8 @@ def _calibrate(
     gelu = technique.gelu_inputs
     with _observing(technique), evaluating(model), torch.no_grad():
         for done, batch in enumerate(batches, 1):
-            try:
-                with contextlib.nullcontext() if gelu is None else gelu.gradients(model):
-                    call_model(model, batch)
-            except TypeError as error:
-                raise ConfigError(
-                    f"{WHERE}: calibration must hold what the model takes: a tensor, a tuple of arguments or a mapping "
-                    f"of keyword arguments, without labels, got {type(batch).__name__} ({error})"
-                ) from error
+            with contextlib.nullcontext() if gelu is None else gelu.gradients(model):
+                call_model(model, batch, f"{WHERE}: calibration")
             if gelu is not None:
                 gelu.settle(bank.device)
             if not at_once:

@@ -219,13 +219,7 @@ def _hooked(layers: dict[str, nn.Linear], make: Callable[[str], Callable[..., No
 
 
 def _call(model: nn.Module, batch: Any) -> Tensor:
-    try:
-        return output_tensor(call_model(model, batch))
-    except TypeError as error:
-        raise ConfigError(
-            f"{WHERE}: calibration must hold what the model takes: a tensor, a tuple of arguments or a mapping of "
-            f"keyword arguments, without labels, got {type(batch).__name__} ({error})"
-        ) from error
+    return output_tensor(call_model(model, batch, f"{WHERE}: calibration"))
 
 
 def _observe(model: nn.Module, observed: dict[str, ObservedLayer], batches: list[Any], tell: Progress) -> None:

@@ -13,9 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from typer.testing import CliRunner
 
 from shared_core import Recipe, Session, compatibility
 from shared_core.atomic import atomic_folder, atomic_write, clean_strays
+from shared_core.cli import app
 from shared_core.cli.run import recipe_of, take_flags
 from shared_core.errors import (
     CheckpointError,
@@ -346,6 +348,29 @@ def test_a_session_with_nothing_on_changes_nothing():
     assert {name: type(module) for name, module in model.named_modules()} == before
     assert session.receipt()["steps"]["applied"] == 1
     assert "1 steps applied" in session.receipt().text()
+
+
+def test_a_receipt_is_json_for_every_parser(tmp_path):
+    model, session = net(), Session(Recipe.from_dict({"qat": {"scheme": "int8_weight", "include": ["0"]}}))
+    model[0].weight.data.zero_()  # no noise: infinitely many dB
+    session.attach(model)
+    session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=1)
+    text = session.receipt().write(tmp_path).read_text()
+    (entry,) = json.loads(text, parse_constant=pytest.fail)["techniques"]["qat"]["per_layer"]
+    assert entry["sqnr_db"] is None
+    printed = CliRunner().invoke(app, ["report", str(tmp_path), "--json"])
+    assert json.loads(printed.output) == json.loads(text)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_run_cut_short_still_has_a_receipt(begun):
+    model, session = net(), Session(Recipe.from_dict({"qat": {"scheme": "int8"}}))
+    session.attach(model)
+    if begun:
+        session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=3)
+    session.detach()
+    assert session.receipt()["techniques"]["qat"]["layers"] == len(session.techniques["qat"].layers)
+    assert all(type(module).__module__.startswith("torch.nn") for module in model.modules())
 
 
 def test_a_session_refuses_wrong_order_and_a_second_model():

@@ -24,6 +24,8 @@ def build():
     return net, torch.ones(2, 24)
 def alone():
     return build()[0]
+def none():
+    pass
 """
 
 
@@ -70,6 +72,8 @@ def test_the_command_refuses(room):
     for arguments, error, message in (
         (["export_task:build"], ConfigError, "--out must be given"),
         (["export_task:build", "--out", "no/m.onnx"], ConfigError, "--out must lie in a folder that exists"),
+        (["export_task:build", "--out", "."], ConfigError, "--out must be a file, got the folder"),
+        (["export_task:build", "--out", "m", "--calibration", "export_task:none"], ConfigError, "must return batches"),
         (["export_task:build", "--out", "m", "--format", "pt"], ConfigError, "--format must be onnx, got 'pt'"),
         (["export_task", "--out", "m"], ConfigError, "MODEL must be module:function"),
         (["missing:build", "--out", "m"], ConfigError, "MODEL must name an importable module"),

@@ -47,10 +47,29 @@ def error(net):
 
 def unpaired():
     return [torch.ones(2, 64)]
+
+def narrow():
+    return [torch.ones(2, 63)]
+
+def narrow_inputs():
+    return model(), torch.ones(4, 63)
+
+def texts():
+    return ["a text"]
+
+def no_batches():
+    return []
+
+def word(net):
+    return "good"
+
+def unknown(net):
+    return float("nan")
 """
 
 
 SCHEME = ["quantize_task:model", "--out", "out", "--scheme", "int8_weight"]
+STATIC = ["quantize_task:model", "--out", "out", "--calibration"]
 ATTACKED = [*SCHEME, "--attack", "quantize_task:pairs"]
 PLANNED = [
     *SCHEME,
@@ -150,15 +169,45 @@ def test_weights_plan_and_options_are_taken(run, tmp_path):
     ([*ATTACKED, "--attack-range", "1"], ConfigError, "--attack-range must be LOW,HIGH"),
     ([*ATTACKED, "--attack-steps", "0"], ConfigError, "--attack-steps must be at least 1"),
     ([*ATTACKED, "--attack-range", "0.4,0.5"], ConfigError, "x must lie between low and high"),
-    ([*SCHEME, "--attack", "quantize_task:unpaired"], ConfigError, "must return pairs of tensors"),
+    ([*SCHEME, "--attack", "quantize_task:unpaired"], ConfigError, "must return pairs of tensors.*got Tensor$"),
+    ([*SCHEME, "--attack", "quantize_task:no_batches"], ConfigError, "--attack must return at least one batch"),
+    ([*SCHEME, "--attack", "quantize_task:nothing"], ConfigError, "--attack must return batches, got NoneType"),
+    ([*SCHEME, "--weights", "other.safetensors"], CheckpointError, r"got \(32, 63\) for 0.weight of shape \(32, 64\)"),
+    ([*STATIC, "quantize_task:nothing"], ConfigError, "--calibration must return batches, got NoneType"),
+    ([*STATIC, "quantize_task:narrow"], ConfigError, "calibration must hold what the model takes.*63"),
+    ([*STATIC, "quantize_task:narrow", "--equalize"], ConfigError, "calibration must hold what the model takes.*63"),
+    ([*STATIC, "quantize_task:texts"], ConfigError, "calibration must hold what the model takes.*got str"),
+    (["quantize_task:narrow_inputs", *SCHEME[1:], "--latency"], ConfigError, "--latency: the inputs of.*63"),
+    ([*SCHEME, "--eval", "quantize_task:word"], ConfigError, "--eval must return a number, got str 'good'"),
+    ([*SCHEME, "--set", "begin=0.5"], ConfigError, "--set must hold options of quantising, got begin"),
+    ([*SCHEME, "--set", "gate=rounded"], ConfigError, "--set must hold options of quantising, got gate"),
+    ([*SCHEME, "--accept", "0.1"], ConfigError, "--accept must come with --eval"),
+    ([*SCHEME, "--mode", "min"], ConfigError, "--mode must come with --eval"),
+    ([*SCHEME, "--batches", "3"], ConfigError, "--batches must come with --calibration"),
+    ([*SCHEME, "--attack-steps", "3"], ConfigError, "--attack-steps must come with --attack"),
 ])  # fmt: skip
 def test_refusals_write_nothing(run, tmp_path, args, error, message):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "kept").write_text("")
+    wide = run.task.model().state_dict()
+    save_file({**wide, "0.weight": wide["0.weight"][:, 1:].clone()}, tmp_path / "other.safetensors")
     with pytest.raises(error, match=message):
         run(*args)
     assert not (tmp_path / "out").exists()
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["kept"]
+
+
+def test_a_plan_brings_its_scheme(run, tmp_path):
+    BitPlan({"0": 4, "2": 8}, {"0": 2048, "2": 320}).to_yaml(tmp_path / "plan.yaml", scheme="int8_weight")
+    asked = ["quantize_task:model", "--plan", "plan.yaml", "--json"]
+    assert json.loads(run(*asked, "--out", "a").stdout)["config"]["scheme"] == "int8_weight"
+    assert json.loads(run(*asked, "--out", "b", "--scheme", "int8_dynamic").stdout)["asked"]["scheme"] == "int8_dynamic"
+
+
+def test_an_unknown_quality_is_null_in_json(run, tmp_path):
+    told = run(*SCHEME, "--eval", "quantize_task:unknown", "--json").stdout
+    assert told == (tmp_path / "out" / "eff_quantization.json").read_text()
+    assert json.loads(told, parse_constant=pytest.fail)["quality"] == {"float": None, "quantized": None}
 
 
 def test_a_model_with_a_shared_weight_is_saved_once(run, tmp_path, monkeypatch):
