@@ -214,7 +214,7 @@ SPARSE = ["prune_task:model", "--out", "out", "--sparsity", "0.5"]
     ([*SPARSE, "--loss", "prune_task:loss"], ConfigError, "--loss must come with --calibration"),
     ([*SPARSE, "--weights", "nothing"], CheckpointError, "nothing"),
     (["full", "--weights", "x", "--out", "out", "--sparsity", "0.5"], ConfigError, "--weights must be left out"),
-    (["full", "--out", "out", "--sparsity", "0.5"], CheckpointError, "full must be a model that can be loaded"),
+    (["full", "--out", "out", "--sparsity", "0.5"], CheckpointError, "can be loaded: it must be a folder"),
 ])  # fmt: skip
 def test_refusals_write_nothing(run, tmp_path, args, error, message):
     (tmp_path / "full").mkdir()
