@@ -377,7 +377,9 @@ def test_wrong_options_are_refused(options, message):
         shrink(model, torch.randn(3, 4), **options)
 
 
-@pytest.mark.parametrize("inputs", [None, "text", {"nowhere": torch.ones(3, 4)}, torch.ones(3, 7), torch.ones(3, 4).int()])
+@pytest.mark.parametrize(
+    "inputs", [None, "text", {"nowhere": torch.ones(3, 4)}, torch.ones(3, 7), torch.ones(3, 4).int()]
+)
 def test_inputs_that_the_model_does_not_take_are_refused(inputs):
     with pytest.raises(ConfigError, match="example_inputs must be what the model takes, got"):
         shrink(nn.Linear(4, 2), inputs)

@@ -123,8 +123,8 @@ def shrink(
     except (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         told = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"shrink: example_inputs must be what the model takes, got {type(example_inputs).__name__} ({told}); give a "
-            "tensor, a tuple of arguments or a mapping of keyword arguments"
+            f"shrink: example_inputs must be what the model takes, got {type(example_inputs).__name__} ({told}); give "
+            "a tensor, a tuple of arguments or a mapping of keyword arguments"
         ) from error
     described = is_configured(model) if from_config is None else from_config
     if described and not is_configured(model):
