@@ -256,8 +256,7 @@ class Session:
 
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Tell what the user's own validation of the present weights found; nothing happens before `begin`."""
-        ours = self.metrics()  # Lightning hands back what was logged for it
-        self._drive("evaluated", {name: value for name, value in metrics.items() if name not in ours})
+        self._drive("evaluated", metrics)
 
     def finish(self) -> None:
         """End the run: bake into plain weights and leave stock modules. A second call does nothing."""
