@@ -91,7 +91,8 @@ def match_modules(
     everything = [Matched(name, module) for name, module in names.items()]
     for pattern in skip:
         if not any(hit(pattern, found) for found in able) and not any(hit(pattern, found) for found in everything):
-            raise MatchError(f"{where}: skip pattern {pattern!r} matches no module{nearest(pattern, names)}")
+            known = [name for name in names if name]
+            raise MatchError(f"{where}: skip pattern {pattern!r} matches no module{nearest(pattern, known)}")
 
     chosen = [
         found

@@ -42,7 +42,8 @@ def load_folder(folder: Path, where: str) -> nn.Module:
             try:
                 loaded: nn.Module = load(str(folder), nn.Module())
             except CheckpointError as error:
-                raise CheckpointError(f"{where}: {folder} must be a model that can be loaded: {error}") from error
+                told = str(error).replace("distill: teacher", "it", 1)  # models to use are loaded as teachers are
+                raise CheckpointError(f"{where}: {folder} must be a model that can be loaded: {told}") from error
             return loaded.requires_grad_(True).eval()
     raise MissingExtraError(f"{where}: a model folder", "transformers", "hf")
 

@@ -50,8 +50,9 @@ def _option_parameters() -> list[Any]:
             metavar=row["type"],
             show_default=False if is_required else row["default"] or False,
         )
-        # texts, which the config reads as those of a recipe are read
-        kind, value = (str, inspect.Parameter.empty) if is_required else (str | None, None)
+        # texts, which the config reads as those of a recipe are read; lists may be given more than once
+        is_list = row["type"] == "list"
+        kind, value = (str, inspect.Parameter.empty) if is_required else ((list[str] if is_list else str) | None, None)
         flags.append(
             inspect.Parameter(
                 field.name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=Annotated[kind, option]
@@ -78,7 +79,10 @@ class PruneCommand(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         """Run the command, with the options of pruning where it finds them."""
         names = [parameter.name for parameter in _option_parameters()]
-        ctx.meta[_OPTIONS] = {name: value for name in names if (value := ctx.params.pop(name, None)) is not None}
+        given = {name: value for name in names if (value := ctx.params.pop(name, None)) is not None}
+        ctx.meta[_OPTIONS] = {
+            name: ",".join(value) if isinstance(value, list | tuple) else value for name, value in given.items()
+        }
         return super().invoke(ctx)
 
 
@@ -128,6 +132,8 @@ def prune(
         raise ConfigError(
             f"eff prune: --shrink must come with --granularity {', '.join(_SHRINKABLE)}, got {config.granularity}"
         )
+    if loss is not None and calibration is None:
+        raise ConfigError("eff prune: --loss must come with --calibration, whose batches it takes, got none")
     if calibration is None and config.criterion in GATHERED:
         raise ConfigError(f"eff prune: --calibration must be given with {needs_calibration(config)}, got none")
     folder = Path(model) if Path(model).is_dir() else None

@@ -17,6 +17,13 @@ UNITS = ("neuron", "channel", "filter", "head", "layer")
 """Granularities that prune output units whole."""
 TRACED = ("neuron", "channel", "head")
 """Those of them that prune what belongs together through the whole network, found by tracing one micro-batch."""
+_ONLY_WITH = {
+    "n_m": ("granularity", "n_m"),
+    "block": ("granularity", "block"),
+    "permutations": ("criterion", "shapley"),
+    "drop_share": ("dynamic", "rigl"),
+}
+"""Options that play a part only where another one has this value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +105,23 @@ class PruneConfig(TechniqueConfig):
             raise self._error("initial_sparsity", "must be 0 with schedule one_shot, which goes to sparsity at once")
         if (self.criterion == "threshold") != (self.threshold is not None):
             raise self._error("threshold", f"must be given with criterion threshold and only then ({self.criterion})")
+        self._validate_effects()
         self._validate_granularity()
         self._validate_dynamics()
+
+    def _validate_effects(self) -> None:
+        """Refuse what would play no part."""
+        fields = type(self).__dataclass_fields__
+        for name, (other, value) in _ONLY_WITH.items():
+            if getattr(self, name) != fields[name].default and getattr(self, other) != value:
+                raise self._error(name, f"must be left out without {other} {value}, where it plays no part")
+        if self.regularizer == "none" and self.regularizer_strength != fields["regularizer_strength"].default:
+            raise self._error("regularizer_strength", "must be left out without a regularizer")
+        alone = {"scope": self.scope != "global", "granularity": self.granularity == "n_m",
+                 "criterion": self.criterion == "wanda"}  # fmt: skip
+        for name in (name for name, is_so in alone.items() if is_so and self.cost != "none"):
+            raise self._error("cost", f"must be none with {name} {getattr(self, name)}: layers do not compete, so it "
+                              "plays no part")  # fmt: skip
 
     def _validate_granularity(self) -> None:
         of_units = self.granularity in UNITS
@@ -107,6 +129,13 @@ class PruneConfig(TechniqueConfig):
             raise self._error("criterion", f"must score weights with granularity {self.granularity}")
         if of_units and self.criterion in ("threshold", "movement", "wanda"):
             raise self._error("criterion", f"must score units with granularity {self.granularity}")
+        if self.criterion == "threshold" and self.granularity != "unstructured":
+            raise self._error("granularity", "must be unstructured with criterion threshold")
+        if self.criterion == "wanda" and self.granularity == "block":
+            raise self._error("granularity", "must be unstructured or n_m with criterion wanda, which compares the "
+                              "weights of one output")  # fmt: skip
+        if self.criterion == "wanda" and self.scope.startswith("erdos_renyi"):
+            raise self._error("scope", "must be global or local with criterion wanda, which prunes every output alike")
         if self.granularity == "filter" and self.criterion == "bn_scale":
             raise self._error("criterion", "must be another with granularity filter, which knows no batch norms; "
                               "take channel")  # fmt: skip

@@ -32,9 +32,9 @@ def nm_mask(weight: Tensor, n: int, m: int, *, axis: int = 1) -> Tensor:
         >>> nm_mask(torch.tensor([[0.1, -3.0, 2.0, 2.0]]), 2, 4)
         tensor([[False,  True,  True, False]])
     """
-    if not 1 <= n <= m:
-        raise ConfigError(f"nm_mask: n must be in [1, m], got n = {n!r}, m = {m!r}")
-    if weight.ndim < 2 or weight.shape[axis] % m:
+    if not (isinstance(n, int) and isinstance(m, int) and 1 <= n <= m):
+        raise ConfigError(f"nm_mask: n must be in [1, m], both whole numbers, got n = {n!r}, m = {m!r}")
+    if weight.ndim < 2 or not -weight.ndim <= axis < weight.ndim or weight.shape[axis] % m:
         raise ConfigError(
             f"nm_mask: the input axis must be a multiple of m = {m}, got axis {axis} of shape {tuple(weight.shape)}"
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 NOTES = {
     "unstructured": "Unstructured sparsity makes compressed files smaller; dense matrix products do not get faster.",
     "n_m": "2:4 is faster on GPUs with sparse tensor cores once converted; other patterns make files smaller.",
+    "layer": "Masked layers cost as much as before, and `eff shrink` keeps them: take them out of the model's code.",
     "block": "Blocks are faster in block-sparse kernels at high sparsity alone; dense matrix products are not.",
 }
 """By granularity; of the others `UNITS_NOTE`."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from shared_core.errors import MatchError
 from shared_core.module_match import match_modules, plain_name
-from shared_core.pruning.axes import input_axis, is_transformers_conv1d
-from shared_core.pruning.config import PruneConfig
+from shared_core.pruning.axes import input_axis, is_transformers_conv1d, output_axis
+from shared_core.pruning.config import UNITS, PruneConfig
 
 _TYPES: tuple[type[nn.Module], ...] = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -86,7 +87,45 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
     if not modules:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items()) or "no matrix among them"
         raise MatchError(f"prune: must find at least one weight to prune, but all were left out ({reasons})")
+    if config.granularity not in (*UNITS, "n_m"):
+        _refuse_nothing_of_weights(config, modules)
     return Targets(modules, left_out)
+
+
+def refuse_nothing(config: PruneConfig, sizes: Sequence[int], what: str) -> None:
+    """Refuse a sparsity that rounds to nothing: each of the `sizes` keeps at least one, but for granularity layer.
+
+    Args:
+        config: Sparsity, granularity and scope.
+        sizes: How many of what is pruned each tensor or group holds.
+        what: What they are.
+
+    Raises:
+        MatchError: If nothing would be pruned.
+    """
+    if config.granularity == "layer":
+        most = round(config.sparsity * len(sizes))
+    elif config.scope == "local" or config.criterion == "wanda":
+        most = max(min(round(config.sparsity * size), size - 1) for size in sizes)
+    else:
+        most = min(round(config.sparsity * sum(sizes)), sum(sizes) - len(sizes))
+    if config.sparsity and most < 1:
+        raise MatchError(
+            f"prune: sparsity must prune at least one of {sum(sizes)} {what}, got {config.sparsity}, which rounds to "
+            "none, as no tensor is emptied; raise it, or prune in smaller pieces"
+        )
+
+
+def _refuse_nothing_of_weights(config: PruneConfig, modules: dict[str, nn.Module]) -> None:
+    weights = {module: weight for module in modules.values() if (weight := module._parameters["weight"]) is not None}
+    sizes = [weight.numel() for weight in weights.values()]
+    if config.granularity == "block":
+        rows, columns = config.block_size
+        shapes = [weight.shape for weight in weights.values()]
+        sizes = [-(-shape[0] // rows) * -(-shape[1:].numel() // columns) for shape in shapes]
+    elif config.criterion == "wanda":
+        sizes = [weight.numel() // weight.shape[output_axis(module)] for module, weight in weights.items()]
+    refuse_nothing(config, sizes, "blocks" if config.granularity == "block" else "weights")
 
 
 def _reason(

@@ -18,6 +18,7 @@ from shared_core.pruning.scorers import GroupTaylor, Scorer, UnitSlices, gather_
 from shared_core.pruning.scorers.neuron_taylor import NeuronTaylor
 from shared_core.pruning.selection import select_units
 from shared_core.pruning.shapley_units import VALUE, shapley_of_units
+from shared_core.pruning.targets import refuse_nothing
 from shared_core.pruning.units import (
     filter_groups,
     kept_units,
@@ -110,6 +111,7 @@ class UnitPruning:
         self._take(groups)
 
     def _take(self, groups: list[ChannelGroup]) -> None:
+        refuse_nothing(self._config, [group.units for group in groups], f"{self._config.granularity}s")
         self.groups, self.found = groups, True
         if self._config.criterion == "taylor":
             members = {

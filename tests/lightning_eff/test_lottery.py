@@ -52,9 +52,12 @@ def test_a_run_without_validation_keeps_the_reason(tmp_path):
 
 
 def test_a_run_whose_validation_came_earlier_is_measured_at_its_end(tmp_path):
-    options = {"limit_val_batches": 5, "val_check_interval": 2, "max_steps": 7}
+    options = {"limit_val_batches": 5, "val_check_interval": 2, "max_steps": 7, "log_every_n_steps": 1}
     run_lightning({"ticket": {"out": str(tmp_path / "out")}}, tmp_path / "run", **options)
     assert [entry["step"] for entry in result(tmp_path / "out")["history"]] == [2, 4, 6, 7]
+    names = {name for entry in result(tmp_path / "out")["history"] for name in entry["metrics"]}
+    assert names  # Lightning hands back what was logged for the session too
+    assert not any(name.startswith("ticket/") for name in names)
 
 
 def test_the_sanity_check_is_no_validation(tmp_path):

@@ -282,6 +282,7 @@ def test_a_failure_leaves_the_older_file(tmp_path):
         ({"w": 3}, {}, CheckpointError, "'w' must be a tensor, got int"),
         ({"w": torch.ones(3, 3).to_sparse()}, {}, CheckpointError, "w must be a plain dense tensor"),
         ({"w": torch.ones(3, device="meta")}, {}, CheckpointError, "w must be a plain dense tensor"),
+        (torch.nn.Linear(2, 2), {}, ConfigError, "state_dict must be tensors by name, got Linear"),
         ({"w": torch.ones(3)}, {"bits": 9}, ConfigError, r"compress: bits must be .* in \[2, 8\], got 9"),
         ({"w": torch.ones(3)}, {"bits": 1}, ConfigError, "got 1"),
         ({"w": torch.ones(3)}, {"bits": float("nan")}, ConfigError, "got nan"),

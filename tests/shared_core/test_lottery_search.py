@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from shared_core import Recipe
 from shared_core.cli import app
-from shared_core.errors import CheckpointError, ConfigError, TrainingError
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.pruning import LotteryTicket
 from shared_core.pruning.lottery.commands import TrainingCommand
 from shared_core.pruning.lottery.curve import curve_of
@@ -133,6 +133,8 @@ def test_training_without_the_recipe_is_told(tmp_path):
         ({"rewind_to": -1}, "rewind_to must be a step"),
         ({"controls": ["random"]}, "controls must be of random_reinit, random_mask, got 'random'"),
         ({"control_rounds": [11]}, "control_rounds must be rounds from 1 to 10, got 11"),
+        ({"control_rounds": [5]}, r"control_rounds must come with controls, got \[5\] without"),
+        ({"controls": "random_mask"}, r"controls must be a list, got 'random_mask'"),
         ({"mode": "up"}, "mode must be auto, max or min"),
         ({"quality": "first"}, "quality must be last or best"),
         ({"out": "x"}, "out must not be given"),
@@ -189,4 +191,7 @@ def test_the_command_line_refuses_before_it_trains(tmp_path):
         done = CliRunner().invoke(app, ["lottery", *map(str, arguments)])
         assert isinstance(done.exception, ConfigError)
         assert message in str(done.exception)
+    flags = ["--out", tmp_path / "o", "--", "python", script, "--prune_sparsity", "0.5"]
+    done = CliRunner().invoke(app, ["lottery", *map(str, flags)])
+    assert isinstance(done.exception, CompatibilityError)
     assert not (tmp_path / "o").exists()

@@ -211,9 +211,10 @@ SPARSE = ["prune_task:model", "--out", "out", "--sparsity", "0.5"]
     ([*SPARSE, "--criterion", "taylor", "--calibration", "prune_task:images"], ConfigError, "loss must be a scalar"),
     ([*SPARSE, "--criterion", "taylor", "--calibration", "prune_task:pairs", "--batches", "0"], ConfigError,
      "num_batches must be a whole number"),
+    ([*SPARSE, "--loss", "prune_task:loss"], ConfigError, "--loss must come with --calibration"),
     ([*SPARSE, "--weights", "nothing"], CheckpointError, "nothing"),
     (["full", "--weights", "x", "--out", "out", "--sparsity", "0.5"], ConfigError, "--weights must be left out"),
-    (["full", "--out", "out", "--sparsity", "0.5"], CheckpointError, "full must be a model that can be loaded"),
+    (["full", "--out", "out", "--sparsity", "0.5"], CheckpointError, "can be loaded: it must be a folder"),
 ])  # fmt: skip
 def test_refusals_write_nothing(run, tmp_path, args, error, message):
     (tmp_path / "full").mkdir()
@@ -222,6 +223,13 @@ def test_refusals_write_nothing(run, tmp_path, args, error, message):
         run(*args)
     assert not (tmp_path / "out").exists()
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["kept"]
+
+
+def test_a_list_may_be_given_twice_or_with_commas(run, tmp_path):
+    for out, skip in (("a", ["--skip", "0", "--skip", "9"]), ("b", ["--skip", "0,9"])):
+        assert run("prune_task:model", "--out", out, "--sparsity", "0.5", *skip).exit_code == 0
+        left_out = json.loads((tmp_path / out / REPORT_FILE).read_text())["left_out"]
+        assert list(left_out) == ["0.weight", "9.weight"]
 
 
 def test_a_flag_of_training_is_no_flag(run):

@@ -352,6 +352,7 @@ def test_the_report_is_plain_and_counts():
     assert (values["criterion"], values["granularity"], values["examples"]) == ("magnitude", "unstructured", 0)
     assert values["seconds"] > 0
     assert "not get faster" in values["note"]
+    assert "`eff shrink` keeps them" in prune(trained(), {"sparsity": 0.5, "granularity": "layer"}).note
 
 
 @pytest.mark.parametrize("value", [*DURING_TRAINING])

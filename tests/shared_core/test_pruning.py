@@ -348,6 +348,13 @@ def test_eight_bit_states_hold_zero_and_training_goes_on():
         ({"every": 0}, "every must be in"),
         ({"schedule": "qubic"}, "did you mean 'cubic'"),
         ({"criterion": "luck"}, "criterion must be one of"),
+        ({"n_m": "1:4"}, "n_m must be left out without granularity n_m"),
+        ({"block": "2x2"}, "block must be left out without granularity block"),
+        ({"regularizer_strength": 0.1}, "must be left out without a regularizer"),
+        ({"cost": "flops", "scope": "local"}, "cost must be none with scope local"),
+        ({"criterion": "threshold", "threshold": 0.1, "granularity": "block"}, "must be unstructured"),
+        ({"criterion": "wanda", "granularity": "block"}, "must be unstructured or n_m"),
+        ({"criterion": "wanda", "scope": "erdos_renyi"}, "scope must be global or local"),
     ],
 )
 def test_bad_options_are_refused(options, message):
@@ -364,6 +371,19 @@ def test_bad_surroundings_are_refused():
         make_session(make_net(), torch.optim.LBFGS)
     with pytest.raises(MatchError, match="has no Linear"):
         make_session(nn.Sequential(nn.Embedding(3, 3)))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"granularity": "block", "block": "99x99"}, "2 blocks"),
+        ({"sparsity": 0.001}, "weights"),
+        ({"granularity": "layer", "sparsity": 0.2}, "2 layers"),
+    ],
+)
+def test_a_sparsity_that_rounds_to_nothing_is_refused(options, what):
+    with pytest.raises(MatchError, match=f"sparsity must prune at least one of .*{what}, got"):
+        make_session(make_net(), **options)
 
 
 def test_a_state_of_another_model_is_refused():

@@ -184,7 +184,7 @@ def test_nm_mask_of_scores_minds_their_sign():
 @pytest.mark.parametrize(("weight", "n", "m", "what"), [
     (torch.ones(2, 6), 2, 4, "multiple of m = 4"), (torch.ones(2, 4), 5, 4, "n must be in"),
     (torch.ones(2, 4), 0, 4, "n must be in"), (torch.ones(4), 2, 4, "multiple"),
-    (torch.tensor([[1.0, math.nan]]), 1, 2, "NaN"),
+    (torch.tensor([[1.0, math.nan]]), 1, 2, "NaN"), (torch.ones(2, 4), 2.0, 4.0, "both whole numbers"),
 ])  # fmt: skip
 def test_nm_mask_refuses(weight, n, m, what):
     with pytest.raises(ConfigError, match=what):

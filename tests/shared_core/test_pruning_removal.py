@@ -364,6 +364,7 @@ def test_other_types_shrink_too(dtype):
     ("options", "message"),
     [
         ({"multiple_of": 0}, "multiple_of must be"),
+        ({"multiple_of": True}, "multiple_of must be"),
         ({"latency_repeats": -1}, "latency_repeats must be"),
         ({"keep": {"nowhere": torch.ones(3, dtype=torch.bool)}}, "must name groups"),
         ({"keep": {"0": torch.ones(3, dtype=torch.bool)}}, r"bool of shape \(6,\)"),
@@ -374,6 +375,14 @@ def test_wrong_options_are_refused(options, message):
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
     with pytest.raises(ConfigError, match=message):
         shrink(model, torch.randn(3, 4), **options)
+
+
+@pytest.mark.parametrize(
+    "inputs", [None, "text", {"nowhere": torch.ones(3, 4)}, torch.ones(3, 7), torch.ones(3, 4).int()]
+)
+def test_inputs_that_the_model_does_not_take_are_refused(inputs):
+    with pytest.raises(ConfigError, match="example_inputs must be what the model takes, got"):
+        shrink(nn.Linear(4, 2), inputs)
 
 
 def test_a_model_without_config_cannot_be_built_from_it():

@@ -122,6 +122,10 @@ def compress(
     check_bits(bits, "compress")
     if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
         raise ConfigError(f"compress: min_size must be a whole number >= 0, got {min_size!r}")
+    if not isinstance(state_dict, Mapping):
+        raise ConfigError(
+            f"compress: state_dict must be tensors by name, got {type(state_dict).__name__}; pass model.state_dict()"
+        )
     tensors, ties = _checked(state_dict)
     widths = _widths(tensors, ties, bits, dict(bits_of or {}), min_size)
     for name, content in (files or {}).items():

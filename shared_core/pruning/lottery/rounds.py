@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shared_core.atomic import atomic_write
+from shared_core.compatibility import check
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.positions import Position, parse_position
 from shared_core.pruning.lottery.commands import TrainingCommand
@@ -84,12 +85,17 @@ class LotteryTicket:
     ) -> None:
         if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
             raise ConfigError(f"lottery: rounds must be a whole number of at least 1, got {rounds!r}")
+        if isinstance(controls, str):
+            raise ConfigError(f"lottery: controls must be a list, got {controls!r}; write [{controls!r}]")
         for control in controls:
             if control not in CONTROLS:
                 raise ConfigError(f"lottery: controls must be of {', '.join(CONTROLS)}, got {control!r}")
         for number in control_rounds:
             if not 1 <= number <= rounds:
                 raise ConfigError(f"lottery: control_rounds must be rounds from 1 to {rounds}, got {number!r}")
+        if control_rounds and not controls:
+            raise ConfigError(f"lottery: control_rounds must come with controls, got {[*control_rounds]} without; "
+                              f"add {' or '.join(CONTROLS)}")  # fmt: skip
         if mode not in ("auto", "max", "min"):
             raise ConfigError(f"lottery: mode must be auto, max or min, got {mode!r}")
         if quality not in ("last", "best"):
@@ -145,8 +151,10 @@ class LotteryTicket:
             CheckpointError: If the folder is of another search.
             TrainingError: If the command failed, or did not train with the recipe.
             ConfigError: If no validation reported the metric, or the command is wrong.
+            CompatibilityError: If flags of ours in the command cannot be combined with tickets.
         """
         training = TrainingCommand.parse(command)
+        check(Recipe({"ticket": self.config}).merged(training.recipe))
 
         def launch(recipe: Recipe, out: Path, lock: int) -> None:
             training.run(recipe, out, lock, stdout)

@@ -27,6 +27,7 @@ from shared_core.pruning.lottery.ticket import Ticket, read_ticket
 from shared_core.pruning.optimizer_state import clear_moments_
 from shared_core.pruning.targets import Targets, find_targets
 from shared_core.ranks import is_main
+from shared_core.rooms import ROOMS
 from shared_core.technique import Context, Technique
 
 BIT_EQUAL = "bit-equal"
@@ -367,4 +368,5 @@ class TicketTraining(Technique):
 
 def _is_figure(name: str, value: Any) -> bool:
     is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-    return is_number and not isinstance(value, bool) and not name.endswith(_TIMINGS)
+    of_a_technique = name.partition("/")[0] in ROOMS  # Lightning hands back what was logged for us
+    return is_number and not isinstance(value, bool) and not name.endswith(_TIMINGS) and not of_a_technique

@@ -109,13 +109,23 @@ def shrink(
         >>> result.model[0], result.removed
         (Linear(in_features=4, out_features=2, bias=True), {'0': 1})
     """
-    if not isinstance(multiple_of, int) or multiple_of < 1:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"shrink: model must be a module, got {type(model).__name__}; build it first")
+    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
         raise ConfigError(f"shrink: multiple_of must be a whole number >= 1, got {multiple_of!r}")
     if not isinstance(latency_repeats, int) or latency_repeats < 0:
         raise ConfigError(f"shrink: latency_repeats must be a whole number >= 0, got {latency_repeats!r}")
     if callable(example_inputs):
         raise ConfigError("shrink: example_inputs must be a tensor, a tuple or a mapping, got a function")
     model = getattr(model, "_orig_mod", model)  # of a compiled one
+    try:
+        measuring.outputs(model, example_inputs)
+    except (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+        told = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"shrink: example_inputs must be what the model takes, got {type(example_inputs).__name__} ({told}); give "
+            "a tensor, a tuple of arguments or a mapping of keyword arguments"
+        ) from error
     described = is_configured(model) if from_config is None else from_config
     if described and not is_configured(model):
         raise CompatibilityError(
