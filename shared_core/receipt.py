@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +19,7 @@ from shared_core.atomic import atomic_write
 from shared_core.hardware import matmul_environment
 
 RECEIPT_FILE = "eff_receipt.json"
+VARIABLE = "EFF_RECEIPT"
 
 
 def _version(distribution: str) -> str | None:
@@ -52,11 +54,16 @@ class Receipt:
         return self.values[key]
 
     def write(self, folder: Path | str) -> Path:
-        """Write ``eff_receipt.json`` into `folder`, which is made if need be, and return its path."""
+        """Write ``eff_receipt.json`` into `folder`, which is made if need be, and return its path.
+
+        The file that the environment variable ``EFF_RECEIPT`` names gets the same: whoever runs a script that nobody
+        edits need not know where it writes.
+        """
         path = Path(folder) / RECEIPT_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps(self.values, indent=2, default=str) + "\n", encoding="utf-8")
+        for file in (path, *map(Path, filter(None, [os.environ.get(VARIABLE)]))):
+            with atomic_write(file) as temporary:
+                temporary.write_text(json.dumps(self.values, indent=2, default=str) + "\n", encoding="utf-8")
         return path
 
     @classmethod

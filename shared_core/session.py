@@ -26,6 +26,7 @@ from shared_core.technique import (
     mean_over_micro_batch,
     overrides,
 )
+from shared_core.validation_figures import figures
 
 _STEP = ("before_optimizer_step", "after_optimizer_step", "skipped_optimizer_step")
 _VERBS = ("loss", *_STEP, "before_eval", "after_eval", "evaluated")
@@ -79,6 +80,7 @@ class Session:
         self._plain: PlainKeys | None = None
         self._begun = self._finished = False
         self._final_reports: dict[str, Any] = {}
+        self._validation: dict[str, Any] | None = None
         self._started = time.perf_counter()
         self._driven = self._driven_verbs()
 
@@ -256,6 +258,9 @@ class Session:
 
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Tell what the user's own validation of the present weights found; nothing happens before `begin`."""
+        if self._begun and not self._finished:
+            known = self._validation["metrics"] if self._validation and self._validation["step"] == self.step else {}
+            self._validation = {"step": self.step, "metrics": {**known, **figures(metrics)}}
         self._drive("evaluated", metrics)
 
     def finish(self) -> None:
@@ -363,6 +368,7 @@ class Session:
                 "wall_seconds": round(time.perf_counter() - self._started, 3),
                 "seconds": {key: round(spent, 4) for key, spent in self._seconds.items()},
                 "techniques": self._final_reports or self._reports(),
+                "validation": self._validation,
                 "notes": list(self.notes),
             }
         )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from shared_core.atomic import atomic_write
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.positions import Position, parse_position
-from shared_core.pruning.lottery.commands import TrainingCommand
+from shared_core.pruning.lottery.commands import RoundCommand
 from shared_core.pruning.lottery.config import TicketConfig
 from shared_core.pruning.lottery.curve import TicketCurve, curve_of
 from shared_core.pruning.lottery.journal import Journal
@@ -146,7 +146,7 @@ class LotteryTicket:
             TrainingError: If the command failed, or did not train with the recipe.
             ConfigError: If no validation reported the metric, or the command is wrong.
         """
-        training = TrainingCommand.parse(command)
+        training = RoundCommand(command)
 
         def launch(recipe: Recipe, out: Path, lock: int) -> None:
             training.run(recipe, out, lock, stdout)
