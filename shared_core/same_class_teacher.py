@@ -47,13 +47,12 @@ def same_class_teacher(weights: Mapping[str, Tensor], student: nn.Module, source
         >>> torch.equal(teacher.weight, earlier.weight), teacher.weight is student.weight
         (True, False)
     """
-    replaced = next(
-        (module for module in student.modules() if type(module).__module__.startswith("shared_core.")), None
-    )
+    kinds = map(type, student.modules())
+    replaced = next((kind for kind in kinds if kind.__module__.startswith("shared_core.")), None)
     if replaced is not None:
         raise CheckpointError(
             f"distill: teacher {source} must be of a class that can be built where a technique replaces the student's "
-            f"layers, here by {replaced.__name__}; build the teacher yourself and pass the module"
+            f"layers, here by {type(replaced).__name__}; build the teacher yourself and pass the module"
         )
     teacher = copy.deepcopy(student)
     own = teacher.state_dict()

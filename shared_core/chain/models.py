@@ -11,7 +11,7 @@ from typing import Any
 
 from shared_core.errors import CheckpointError
 from shared_core.journal_file import read_object
-from shared_core.soup.sources import averaged, expand, load_torch_file, open_ingredient
+from shared_core.soup.sources import averaged, load_torch_file, open_ingredient
 from shared_core.validation_figures import figures
 
 _STATE = "trainer_state.json"
@@ -36,10 +36,9 @@ def find_model(folder: Path, pattern: str | None = None) -> Path:
         if not found:
             raise CheckpointError(f"chain: {folder} must hold a model under {pattern!r}, got nothing there")
         return found[-1]
-    if any(folder.glob(f"{stem}*") for stem in ("model.safetensors", "pytorch_model.bin")):
+    if any(any(folder.glob(f"{stem}*")) for stem in ("model.safetensors", "pytorch_model.bin")):
         return folder
-    checkpoints = [path for path in expand([folder]) if path != folder]
-    if checkpoints:
+    if checkpoints := _checkpoints(folder):
         state = _state(checkpoints[-1])
         best = folder / Path(str(state.get("best_model_checkpoint"))).name
         return best if best in checkpoints else checkpoints[-1]
@@ -68,16 +67,16 @@ def count_parameters(model: Path, submodule: str | None = None) -> int:
     return sum(math.prod(spec.shape) for spec in specs.values() if averaged(spec.dtype))
 
 
-def model_metrics(folder: Path, model: Path, receipt: Mapping[str, Any] | None) -> dict[str, float]:
+def model_metrics(folder: Path, model: Path, receipt: Mapping[str, Any]) -> dict[str, float]:
     """Return what was measured of a model: by the script itself at its end, else by the trainer when it was saved.
 
     Args:
         folder: The training's output folder, with ``*_results.json``, ``trainer_state.json`` or ``metrics.csv``.
         model: The model in it; figures logged after it was saved are not its own.
-        receipt: Of the training, if there is one; its last validation counts where nothing else tells.
+        receipt: Of the training, empty if there is none; its last validation counts where nothing else tells.
     """
     found: dict[str, float] = {}
-    if receipt is not None and receipt.get("validation"):
+    if receipt.get("validation"):
         found |= figures(receipt["validation"]["metrics"])
     last: int | None = None
     checkpoint = load_torch_file(model) if model.suffix == ".ckpt" else {}
@@ -88,8 +87,7 @@ def model_metrics(folder: Path, model: Path, receipt: Mapping[str, Any] | None) 
     for file in folder.rglob("metrics.csv"):
         with file.open(newline="", encoding="utf-8") as rows:
             found |= _up_to(last, map(_numbers, csv.DictReader(rows)))
-    states = [path for path in (model, *reversed(expand([folder]))) if path.is_dir()]
-    state = next(filter(None, map(_state, states)), {})
+    state = next(filter(None, map(_state, (model, folder, *reversed(_checkpoints(folder))))), {})
     found |= _up_to(last, state.get("log_history", ()))
     monitor = _monitor(checkpoint)
     if monitor:
@@ -123,6 +121,11 @@ def _object(file: Path) -> dict[str, Any]:
     with contextlib.suppress(CheckpointError):
         return read_object(file)
     return {}
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
 def _state(folder: Path) -> dict[str, Any]:

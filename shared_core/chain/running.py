@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 import subprocess
@@ -83,8 +84,9 @@ class TeacherChain:
         )
         if "," in str(self.folder.resolve()):
             raise ConfigError(f"chain: out must have no comma in its path, which separates teachers, got {self.folder}")
-        self._plan = {"format": _FORMAT, "command": list(command), "model": model}
+        self._plan = {"format": _FORMAT, "command": list(command)}
         self._model, self.metric = model, metric
+        self._trained: dict[str, Any] = {}
         self._rows = self._finished_rows()
 
     @property
@@ -122,15 +124,23 @@ class TeacherChain:
             for stage in self.stages[len(self._rows) :]:
                 if begin is not None:
                     begin(stage)
-                self._rows.append(self._run(stage, resume, lock, output))
+                self._rows.append(self._trained_before(stage) or self._run(stage, resume, lock, output))
+                self._trained = {}
                 self._write()
                 if end is not None:
                     end(self.table)
         return self.table
 
+    def _trained_before(self, stage: Stage) -> ChainRow | None:
+        """Return a stage that was trained to its end, but whose model was not found; None if it still is not."""
+        if self._trained and stage.plan().items() <= self._trained.items():
+            with contextlib.suppress(CheckpointError):
+                return self._row(stage, self._trained["seconds"])
+        return None
+
     def _run(self, stage: Stage, resume: bool, lock: int, output: Callable[[bytes], object] | None) -> ChainRow:
         out = self.folder / stage.name
-        log, receipt = (self.folder / f"{stage.name}.{suffix}" for suffix in ("log", "receipt.json"))
+        log, receipt = self._beside(stage, "log"), self._beside(stage, "receipt.json")
         if out.exists() and not resume:
             shutil.rmtree(out)
         out.mkdir(exist_ok=True)
@@ -148,7 +158,7 @@ class TeacherChain:
             before = written.tell()
             process = self._command.start(
                 stage.recipe(teacher),
-                self.folder / f"{stage.name}.yaml",
+                self._beside(stage, "yaml"),
                 stands_for,
                 lock,
                 environment={RECEIPT_VARIABLE: str(receipt.resolve())},
@@ -163,27 +173,40 @@ class TeacherChain:
                 f"{code}; started again, the chain goes on from here. The end of {log}:\n{_tail(log)}",
                 code if code > 0 else 128 - code,
             )
-        seconds = time.monotonic() - started
-        told = read_object(receipt) if receipt.is_file() else None
-        distilled = self._distilled(stage, told)
+        self._trained = {**stage.plan(), "seconds": round(time.monotonic() - started, 1)}
+        self._distilled(stage)
+        self._write()
+        return self._row(stage, self._trained["seconds"])
+
+    def _row(self, stage: Stage, seconds: float) -> ChainRow:
+        out = self.folder / stage.name
+        told = self._distilled(stage)
         model = find_model(out, self._model)
         parameters = count_parameters(model, self.stages[-1].flags.get("distill_student"))
+        of_teacher = told.get("teacher_parameters")
         return ChainRow(
             **stage.plan(),
             model=str(model.relative_to(self.folder)),
             parameters=parameters,
-            teacher_parameters=distilled.get("teacher_parameters"),
-            batches=int(distilled.get("batches", 0)),
-            metrics=model_metrics(out, model, told),
-            seconds=round(seconds, 1),
-            warnings=tuple(_size_warning(stage, parameters, distilled.get("teacher_parameters"))),
+            teacher_parameters=of_teacher,
+            batches=int(told.get("batches", 0)),
+            metrics=model_metrics(out, model, self._receipt(stage)),
+            seconds=seconds,
+            warnings=tuple(_size_warning(stage, parameters, of_teacher)),
         )
 
-    def _distilled(self, stage: Stage, receipt: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    def _receipt(self, stage: Stage) -> dict[str, Any]:
+        file = self._beside(stage, "receipt.json")
+        return read_object(file) if file.is_file() else {}
+
+    def _beside(self, stage: Stage, suffix: str) -> Path:
+        return self.folder / f"{stage.name}.{suffix}"
+
+    def _distilled(self, stage: Stage) -> Mapping[str, Any]:
         """Return what the receipt tells of distillation; an error if it should have been and was not."""
         if stage.teacher is None:
             return {}
-        told: Mapping[str, Any] = (receipt or {}).get("techniques", {}).get("distill", {})
+        told: Mapping[str, Any] = self._receipt(stage).get("techniques", {}).get("distill", {})
         if not told.get("batches"):
             found = "its receipt tells of no batch" if told else "no receipt of distillation was written"
             raise TrainingError(
@@ -206,7 +229,7 @@ class TeacherChain:
                 )
             return []
         known = read_object(file)
-        stages = known.pop("stages", None)
+        stages, self._trained = known.pop("stages", None), known.pop("trained", {})
         check_same(file, known, self._plan, "chain")
         names = [field.name for field in fields(ChainRow)]
         if not isinstance(stages, list) or any(not isinstance(row, dict) or set(row) != set(names) for row in stages):
@@ -228,7 +251,8 @@ class TeacherChain:
         return rows
 
     def _write(self) -> None:
-        write_object(self.folder / JOURNAL_FILE, {**self._plan, "stages": [asdict(row) for row in self._rows]})
+        rows = [asdict(row) for row in self._rows]
+        write_object(self.folder / JOURNAL_FILE, {**self._plan, "stages": rows, "trained": self._trained})
 
 
 def _follow(process: subprocess.Popen[bytes], log: Path, start: int, output: Callable[[bytes], object] | None) -> int:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from shared_core.errors import nearest
 
-_USUAL = ("eval_loss", "val_loss")
+_USUAL, _VALIDATION = ("eval_loss", "val_loss"), ("eval_", "val_")
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,11 @@ class ChainTable:
         """Return the metric of a stage, None if it was not measured."""
         return None if self.metric is None else row.metrics.get(self.metric)
 
+    @property
+    def known(self) -> list[str]:
+        """What validations reported."""
+        return sorted({name for row in self.rows for name in row.metrics if name.startswith(_VALIDATION)})
+
     def json(self) -> str:
         """Return the stages as JSON."""
         rows = [{**asdict(row), "metric": self.figure(row)} for row in self.rows]
@@ -55,23 +60,27 @@ class ChainTable:
 
     def table(self) -> Table:
         """Return one row a stage."""
-        table = Table(title=f"chain: {self.metric or 'no metric was found'}", title_justify="left")
-        for name in ("stage", "student", "parameters", "teacher", "metric", "seconds", "model"):
-            is_text = name in ("student", "teacher", "model")
-            table.add_column(name, justify="left" if is_text else "right", overflow="fold")
+        hint = f", --metric may be {', '.join(self.known)}" if self.metric is None and self.known else ""
+        table = Table(title=f"chain{hint}", title_justify="left")
+        table.add_column("stage", justify="right")
+        table.add_column("student", overflow="fold")
+        table.add_column("parameters", justify="right")
+        table.add_column("teacher", overflow="fold")
+        table.add_column(self.metric or "no metric", justify="right")
+        table.add_column("seconds", justify="right")
         for row in self.rows:
             figure = self.figure(row)
-            table.add_row(
-                str(row.stage), row.student or "", f"{row.parameters:,}", row.teacher or "none",
-                "–" if figure is None else f"{figure:.6g}", f"{row.seconds:.1f}", row.model,
-            )  # fmt: skip
+            reached = "–" if figure is None else f"{figure:.6g}"
+            names = (str(row.stage), row.student or "the same", f"{row.parameters:,}", row.teacher or "none")
+            table.add_row(*names, reached, f"{row.seconds:.1f}")
         return table
 
 
 def table_of(rows: tuple[ChainRow, ...], metric: str | None) -> ChainTable:
-    """Return the table; without a metric it shows the validation loss, under the usual names, if one was found."""
-    known = {name for row in rows for name in row.metrics}
-    return ChainTable(rows, metric or next((name for name in _USUAL if name in known), None))
+    """Return the table; without a metric it shows the validation loss, or the only figure of a validation."""
+    known = ChainTable(rows, None).known
+    usual = next((name for name in _USUAL if name in known), known[0] if len(known) == 1 else None)
+    return ChainTable(rows, metric or usual)
 
 
 def unknown_metric(row: ChainRow, metric: str | None) -> str | None:

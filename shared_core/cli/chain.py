@@ -91,7 +91,7 @@ def chain(
     errors = Console(stderr=True)
 
     def say(text: str) -> None:
-        errors.print(text, markup=False, highlight=False)
+        errors.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def begin(stage: Stage) -> None:
         student = "the student" if stage.student is None else stage.student
