@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shared_core.errors import CheckpointError, CompatibilityError, MissingExtraError
 from shared_core.ranks import is_main
 from shared_core.same_class_teacher import is_bare_weights, same_class_teacher, teacher_from_weights
+from shared_core.soup.sources import load_torch_file
 from shared_core.state_file import rng_state, set_rng_state
 from shared_core.technique import SavedCheckpoint
 
@@ -59,7 +60,7 @@ class LightningServices:
             teacher = type(model).load_from_checkpoint(path, map_location="cpu", weights_only=True)
         except Exception as error:
             prefix = f"{student_name}." if student_name else ""
-            weights = _read(path).get("state_dict", {})
+            weights = load_torch_file(path).get("state_dict", {})
             own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
             try:
                 return same_class_teacher(own, student, str(path))

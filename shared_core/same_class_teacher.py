@@ -52,7 +52,7 @@ def same_class_teacher(weights: Mapping[str, Tensor], student: nn.Module, source
     if replaced is not None:
         raise CheckpointError(
             f"distill: teacher {source} must be of a class that can be built where a technique replaces the student's "
-            f"layers, here by {type(replaced).__name__}; build the teacher yourself and pass the module"
+            f"layers, here by {replaced.__name__}; build the teacher yourself and pass the module"
         )
     teacher = copy.deepcopy(student)
     own = teacher.state_dict()
