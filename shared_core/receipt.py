@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from shared_core.atomic import atomic_write
 from shared_core.hardware import matmul_environment
 
 RECEIPT_FILE = "eff_receipt.json"
 VARIABLE = "EFF_RECEIPT"
+# what evaluation took, which differs between runs that are otherwise equal
+_TIMINGS = ("_runtime", "_per_second", "_time")
 
 
 def _version(distribution: str) -> str | None:
@@ -90,6 +93,21 @@ class Receipt:
         for note in self.values["notes"]:
             console.print(f"note: {note}", markup=False, highlight=False)
         return console.export_text().rstrip()
+
+
+def figures(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among metrics, but not how long the validation took.
+
+    Example:
+        >>> figures({"eval_loss": 0.5, "eval_runtime": 3.0, "note": "x"})
+        {'eval_loss': 0.5}
+    """
+    return {name: float(value) for name, value in metrics.items() if _is_figure(name, value)}
+
+
+def _is_figure(name: str, value: Any) -> bool:
+    is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    return is_number and not isinstance(value, bool) and not name.endswith(_TIMINGS)
 
 
 def _headline(report: Mapping[str, Any]) -> str:

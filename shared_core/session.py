@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shared_core import compatibility
 from shared_core.errors import CheckpointError, TrainingError
 from shared_core.plain_checkpoint import PlainKeys
-from shared_core.receipt import Receipt, environment
+from shared_core.receipt import Receipt, environment, figures
 from shared_core.recipe import Recipe
 from shared_core.rooms import ROOMS
 from shared_core.technique import (
@@ -26,7 +26,6 @@ from shared_core.technique import (
     mean_over_micro_batch,
     overrides,
 )
-from shared_core.validation_figures import figures
 
 _STEP = ("before_optimizer_step", "after_optimizer_step", "skipped_optimizer_step")
 _VERBS = ("loss", *_STEP, "before_eval", "after_eval", "evaluated")
@@ -80,7 +79,7 @@ class Session:
         self._plain: PlainKeys | None = None
         self._begun = self._finished = False
         self._final_reports: dict[str, Any] = {}
-        self._validation: dict[str, Any] | None = None
+        self._validation: dict[str, float] = {}
         self._started = time.perf_counter()
         self._driven = self._driven_verbs()
 
@@ -258,9 +257,7 @@ class Session:
 
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Tell what the user's own validation of the present weights found; nothing happens before `begin`."""
-        if self._begun and not self._finished:
-            known = self._validation["metrics"] if self._validation and self._validation["step"] == self.step else {}
-            self._validation = {"step": self.step, "metrics": {**known, **figures(metrics)}}
+        self._validation |= figures(metrics) if self._begun else {}
         self._drive("evaluated", metrics)
 
     def finish(self) -> None:
@@ -377,9 +374,8 @@ class Session:
         return {key: technique.report() for key, technique in self.techniques.items()}
 
     def _weights_replaced(self) -> None:
-        context = self._attached("weights_replaced")
         for technique in self.techniques.values():
-            technique.weights_replaced(context)
+            technique.weights_replaced(self._attached("weights_replaced"))
 
     def _attached(self, verb: str) -> Context:
         if self.context is None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from shared_core.errors import CheckpointError
 from shared_core.journal_file import read_object
+from shared_core.receipt import figures
 from shared_core.soup.sources import averaged, load_torch_file, open_ingredient
-from shared_core.validation_figures import figures
 
 _STATE = "trainer_state.json"
 _STATISTICS = ("running_mean", "running_var")
@@ -75,9 +75,7 @@ def model_metrics(folder: Path, model: Path, receipt: Mapping[str, Any]) -> dict
         model: The model in it; figures logged after it was saved are not its own.
         receipt: Of the training, empty if there is none; its last validation counts where nothing else tells.
     """
-    found: dict[str, float] = {}
-    if receipt.get("validation"):
-        found |= figures(receipt["validation"]["metrics"])
+    found = figures(receipt.get("validation", {}))
     last: int | None = None
     checkpoint = load_torch_file(model) if model.suffix == ".ckpt" else {}
     if checkpoint:

@@ -75,6 +75,11 @@ def plan_stages(
     Raises:
         ConfigError: If an option, a flag or a sign of the command is wrong, or nothing would be distilled.
         CheckpointError: If the teacher is not there, or cannot be read.
+
+    Example:
+        >>> command = TrainingCommand.parse(["torchrun", "train.py", "{out}"], "chain")
+        >>> [stage.teacher for stage in plan_stages(command, generations=3)]
+        [None, 'stage-1', 'stage-2']
     """
     if (generations is None) == (not students):
         raise ConfigError("chain: one of students and generations must be given; students a b, or generations 3")

@@ -70,7 +70,7 @@ class TeacherChain:
         command: Sequence[str],
         folder: Path | str,
         *,
-        teacher: str | None = None,
+        teacher: Path | str | None = None,
         students: Sequence[str] = (),
         generations: int | None = None,
         options: Mapping[str, Sequence[Any]] | None = None,
@@ -79,8 +79,9 @@ class TeacherChain:
     ) -> None:
         self.folder = Path(folder)
         self._command = TrainingCommand.parse(command, "chain")
+        first = None if teacher is None else str(teacher)
         self.stages = plan_stages(
-            self._command, teacher=teacher, students=students, generations=generations, options=options
+            self._command, teacher=first, students=students, generations=generations, options=options
         )
         if "," in str(self.folder.resolve()):
             raise ConfigError(f"chain: out must have no comma in its path, which separates teachers, got {self.folder}")
@@ -221,10 +222,10 @@ class TeacherChain:
         if not file.exists():
             if self.folder.exists() and not self.folder.is_dir():
                 raise CheckpointError(f"chain: out must be a folder, got the file {self.folder}")
-            odd = [path.name for path in self.folder.glob("*") if path.name != _LOCK_FILE]
+            odd = sorted(path.name for path in self.folder.glob("[!.]*"))
             if odd:
                 raise CheckpointError(
-                    f"chain: out must be new, empty or hold a chain, got {self.folder} with {sorted(odd)[0]!r} and no "
+                    f"chain: out must be new, empty or hold a chain, got {self.folder} with {odd[0]!r} and no "
                     f"{JOURNAL_FILE}; give another folder"
                 )
             return []

@@ -50,7 +50,7 @@ def chain(
     teacher: Annotated[
         str | None, typer.Option(help="Of the first stage: folder, file or Hub name. None: from the labels alone.")
     ] = None,
-    students: Annotated[
+    students: Annotated[  # for --help; `ChainCommand` takes the values
         list[str] | None, typer.Option(help="What {student} stands for, one a stage: --students medium small.")
     ] = None,
     generations: Annotated[

@@ -41,7 +41,7 @@ def test_the_best_checkpoint_of_a_trainer_or_the_newest(tmp_path):
     assert find_model(tmp_path) == tmp_path
     (tmp_path / "eval_results.json").write_text('{"eval_loss": 0.1}')
     (tmp_path / "odd_results.json").write_text("[1]")
-    receipt = {"validation": {"metrics": {"eval_loss": 3.0, "eval_f1": 0.6}}}
+    receipt = {"validation": {"eval_loss": 3.0, "eval_f1": 0.6}}
     assert model_metrics(tmp_path, tmp_path, receipt) == {"eval_f1": 0.6, "eval_loss": 0.1, "loss": 9.0}
     assert find_model(tmp_path, "*-2") == first
     with pytest.raises(CheckpointError, match="under 'best', got nothing there"):
@@ -62,6 +62,23 @@ def test_the_best_checkpoint_of_lightning_or_the_newest(tmp_path):
     assert model_metrics(tmp_path, newest, {}) == {"val_acc": 0.5, "val_f1": 0.5}
     assert count_parameters(best, "net") == 2 * 3 + 3 + 3 + 3  # no statistics of the batch norm
     assert count_parameters(best) == count_parameters(best, "nothing") == 15 + 5
+
+
+def test_a_receipt_tells_the_last_validation_and_is_written_where_it_is_asked_for(tmp_path, monkeypatch):
+    from shared_core import Recipe, Session
+
+    model = nn.Linear(8, 4)
+    session = Session(Recipe.from_dict({"prune": {"sparsity": 0.5}}))
+    session.attach(model)
+    session.evaluated({"eval_loss": 9.0})
+    session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=4)
+    assert session.receipt()["validation"] == {}
+    session.evaluated({"eval_loss": 2.0, "eval_runtime": 1.0})
+    session.evaluated({"eval_loss": torch.tensor(0.5), "eval_f1": 0.25})
+    monkeypatch.setenv("EFF_RECEIPT", str(tmp_path / "copy.json"))
+    written = session.receipt().write(tmp_path / "run")
+    assert json.loads(written.read_text())["validation"] == {"eval_loss": 0.5, "eval_f1": 0.25}
+    assert (tmp_path / "copy.json").read_text() == written.read_text()
 
 
 def test_a_teacher_is_the_student_with_other_weights(tmp_path):

@@ -59,7 +59,7 @@ def main(here: Path, size: int, out: Path) -> None:
         if asked(here, "unheard"):
             raise SystemExit
         report = {"batches": 0 if asked(here, "undistilled") else 3, "teacher_parameters": size_of(teacher)}
-        receipt = {"techniques": {"distill": report}, "validation": {"step": 9, "metrics": {"eval_f1": size / 100}}}
+        receipt = {"techniques": {"distill": report}, "validation": {"eval_f1": size / 100}}
         Path(os.environ["EFF_RECEIPT"]).write_text(json.dumps(receipt))
     folder = out / ("hidden" if asked(here, "lost") else "checkpoint-9")
     folder.mkdir(exist_ok=True)

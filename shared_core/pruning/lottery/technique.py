@@ -27,8 +27,8 @@ from shared_core.pruning.lottery.ticket import Ticket, read_ticket
 from shared_core.pruning.optimizer_state import clear_moments_
 from shared_core.pruning.targets import Targets, find_targets
 from shared_core.ranks import is_main
+from shared_core.receipt import figures
 from shared_core.technique import Context, Technique
-from shared_core.validation_figures import figures
 
 BIT_EQUAL = "bit-equal"
 
