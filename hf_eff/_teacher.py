@@ -12,18 +12,22 @@ from torch import nn
 from transformers import AutoConfig
 
 from shared_core.errors import CheckpointError
+from shared_core.same_class_teacher import is_bare_weights, teacher_from_weights
 
 
 def load_teacher(name: str, student: nn.Module) -> nn.Module:
     """Return the model saved under `name`, on the student's device; random numbers are left as they were.
 
     Args:
-        name: A folder that a trainer or ``save_pretrained`` wrote, or a name on the Hub.
+        name: A folder that a trainer or ``save_pretrained`` wrote, or a name on the Hub; a folder without config.json
+            or a ``.safetensors`` file holds an earlier state of the student.
         student: Gives the device, and the class where the config names none.
 
     Raises:
         CheckpointError: If it cannot be found or read, or its files lack a weight.
     """
+    if is_bare_weights(Path(name).expanduser()):
+        return teacher_from_weights(Path(name).expanduser(), student)
     _check_path(name)
     device = next((parameter.device for parameter in student.parameters()), torch.device("cpu"))
     devices = [device.index or 0] if device.type == "cuda" else []

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError, CompatibilityError, MissingExtraError
 from shared_core.ranks import is_main
+from shared_core.same_class_teacher import is_bare_weights, same_class_teacher, teacher_from_weights
+from shared_core.soup.sources import load_torch_file
 from shared_core.state_file import rng_state, set_rng_state
 from shared_core.technique import SavedCheckpoint
 
@@ -33,12 +35,18 @@ class LightningServices:
         self._trainer, self.run, self._metric = trainer, run, metric
 
     def load_teacher(self, name: str, student: nn.Module) -> nn.Module:
-        """Return the teacher in a ``.ckpt`` of this LightningModule, or under a Transformers folder or Hub name."""
+        """Return the teacher in a ``.ckpt`` of this LightningModule, or under a Transformers folder or Hub name.
+
+        A ``.safetensors`` file, and a ``.ckpt`` whose class cannot be built from what it says, hold an earlier state of
+        the student.
+        """
         random = rng_state()
         try:
             # Building a model draws its initial weights, and the run must not depend on how the teacher came.
             if name.endswith(".ckpt"):
                 return self._teacher_from_checkpoint(Path(name), student)
+            if is_bare_weights(Path(name)):
+                return teacher_from_weights(Path(name), student)
             return _hub_teacher(name, student)
         finally:
             set_rng_state(random)
@@ -51,11 +59,16 @@ class LightningServices:
         try:
             teacher = type(model).load_from_checkpoint(path, map_location="cpu", weights_only=True)
         except Exception as error:
-            raise CheckpointError(
-                f"distill: teacher {path} must be a checkpoint of {type(model).__name__} whose class can be built from "
-                f"saved hyperparameters (save_hyperparameters), got {type(error).__name__}: {error}; "
-                "or build the teacher yourself and pass the module"
-            ) from error
+            prefix = f"{student_name}." if student_name else ""
+            weights = load_torch_file(path).get("state_dict", {})
+            own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+            try:
+                return same_class_teacher(own, student, str(path))
+            except CheckpointError as other:
+                raise CheckpointError(
+                    f"{other}; {type(model).__name__} was not built from saved hyperparameters (save_hyperparameters), "
+                    f"got {type(error).__name__}: {error}"
+                ) from error
         return _as_module(teacher.get_submodule(student_name))
 
     def checkpoints(self) -> list[SavedCheckpoint]:

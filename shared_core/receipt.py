@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -13,12 +14,17 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from shared_core.atomic import atomic_write
 from shared_core.hardware import matmul_environment
+from shared_core.rooms import ROOMS
 from shared_core.strict_json import json_text
 
 RECEIPT_FILE = "eff_receipt.json"
+VARIABLE = "EFF_RECEIPT"
+# what evaluation took, which differs between runs that are otherwise equal
+_TIMINGS = ("_runtime", "_per_second", "_time")
 
 
 def _version(distribution: str) -> str | None:
@@ -53,11 +59,16 @@ class Receipt:
         return self.values[key]
 
     def write(self, folder: Path | str) -> Path:
-        """Write ``eff_receipt.json`` into `folder`, which is made if need be, and return its path."""
+        """Write ``eff_receipt.json`` into `folder`, which is made if need be, and return its path.
+
+        The file that the environment variable ``EFF_RECEIPT`` names gets the same: whoever runs a script that nobody
+        edits need not know where it writes.
+        """
         path = Path(folder) / RECEIPT_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as temporary:
-            temporary.write_text(json_text(self.values) + "\n", encoding="utf-8")
+        for file in (path, *map(Path, filter(None, [os.environ.get(VARIABLE)]))):
+            with atomic_write(file) as temporary:
+                temporary.write_text(json_text(self.values) + "\n", encoding="utf-8")
         return path
 
     @classmethod
@@ -84,6 +95,22 @@ class Receipt:
         for note in self.values["notes"]:
             console.print(f"note: {note}", markup=False, highlight=False)
         return console.export_text().rstrip()
+
+
+def figures(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among metrics, but not how long the validation took.
+
+    Example:
+        >>> figures({"eval_loss": 0.5, "eval_runtime": 3.0, "note": "x"})
+        {'eval_loss': 0.5}
+    """
+    return {name: float(value) for name, value in metrics.items() if _is_figure(name, value)}
+
+
+def _is_figure(name: str, value: Any) -> bool:
+    is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    of_a_technique = name.partition("/")[0] in ROOMS  # Lightning hands back what was logged for us
+    return is_number and not isinstance(value, bool) and not name.endswith(_TIMINGS) and not of_a_technique
 
 
 def _headline(report: Mapping[str, Any]) -> str:

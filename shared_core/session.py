@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shared_core import compatibility
 from shared_core.errors import CheckpointError, TrainingError
 from shared_core.plain_checkpoint import PlainKeys
-from shared_core.receipt import Receipt, environment
+from shared_core.receipt import Receipt, environment, figures
 from shared_core.recipe import Recipe
 from shared_core.rooms import ROOMS
 from shared_core.technique import (
@@ -79,6 +79,7 @@ class Session:
         self._plain: PlainKeys | None = None
         self._begun = self._finished = False
         self._final_reports: dict[str, Any] = {}
+        self._validation: dict[str, float] = {}
         self._started = time.perf_counter()
         self._driven = self._driven_verbs()
 
@@ -256,6 +257,7 @@ class Session:
 
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Tell what the user's own validation of the present weights found; nothing happens before `begin`."""
+        self._validation |= figures(metrics) if self._begun else {}
         self._drive("evaluated", metrics)
 
     def finish(self) -> None:
@@ -366,6 +368,7 @@ class Session:
                 "wall_seconds": round(time.perf_counter() - self._started, 3),
                 "seconds": {key: round(spent, 4) for key, spent in self._seconds.items()},
                 "techniques": self._final_reports or self._reports(),
+                "validation": self._validation,
                 "notes": list(self.notes),
             }
         )
@@ -374,9 +377,8 @@ class Session:
         return {key: technique.report() for key, technique in self.techniques.items()}
 
     def _weights_replaced(self) -> None:
-        context = self._attached("weights_replaced")
         for technique in self.techniques.values():
-            technique.weights_replaced(context)
+            technique.weights_replaced(self._attached("weights_replaced"))
 
     def _attached(self, verb: str) -> Context:
         if self.context is None:

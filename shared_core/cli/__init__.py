@@ -7,6 +7,7 @@ import sys
 import typer
 
 from shared_core.cli.cache_teacher import cache_teacher
+from shared_core.cli.chain import ChainCommand, chain
 from shared_core.cli.compat import compat
 from shared_core.cli.compress import compress, decompress
 from shared_core.cli.export import export
@@ -29,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(cache_teacher)
+app.command(cls=ChainCommand)(chain)
 app.command()(compat)
 app.command()(compress)
 app.command()(decompress)

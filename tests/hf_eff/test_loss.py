@@ -150,3 +150,22 @@ def test_loading_a_teacher_draws_no_random_numbers(make, tmp_path):
     before = torch.get_rng_state()
     attach(trainer, {"distill": {"teacher": folder}})
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_folder_without_a_config_is_an_earlier_state_of_the_student(make, tmp_path):
+    from safetensors.torch import save_file
+
+    from shared_core.errors import CheckpointError
+
+    earlier, results = make.classifier(seed=9), []
+    (tmp_path / "earlier").mkdir()
+    save_file(earlier.state_dict(), tmp_path / "earlier" / "model.safetensors")
+    for teacher in (str(tmp_path / "earlier"), earlier):
+        trainer = make.trainer(tmp_path / "run", max_steps=2)
+        attach(trainer, {"distill": {"teacher": teacher, "alpha": 0.0}})
+        trainer.train()
+        results.append(trainer.model.state_dict())
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+    save_file({"classifier.bias": torch.zeros(4)}, tmp_path / "earlier" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="of a BertForSequenceClassification like the student, got missing"):
+        attach(make.trainer(tmp_path / "run"), {"distill": {"teacher": str(tmp_path / "earlier")}})

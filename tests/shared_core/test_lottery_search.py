@@ -13,7 +13,7 @@ from shared_core import Recipe
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.pruning import LotteryTicket
-from shared_core.pruning.lottery.commands import TrainingCommand
+from shared_core.pruning.lottery.commands import RoundCommand
 from shared_core.pruning.lottery.curve import curve_of
 
 
@@ -150,11 +150,11 @@ def test_wrong_options_are_refused(options, message):
 def test_commands_are_taken_apart(tmp_path):
     path = str(tmp_path / "my_train.py")
     Path(path).touch()
-    parsed = TrainingCommand.parse(["python", "-u", path, "--lr", "1", "--qat_scheme", "int8", "--", "--prune_x"])
-    assert parsed.interpreter == ("python", "-u")
-    assert parsed.arguments == (path, "--lr", "1", "--prune_x")
+    parsed = RoundCommand(["python", "-u", path, "--lr", "1", "--qat_scheme", "int8", "--", "--prune_x"])
+    assert parsed.command.interpreter == ("python", "-u")
+    assert parsed.command.arguments == (path, "--lr", "1", "--prune_x")
     assert parsed.recipe == Recipe.from_dict({"qat": {"scheme": "int8"}})
-    assert TrainingCommand.parse(["/usr/bin/python3.11", "-m", "pkg.train", "x.py"]).arguments == (
+    assert RoundCommand(["/usr/bin/python3.11", "-m", "pkg.train", "x.py"]).command.arguments == (
         "-m",
         "pkg.train",
         "x.py",
@@ -166,7 +166,7 @@ def test_commands_are_taken_apart(tmp_path):
         ["python", "-X", "dev", path],
         ["python", "-m", "torch.distributed.run", "eff", "run", path, "--eff_recipe", "{recipe}"],
     ):
-        assert TrainingCommand.parse(other).interpreter == ()
+        assert RoundCommand(other).command.interpreter == ()
     for command, message in (
         ([], "command must be given"),
         (["python", "nowhere.py"], "script must be a file, got 'nowhere.py'"),
@@ -175,7 +175,7 @@ def test_commands_are_taken_apart(tmp_path):
         (["python", path, "--prune_sparsitty", "1"], "did you mean 'prune_sparsity'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            TrainingCommand.parse(command)
+            RoundCommand(command)
 
 
 def test_the_command_line_refuses_before_it_trains(tmp_path):

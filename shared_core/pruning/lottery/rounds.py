@@ -11,7 +11,7 @@ from shared_core.atomic import atomic_write
 from shared_core.compatibility import check
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.positions import Position, parse_position
-from shared_core.pruning.lottery.commands import TrainingCommand
+from shared_core.pruning.lottery.commands import RoundCommand
 from shared_core.pruning.lottery.config import TicketConfig
 from shared_core.pruning.lottery.curve import TicketCurve, curve_of
 from shared_core.pruning.lottery.journal import Journal
@@ -153,7 +153,7 @@ class LotteryTicket:
             ConfigError: If no validation reported the metric, or the command is wrong.
             CompatibilityError: If flags of ours in the command cannot be combined with tickets.
         """
-        training = TrainingCommand.parse(command)
+        training = RoundCommand(command)
         check(Recipe({"ticket": self.config}).merged(training.recipe))
 
         def launch(recipe: Recipe, out: Path, lock: int) -> None:

@@ -27,11 +27,10 @@ from shared_core.pruning.lottery.ticket import Ticket, read_ticket
 from shared_core.pruning.optimizer_state import clear_moments_
 from shared_core.pruning.targets import Targets, find_targets
 from shared_core.ranks import is_main
-from shared_core.rooms import ROOMS
+from shared_core.receipt import figures
 from shared_core.technique import Context, Technique
 
 BIT_EQUAL = "bit-equal"
-_TIMINGS = ("_runtime", "_per_second", "_time")
 
 
 class TicketTraining(Technique):
@@ -247,7 +246,7 @@ class TicketTraining(Technique):
 
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
         """Keep the figures of a validation, but not its times."""
-        told = {name: float(value) for name, value in metrics.items() if _is_figure(name, value)}
+        told = figures(metrics)
         if self._history and self._history[-1]["step"] == context.step:
             self._history[-1]["metrics"].update(told)
         else:
@@ -364,9 +363,3 @@ class TicketTraining(Technique):
         if self._result:
             return {name: value for name, value in self._result.items() if name not in ("format", "history")}
         return {"rewind_step": self._at, "replay": self._replay, "left_out": dict(self._targets.left_out)}
-
-
-def _is_figure(name: str, value: Any) -> bool:
-    is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-    of_a_technique = name.partition("/")[0] in ROOMS  # Lightning hands back what was logged for us
-    return is_number and not isinstance(value, bool) and not name.endswith(_TIMINGS) and not of_a_technique
