@@ -91,6 +91,24 @@ class Recipe(Mapping[str, TechniqueConfig]):
                 )
         return cls.from_dict(options)
 
+    def changes_since(self, saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Return in words what differs from a saved recipe, as `to_dict` returned it.
+
+        Example:
+            >>> Recipe.from_dict({"prune": {"sparsity": 0.8}}).changes_since({})
+            ['with prune, which the saved run did not have']
+        """
+        mine, changes = self.to_dict(), []
+        for key in sorted({*saved, *mine}):
+            if key not in saved:
+                changes.append(f"with {key}, which the saved run did not have")
+            elif key not in mine:
+                changes.append(f"without {key}, which the saved run had")
+            elif saved[key] != mine[key]:
+                changed = {name: value for name, value in mine[key].items() if saved[key].get(name) != value}
+                changes.append(f"with other options of {key} than the saved run's: {changed}")
+        return changes
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return plain values that `from_dict` reads back, every default written out."""
         return {key: config.to_dict() for key, config in self._configs.items()}

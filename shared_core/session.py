@@ -326,15 +326,8 @@ class Session:
             context.generator.set_state(state["generator"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"session: state must be one that a session saved, got {error!r}") from error
-        mine = self.recipe.to_dict()
-        for key in sorted({*recipe, *mine}):
-            if key not in recipe:
-                self.note(f"resumed with {key}, which the saved run did not have")
-            elif key not in mine:
-                self.note(f"resumed without {key}, which the saved run had")
-            elif recipe[key] != mine[key]:
-                changed = {name: value for name, value in mine[key].items() if recipe[key].get(name) != value}
-                self.note(f"resumed with other options of {key} than the saved run's: {changed}")
+        for change in self.recipe.changes_since(recipe):
+            self.note(f"resumed {change}")
         for key, technique in self.techniques.items():
             if key in saved:
                 technique.load_state_dict(saved[key])
