@@ -28,9 +28,25 @@ def soup(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write the soup, in the ingredients' format.")] = None,
     uniform: Annotated[bool, typer.Option("--uniform", help="Average all instead of searching greedily.")] = False,
-    weights: Annotated[str | None, typer.Option(help="With --uniform: a weight for each, as 1,2,3.")] = None,
-    mode: Annotated[str, typer.Option(help="Whether the metric is better when larger (max) or smaller (min).")] = "max",
+    weighted: Annotated[
+        str | None,
+        typer.Option(help="Average all with these weights, as 600,200,200: example counts for federated averaging."),
+    ] = None,
+    mode: Annotated[
+        str,
+        typer.Option(
+            "--metric-mode", "--mode", help="Whether the metric is better when larger (max) or smaller (min)."
+        ),
+    ] = "max",
     strict: Annotated[bool, typer.Option("--strict", help="Accept only averages that improve the metric.")] = False,
+    min_delta: Annotated[float, typer.Option(help="Accept only averages better by at least this.")] = 0,
+    order: Annotated[
+        str, typer.Option(help="metric: best first; random or given: only the first is evaluated alone.")
+    ] = "metric",
+    seed: Annotated[int, typer.Option(help="Of --order random.")] = 0,
+    repeat: Annotated[
+        bool, typer.Option(help="Evaluate the first member twice, to notice an evaluation with noise.")
+    ] = True,
     journal: Annotated[Path | None, typer.Option(help="Keep scores here; a killed search goes on from it.")] = None,
     max_ingredients: Annotated[int | None, typer.Option(help="Stop when the soup has so many members.")] = None,
     unpruned: Annotated[
@@ -51,16 +67,26 @@ def soup(
     if out is None:
         raise ConfigError("eff soup: --out must be given, got none; name the folder or file to write")
     if mode not in ("max", "min"):
-        raise ConfigError(f"eff soup: --mode must be max or min, got {mode!r}")
-    if uniform and (evaluate or journal or strict or plot or max_ingredients):
+        raise ConfigError(f"eff soup: --metric-mode must be max or min, got {mode!r}")
+    if order not in ("metric", "random", "given"):
+        raise ConfigError(f"eff soup: --order must be metric, random or given, got {order!r}")
+    all_in = "--weighted" if weighted is not None else "--uniform" if uniform else None
+    if uniform and weighted is not None:
+        raise ConfigError("eff soup: --weighted must stand without --uniform, which has no weights; leave one out")
+    steering = {
+        "--eval": evaluate, "--journal": journal, "--strict": strict, "--min-delta": min_delta, "--plot": plot,
+        "--order": order != "metric", "--seed": seed, "--max-ingredients": max_ingredients,
+    }  # fmt: skip
+    given = [name for name, value in steering.items() if value]
+    if all_in and given:
         raise ConfigError(
-            "eff soup: --uniform must stand without --eval, --journal, --strict, --plot and --max-ingredients, which "
-            "steer the greedy search; leave one or the other out"
+            f"eff soup: {all_in} must stand without {' and '.join(given)}, which steer the greedy search; leave "
+            "one or the other out"
         )
-    if weights is not None and not uniform:
-        raise ConfigError("eff soup: --weights must come with --uniform; add it")
-    if not uniform and evaluate is None:
+    if all_in is None and evaluate is None:
         raise ConfigError("eff soup: --eval must be given as module:function, got none; or average all with --uniform")
+    if seed and order != "random":
+        raise ConfigError(f"eff soup: --seed must come with --order random, got it with --order {order}; add it")
     found = expand(paths or [])
     if len(found) < 2:
         raise CheckpointError(f"eff soup: PATH must name at least two checkpoints, got {len(found)}; give more")
@@ -77,7 +103,7 @@ def soup(
             check_writable(file)
     if plot is not None:
         check_matplotlib()
-    shares = None if weights is None else _numbers(weights)
+    shares = None if weighted is None else _numbers(weighted)
     check_weights(shares, len(opened))
     usable, remask, notes = masked_ingredients(opened, keep_unpruned=unpruned)
     if shares is not None:
@@ -85,10 +111,13 @@ def soup(
         check_weights(shares, len(usable))
     for note in notes:
         typer.echo(note, err=True)
-    if uniform:
+    if all_in:
         _uniform(usable, shares, remask, out, as_json)
     else:
-        search = {"mode": mode, "strict": strict, "journal": journal, "max_ingredients": max_ingredients}
+        search = {
+            "mode": mode, "strict": strict, "min_delta": min_delta, "order": order, "seed": seed, "repeat": repeat,
+            "journal": journal, "about": {"evaluate": evaluate}, "max_ingredients": max_ingredients,
+        }  # fmt: skip
         _greedy(usable, function(str(evaluate), "eff soup: --eval"), search, remask, out, as_json, plot)
 
 
@@ -105,11 +134,13 @@ def _greedy(
     from rich.progress import Progress, TimeElapsedColumn
 
     from shared_core.soup.greedy import greedy_soup
-    from shared_core.soup.path_report import path_json, path_plot, path_table
+    from shared_core.soup.path_report import noise_of, path_json, path_plot, path_table
     from shared_core.soup.saving import save_soup, write_path
 
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("evaluations (at most)", total=2 * len(usable) - 1)
+        alone = len(usable) if search["order"] == "metric" else 1
+        total = alone + search["repeat"] + len(usable) - 1
+        task = progress.add_task("evaluations (at most)", total=total)
 
         def evaluated(state_dict: dict[str, Tensor]) -> float:
             score = evaluate(state_dict)
@@ -121,6 +152,8 @@ def _greedy(
     save_soup(result.state_dict, best, out, lambda target: write_path(target, path_json(result)))
     if plot is not None:
         path_plot(result, plot)
+    if (noise := noise_of(result)) is not None:
+        typer.echo(noise, err=True)
     if as_json:
         typer.echo(path_json(result))
     else:
@@ -137,11 +170,12 @@ def _uniform(usable: list[Any], shares: list[float] | None, remask: Any, out: Pa
     state_dict = uniform_soup(usable, shares, after_average=remask)
     path = json.dumps({"ingredients": [item.name for item in usable], "weights": shares})
     save_soup(state_dict, usable[0], out, lambda target: write_path(target, path))
-    typer.echo(path if as_json else f"uniform average of {len(usable)} ingredients\nwrote {out}")
+    kind = "uniform" if shares is None else "weighted"
+    typer.echo(path if as_json else f"{kind} average of {len(usable)} ingredients\nwrote {out}")
 
 
 def _numbers(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"eff soup: --weights must be numbers such as 1,2,3, got {text!r}") from None
+        raise ConfigError(f"eff soup: --weighted must be numbers such as 600,200,200, got {text!r}") from None

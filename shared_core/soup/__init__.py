@@ -3,6 +3,7 @@
 from shared_core.soup.config import SoupConfig as SoupConfig
 from shared_core.soup.greedy import SoupResult as SoupResult
 from shared_core.soup.greedy import greedy_soup as greedy_soup
+from shared_core.soup.path_report import noise_of as noise_of
 from shared_core.soup.path_report import path_json as path_json
 from shared_core.soup.path_report import path_plot as path_plot
 from shared_core.soup.path_report import path_table as path_table

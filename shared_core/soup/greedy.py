@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,9 +15,11 @@ from shared_core.errors import CheckpointError, ConfigError
 from shared_core.soup.averaging import Candidate, non_finite_tensor
 from shared_core.soup.ingredients import Source, open_ingredients
 from shared_core.soup.journal import Journal
+from shared_core.soup.scoring import Evaluate, Scoring, not_finite
 from shared_core.soup.sources import Ingredient
 
 Mode = Literal["max", "min"]
+Order = Literal["metric", "random", "given"]
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,13 @@ class SoupResult:
     state_dict: dict[str, Tensor]
     """The average, in the best ingredient's dtypes."""
     ingredients: list[str]
-    """Names of the members in the order they were added, the best single one first."""
+    """Names of the members in the order they were added."""
     score: float
-    """The metric of the soup; never worse than that of the best single ingredient."""
+    """The metric of the soup; never worse than that of its first member, which by order of metric is the best one."""
     history: list[dict[str, Any]]
     """One row an ingredient, in the order tried: order, name, single, score, accepted, reason."""
+    repeat: tuple[float, float] | None = None
+    """The metric of the first member, evaluated twice; two numbers that differ show noise in the evaluation."""
 
 
 @dataclass
@@ -45,11 +50,16 @@ class _Row:
 
 def greedy_soup(
     ingredients: Sequence[Source],
-    evaluate: Callable[[dict[str, Tensor]], float],
+    evaluate: Evaluate,
     *,
     mode: Mode = "max",
     strict: bool = False,
+    min_delta: float = 0.0,
+    order: Order = "metric",
+    seed: int = 0,
+    repeat: bool = False,
     journal: str | Path | None = None,
+    about: Mapping[str, Any] | None = None,
     scores: Sequence[float | None] | None = None,
     max_ingredients: int | None = None,
     after_average: Callable[[dict[str, Tensor]], None] | None = None,
@@ -59,6 +69,7 @@ def greedy_soup(
 
     Each ingredient is evaluated alone; then, best first, each is added to the running mean
     ``m += (x - m) / (k + 1)`` (float32, whatever the checkpoints' dtype) if the metric of the average does not fall.
+    In another order only the first is evaluated alone, and the soup is never worse than that one.
     The same candidate dict is given to every call of `evaluate`, with new values: copy what you keep. Integers and
     booleans come from the best ingredient, tied weights are averaged once, equal ingredients give equal bits.
     Memory is two models, whatever the number of ingredients.
@@ -68,8 +79,13 @@ def greedy_soup(
         evaluate: Returns the held-out metric of a state dict. Quality is then to be told on other data.
         mode: Whether the metric is better when larger (``"max"``) or smaller (``"min"``).
         strict: Accept only what improves the metric (the authors' code), not what keeps it (the paper).
+        min_delta: An average must be better than the soup before it by at least this, with `strict` by more; >= 0.
+        order: Best first (``"metric"``), shuffled (``"random"``), or as they are (``"given"``).
+        seed: Of the shuffle.
+        repeat: Evaluate the first member once more, to see whether equal weights get equal metrics.
         journal: A JSON file that takes every score at once; a killed search started again with it evaluates nothing
             twice and ends with the same bits.
+        about: What else tells this search from another to the journal, the evaluator's name for example.
         scores: Metrics of the single ingredients that are known already; None where not.
         max_ingredients: Stop when the soup has that many members.
         after_average: Called with every candidate before it is evaluated, single ones and the result included;
@@ -97,58 +113,57 @@ def greedy_soup(
         raise ConfigError(f"soup: mode must be max or min, got {mode!r}")
     if max_ingredients is not None and not max_ingredients >= 1:
         raise ConfigError(f"soup: max_ingredients must be at least 1, got {max_ingredients!r}")
+    if not (math.isfinite(min_delta) and min_delta >= 0):
+        raise ConfigError(f"soup: min_delta must be a finite number >= 0, got {min_delta!r}")
+    if order not in ("metric", "random", "given"):
+        raise ConfigError(f"soup: order must be metric, random or given, got {order!r}")
     opened = open_ingredients(ingredients)
     if scores is not None and len(scores) != len(opened):
         raise ConfigError(f"soup: scores must be one for each of {len(opened)} ingredients, got {len(scores)}")
-    diary = Journal(journal, opened, mode, strict)
+    options = {"mode": mode, "strict": strict, "min_delta": min_delta, "order": order}
+    if order == "random":
+        options["seed"] = seed
     candidate = Candidate(opened[0], into, after_average)
+    scoring = Scoring(evaluate, candidate, Journal(journal, opened, {**options, **(about or {})}))
     sign = 1.0 if mode == "max" else -1.0
 
-    def score_of(members: list[int]) -> float:
-        score = _number(evaluate(candidate.state_dict))
-        diary.record(members, score)
-        return score
-
-    rows = []
-    for number, item in enumerate(opened):
-        single = scores[number] if scores is not None else None
-        single = diary.score([number]) if single is None else single
-        if single is not None:
-            bad = non_finite_tensor(item)
-        else:
-            bad = candidate.write_single(item)
-            single = None if bad else score_of([number])
-        row = _Row(number, item, single)
-        if bad:
-            row.single, row.reason = None, f"left out: {bad!r} holds a NaN or an infinity"
-        elif single is None or not math.isfinite(single):
-            row.single, row.reason = None, f"left out: its metric is {single}"
-        rows.append(row)
-
-    able = sorted((row for row in rows if row.single is not None), key=lambda row: -sign * (row.single or 0.0))
-    left_out = [row for row in rows if row.single is None]
+    rows = [_Row(number, item, None if scores is None else scores[number]) for number, item in enumerate(opened)]
+    if order == "random":
+        random.Random(seed).shuffle(rows)
+    able: list[_Row] = []
+    for row in rows:
+        if order == "metric" or not able:
+            row.single, row.reason = scoring.alone(row.number, row.item, row.single)
+        elif (bad := non_finite_tensor(row.item)) is not None:
+            row.single, row.reason = None, not_finite(bad)
+        if not row.reason:
+            able.append(row)
+    left_out = [row for row in rows if row.reason]
     if not able:
         raise CheckpointError(
             "soup: at least one ingredient must have finite weights and a finite metric, got "
             + "; ".join(f"{row.item.name} {row.reason}" for row in left_out)
         )
+    if order == "metric":
+        able.sort(key=lambda row: -sign * (row.single or 0.0))
     best, *others = able
-    best.score, best.accepted, best.reason = best.single, True, "the best single ingredient"
+    best.score, best.accepted = best.single, True
+    best.reason = "the best single ingredient" if order == "metric" else "the first in order"
     members, current = [best], float(best.single or 0.0)
+    again = scoring.score(f"{best.number} again", lambda: candidate.write_single(best.item)) if repeat else None
     candidate.begin_mean(best.item)
     for row in others:
         if max_ingredients is not None and len(members) >= max_ingredients:
             row.reason = f"not tried: the soup has {max_ingredients} ingredients"
             continue
-        numbers = [*(member.number for member in members), row.number]
-        known = diary.score(numbers)
-        if known is None:
-            candidate.write_average(row.item)
-            known = score_of(numbers)
+        key = "+".join(str(member.number) for member in (*members, row))
+        known = scoring.score(key, lambda item=row.item: candidate.write_average(item))  # type: ignore[misc]
         row.score = known if math.isfinite(known) else None
         gain = sign * (known - current)
-        row.accepted = math.isfinite(known) and (gain > 0 if strict else gain >= 0)
+        row.accepted = math.isfinite(known) and (gain > min_delta if strict else gain >= min_delta)
         row.reason = _reason(known, gain)
+        if gain > 0 and not row.accepted:
+            row.reason += f", less than min_delta {min_delta:g} asks for"
         if row.accepted:
             candidate.accept(row.item)
             members.append(row)
@@ -163,16 +178,8 @@ def greedy_soup(
              "accepted": row.accepted, "reason": row.reason}
             for order, row in enumerate([*able, *left_out])
         ],
+        None if again is None else (float(best.single or 0.0), again),
     )  # fmt: skip
-
-
-def _number(score: Any) -> float:
-    if isinstance(score, Tensor) and score.numel() != 1:
-        raise ConfigError(f"soup: evaluate must return one number, got a tensor of shape {tuple(score.shape)}")
-    try:
-        return float(score)
-    except (TypeError, ValueError):
-        raise ConfigError(f"soup: evaluate must return a number, got {score!r:.80}") from None
 
 
 def _reason(score: float, gain: float) -> str:

@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from shared_core.atomic import atomic_write
 from shared_core.errors import CheckpointError
 from shared_core.soup.sources import Ingredient, read_json
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Journal:
-    """Scores of averages by their members, written whole after each evaluation.
+    """Scores of ingredients and averages, each under a key that names its members, written whole after each evaluation.
 
     Args:
         path: The JSON file, None to keep nothing.
         ingredients: All candidates, in the order given.
-        mode: ``"max"`` or ``"min"``.
-        strict: Whether an average must improve.
+        search: What else tells this search from another, as JSON has it: its options, the evaluator, the data.
 
     Raises:
         CheckpointError: If the file is damaged, cannot be written, or belongs to another search.
     """
 
-    def __init__(self, path: str | Path | None, ingredients: Sequence[Ingredient], mode: str, strict: bool) -> None:
+    def __init__(self, path: str | Path | None, ingredients: Sequence[Ingredient], search: Mapping[str, Any]) -> None:
         self._path = None if path is None else Path(path)
         self._scores: dict[str, float] = {}
         if self._path is None:
             return
         self._search = {
             "format": _FORMAT,
-            "mode": mode,
-            "strict": strict,
+            **search,
             "ingredients": [[item.name, item.digest()] for item in ingredients],
         }
         if self._path.exists():
@@ -47,8 +46,8 @@ class Journal:
         search, scores = content.get("search"), content.get("scores")
         if not isinstance(search, dict) or not isinstance(scores, dict):
             raise CheckpointError(f"{path}: journal must be one that a soup search wrote; give another file")
-        for name, mine in self._search.items():
-            theirs = search.get(name)
+        for name in self._search | search:
+            mine, theirs = self._search.get(name), search.get(name)
             if theirs != mine:
                 got = "others" if name == "ingredients" else f"{theirs!r}, now {mine!r}"
                 raise CheckpointError(
@@ -67,11 +66,11 @@ class Journal:
             with atomic_write(self._path) as temporary:
                 temporary.write_text(json.dumps({"search": self._search, "scores": scores}, indent=1), encoding="utf-8")
 
-    def score(self, members: Sequence[int]) -> float | None:
-        """Return the score of the average of these ingredients (by number, in order), None if not evaluated yet."""
-        return self._scores.get("+".join(map(str, members)))
+    def score(self, key: str) -> float | None:
+        """Return the score kept under a key, None if there is none yet."""
+        return self._scores.get(key)
 
-    def record(self, members: Sequence[int], score: float) -> None:
+    def record(self, key: str, score: float) -> None:
         """Keep a score, on disk before this returns."""
-        self._scores["+".join(map(str, members))] = score
+        self._scores[key] = score
         self._write()

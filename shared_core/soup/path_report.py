@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from rich.table import Table
@@ -24,13 +25,33 @@ def path_table(result: SoupResult) -> Table:
 
 
 def path_json(result: SoupResult) -> str:
-    """Return the path as JSON: score, ingredients, history.
+    """Return the path as JSON: score, ingredients, history, and the first member's metric if it was evaluated twice.
 
     Example:
         >>> path_json(SoupResult({}, ["a"], 0.5, []))
-        '{"score": 0.5, "ingredients": ["a"], "history": []}'
+        '{"score": 0.5, "ingredients": ["a"], "history": [], "repeat": null}'
     """
-    return json.dumps({"score": result.score, "ingredients": result.ingredients, "history": result.history})
+    # an evaluation that gives NaN the second time is one that JSON has no number for
+    repeat = result.repeat and [score if math.isfinite(score) else None for score in result.repeat]
+    return json.dumps(
+        {"score": result.score, "ingredients": result.ingredients, "history": result.history, "repeat": repeat}
+    )
+
+
+def noise_of(result: SoupResult) -> str | None:
+    """Return a line about an evaluation that gave equal weights two metrics, None if it did not.
+
+    Example:
+        >>> noise_of(SoupResult({}, ["a"], 0.5, [], repeat=(0.5, 0.5))) is None
+        True
+    """
+    if result.repeat is None or result.repeat[0] == result.repeat[1]:
+        return None
+    first, second = result.repeat
+    return (
+        f"evaluation is not deterministic: {result.ingredients[0]} got {first:.6g}, then {second:.6g}; gains of "
+        f"{abs(first - second):.2g} may be chance: fix its seed, evaluate in eval mode, or ask for more by --min-delta"
+    )
 
 
 def path_plot(result: SoupResult, file: str | Path) -> Path:
@@ -42,10 +63,11 @@ def path_plot(result: SoupResult, file: str | Path) -> Path:
     check_matplotlib()
     from matplotlib.figure import Figure
 
-    rows = [row for row in result.history if row["single"] is not None]
+    rows = [row for row in result.history if not row["reason"].startswith("left out")]
     figure = Figure(figsize=(max(5.0, 0.45 * len(rows) + 2), 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot([row["order"] for row in rows], [row["single"] for row in rows], "o", label="ingredient alone")
+    alone = [row for row in rows if row["single"] is not None]
+    axes.plot([row["order"] for row in alone], [row["single"] for row in alone], "o", label="ingredient alone")
     for accepted, mark, label in ((True, "^", "average, accepted"), (False, "x", "average, rejected")):
         tried = [row for row in rows if row["score"] is not None and row["accepted"] == accepted]
         axes.plot([row["order"] for row in tried], [row["score"] for row in tried], mark, label=label)

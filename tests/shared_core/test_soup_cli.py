@@ -69,16 +69,31 @@ def test_a_journal_spares_evaluations(room):
     eff("run", "--eval", "soup_task:quality", "--out", "one", "--journal", "journal.json")
     import soup_task
 
-    assert len(soup_task.calls) == 5
+    assert len(soup_task.calls) == 6  # three alone, the best once more, two averages
     eff("run", "--eval", "soup_task:quality", "--out", "two", "--journal", "journal.json")
-    assert len(soup_task.calls) == 5
+    assert len(soup_task.calls) == 6
     assert (room / "one" / "model.safetensors").read_bytes() == (room / "two" / "model.safetensors").read_bytes()
+
+
+def test_order_min_delta_and_an_evaluation_with_noise(room):
+    arguments = ("run", "--eval", "soup_task:quality", "--no-repeat", "--order", "given", "--min-delta")
+    result = eff(*arguments, 0.4, "--out", "one", "--json")
+    assert [row["score"] for row in json.loads(result.stdout)["history"]] == pytest.approx([-0.6, -0.1, -0.4])
+    assert len(sys.modules["soup_task"].calls) == 3
+    result = eff(*arguments, 0.6, "--out", "two", "--json")
+    assert json.loads(result.stdout)["ingredients"] == ["run/checkpoint-1"]
+    (room / "soup_noise.py").write_text("from itertools import count\nnext_one = count()\n"
+                                        "def noisy(weights):\n    return -float(next(next_one))\n")  # fmt: skip
+    result = eff("run", "--eval", "soup_noise:noisy", "--out", "three", "--json")
+    assert "not deterministic: run/checkpoint-1 got 0, then -3" in result.stderr
+    assert json.loads(result.stdout)["repeat"] == [0.0, -3.0]
+    sys.modules.pop("soup_noise")
 
 
 def test_uniform_and_weighted(room):
     eff("run", "--uniform", "--out", "mean")
     assert load_file("mean/model.safetensors")["w"].unique().tolist() == [2.0]
-    eff("run", "--uniform", "--weights", "1,1,2", "--out", "weighted")
+    eff("run", "--weighted", "1,1,2", "--out", "weighted")
     assert load_file("weighted/model.safetensors")["w"].unique().tolist() == [2.25]
 
 
@@ -122,11 +137,15 @@ GREEDY = ["--eval", "soup_task:all_nan"]  # would fail otherwise, if it were eve
         (["run", "--out", "soup", "--eval", "no_such_module:f"], ConfigError, "can be imported"),
         (["run", "--out", "soup", "--eval", "soup_task:number"], ConfigError, "'number'"),
         (["run", "--out", "soup", "--eval", "soup_task:nothing"], ConfigError, "'nothing'"),
-        (["run", "--out", "soup", "--mode", "best", *GREEDY], ConfigError, "--mode must be max or min"),
-        (["run", "--out", "soup", "--weights", "1,1,1", *GREEDY], ConfigError, "--uniform; add it"),
-        (["run", "--out", "soup", "--uniform", "--weights", "1,x,1"], ConfigError, "--weights must be numbers"),
-        (["run", "--out", "soup", "--uniform", "--weights", "1,1"], ConfigError, "one for each of 3"),
-        (["run", "--out", "soup", "--uniform", *GREEDY], ConfigError, "--uniform must stand without"),
+        (["run", "--out", "soup", "--mode", "best", *GREEDY], ConfigError, "--metric-mode must be max or min"),
+        (["run", "--out", "soup", "--weighted", "1,1,1", *GREEDY], ConfigError, "--weighted must stand without --eval"),
+        (["run", "--out", "soup", "--weighted", "1,x,1"], ConfigError, "--weighted must be numbers"),
+        (["run", "--out", "soup", "--weighted", "1,1"], ConfigError, "one for each of 3"),
+        (["run", "--out", "soup", "--weighted", "1,1,1", "--uniform"], ConfigError, "leave one out"),
+        (["run", "--out", "soup", "--order", "best", *GREEDY], ConfigError, "--order must be metric, random or given"),
+        (["run", "--out", "soup", "--seed", "3", *GREEDY], ConfigError, "--seed must come with --order random"),
+        (["run", "--out", "soup", "--min-delta", "-1", *GREEDY], ConfigError, "min_delta must be a finite number >= 0"),
+        (["run", "--out", "soup", "--uniform", *GREEDY], ConfigError, "--uniform must stand without --eval"),
         (["run", "--out", "soup", "--max-ingredients", "0", *GREEDY], ConfigError, "max_ingredients"),
         (["run", "--out", "soup", "--journal", "soup_task.py/x", *GREEDY], CheckpointError, "must be writable"),
     ],

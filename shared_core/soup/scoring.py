@@ -1,0 +1,73 @@
+"""The metric of what is written into a candidate, each evaluated once or read from the journal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from shared_core.errors import ConfigError
+from shared_core.soup.averaging import Candidate, non_finite_tensor
+from shared_core.soup.journal import Journal
+from shared_core.soup.sources import Ingredient
+
+Evaluate = Callable[[dict[str, Tensor]], float]
+
+
+class Scoring:
+    """Evaluates candidates and keeps their scores.
+
+    Args:
+        evaluate: Returns the metric of a state dict.
+        candidate: What ingredients and averages are written into.
+        journal: Where scores are kept.
+    """
+
+    def __init__(self, evaluate: Evaluate, candidate: Candidate, journal: Journal) -> None:
+        self._evaluate, self._candidate, self._journal = evaluate, candidate, journal
+
+    def score(self, key: str, write: Callable[[], Any]) -> float:
+        """Return the score kept under `key`, or that of what `write` writes into the candidate."""
+        known = self._journal.score(key)
+        if known is None:
+            write()
+            known = number(self._evaluate(self._candidate.state_dict))
+            self._journal.record(key, known)
+        return known
+
+    def alone(self, position: int, item: Ingredient, known: float | None = None) -> tuple[float | None, str]:
+        """Return the score of one ingredient and ``""``, or None and why it is left out.
+
+        Args:
+            position: Its place among the ingredients.
+            item: The ingredient.
+            known: Its score, if it is known already.
+        """
+        key = str(position)
+        known = self._journal.score(key) if known is None else known
+        bad = non_finite_tensor(item) if known is not None else self._candidate.write_single(item)
+        if bad:
+            return None, not_finite(bad)
+        known = self.score(key, lambda: None) if known is None else known
+        return (known, "") if math.isfinite(known) else (None, f"left out: its metric is {known}")
+
+
+def not_finite(tensor: str) -> str:
+    """Return why an ingredient with a NaN or an infinity in this tensor is not used."""
+    return f"left out: {tensor!r} holds a NaN or an infinity"
+
+
+def number(score: Any) -> float:
+    """Return what an evaluation returned as a float.
+
+    Raises:
+        ConfigError: If it is not one number.
+    """
+    if isinstance(score, Tensor) and score.numel() != 1:
+        raise ConfigError(f"soup: evaluate must return one number, got a tensor of shape {tuple(score.shape)}")
+    try:
+        return float(score)
+    except (TypeError, ValueError):
+        raise ConfigError(f"soup: evaluate must return a number, got {score!r:.80}") from None
