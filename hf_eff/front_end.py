@@ -7,6 +7,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -44,6 +45,12 @@ class HuggingFace:
         from hf_eff._teacher import load_teacher
 
         return load_teacher(name, student)
+
+    def evaluator(self, task: str, folder: Path, data: Path, **options: Any) -> Any:
+        """Return what gives a state dict of the model in a folder its metric on local data; see `FolderEvaluator`."""
+        from hf_eff._evaluator import FolderEvaluator
+
+        return FolderEvaluator(task, folder, data, **options)
 
     def patch(self, module: ModuleType) -> None:
         """Replace ``Trainer.train`` in the module that defines it."""

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from shared_core.errors import CheckpointError, CompatibilityError, MissingExtraError
 from shared_core.ranks import is_main
 from shared_core.same_class_teacher import is_bare_weights, same_class_teacher, teacher_from_weights
-from shared_core.soup.sources import load_torch_file
+from shared_core.soup.logged import RUN_KEY
+from shared_core.soup.sources import RAW_KEY, load_torch_file
 from shared_core.state_file import rng_state, set_rng_state
 from shared_core.technique import SavedCheckpoint
-
-RUN_KEY, RAW_KEY = "eff_run", "eff_raw_state_dict"
 
 
 class LightningServices:

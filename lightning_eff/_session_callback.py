@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_eff import _surroundings
 from lightning_eff._namespaces import Callback, namespace_of
 from lightning_eff._resume import ExactResume
-from lightning_eff._services import RAW_KEY, RUN_KEY, LightningServices
+from lightning_eff._services import LightningServices
 from lightning_eff._wrapped import Wrapped
 from lightning_eff.loss_scaling import precision_class
 from shared_core.compatibility import check
@@ -23,6 +23,8 @@ from shared_core.plain_checkpoint import DEPLOYMENT_KEY
 from shared_core.receipt import Receipt
 from shared_core.recipe import Recipe
 from shared_core.session import Session
+from shared_core.soup.logged import RUN_KEY
+from shared_core.soup.sources import RAW_KEY
 
 _STATE_KEY, _RESUME_KEY = "eff_state", "eff_resume"
 _SHORT = 20

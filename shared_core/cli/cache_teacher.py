@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shared_core.cli.folders import load_folder
-from shared_core.cli.loading import build_model, function
+from shared_core.cli.loading import build_model, device_name, function
 from shared_core.cli.progress_bar import bar
 from shared_core.errors import ConfigError
 
@@ -76,7 +76,7 @@ def cache_teacher(
         raise ConfigError(f"{_WHERE}: --data and --out must be given, got no {lacking}; add it")
     batches = batches_of(function(data, f"{_WHERE}: --data")(), batch_size)
     names = None if fields is None else [name.strip() for name in fields.split(",") if name.strip()]
-    place = _device(device)
+    place = device_name(device, _WHERE)
     folder = Path(teacher) if Path(teacher).is_dir() else None
     words = _tokenizer(tokenizer) if tokenizer is not None else folder
     fingerprints = {
@@ -126,19 +126,6 @@ def _tokenizer(name: str) -> Any:
             "a function that returns the tokenizer"
         )
     return found
-
-
-def _device(name: str) -> str:
-    import torch
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
-        first_line = (str(error).splitlines() or [""])[0]
-        raise ConfigError(f"{_WHERE}: --device must be one of this machine, got {name!r}: {first_line:.120}") from error
-    return name
 
 
 def _tell(values: dict[str, Any]) -> None:

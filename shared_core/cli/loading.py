@@ -68,6 +68,24 @@ def build_model(name: str, where: str) -> tuple[nn.Module, Any]:
     return model, inputs
 
 
+def device_name(name: str, where: str) -> str:
+    """Return the name of a device of this machine, ``auto`` made one.
+
+    Raises:
+        ConfigError: If there is no such device.
+    """
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
+        first_line = (str(error).splitlines() or [""])[0]
+        raise ConfigError(f"{where}: --device must be one of this machine, got {name!r}: {first_line:.120}") from error
+    return name
+
+
 def load_weights(model: nn.Module, path: Path, where: str) -> str:
     """Load trained weights into a plain model; return the prefix of their names that the model's have not.
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from shared_core.cli.loading import function
+from shared_core.cli.soup_actions import Judge, average, diagnosis, search
 from shared_core.errors import CheckpointError, ConfigError
 
-if TYPE_CHECKING:
-    from torch import Tensor  # `eff --help` must not wait for torch
-
-    Evaluate = Callable[[dict[str, Tensor]], float]
+_SEARCH = ("--strict", "--min-delta", "--order", "--rank-by", "--seed", "--max-ingredients", "--no-repeat")
+_JUDGED = ("--eval", "--task", "--metric-mode", "--journal", "--plot", "--jobs")
+_TASK = ("--data", "--text", "--batch-size", "--max-length", "--device")
 
 
 def soup(
@@ -26,29 +24,56 @@ def soup(
         str | None,
         typer.Option("--eval", help="module:function that takes a state dict and returns the metric."),
     ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="In place of --eval, for Hugging Face folders: accuracy, f1, perplexity or loss on --data."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="A .jsonl, .csv or .parquet file, or the folder of a saved data set.")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="Columns of text, one or two as a,b; default all of text.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Examples at a time.", min=1)] = 32,
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens of an example; default what model and tokenizer allow.", min=2)
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where --task runs the model: auto, cpu, cuda, cuda:1, ...")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Where to write the soup, in the ingredients' format.")] = None,
     uniform: Annotated[bool, typer.Option("--uniform", help="Average all instead of searching greedily.")] = False,
     weighted: Annotated[
         str | None,
         typer.Option(help="Average all with these weights, as 600,200,200: example counts for federated averaging."),
     ] = None,
-    mode: Annotated[
-        str,
+    diagnose: Annotated[
+        bool,
         typer.Option(
-            "--metric-mode", "--mode", help="Whether the metric is better when larger (max) or smaller (min)."
+            "--diagnose", help="Write no soup; tell metrics, distances, barriers, and whether a uniform one would do."
         ),
-    ] = "max",
+    ] = False,
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            "--metric-mode", "--mode", help="Whether --eval's metric is better when larger (max, the default) or min."
+        ),
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Accept only averages that improve the metric.")] = False,
     min_delta: Annotated[float, typer.Option(help="Accept only averages better by at least this.")] = 0,
     order: Annotated[
         str, typer.Option(help="metric: best first; random or given: only the first is evaluated alone.")
     ] = "metric",
+    rank_by: Annotated[
+        str | None,
+        typer.Option(
+            help="Order by a metric that the trainer logged, as eval_accuracy, or eval_fid:min where the name does not "
+            "tell; only the first is evaluated alone."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of --order random.")] = 0,
     repeat: Annotated[
         bool, typer.Option(help="Evaluate the first member twice, to notice an evaluation with noise.")
     ] = True,
-    journal: Annotated[Path | None, typer.Option(help="Keep scores here; a killed search goes on from it.")] = None,
     max_ingredients: Annotated[int | None, typer.Option(help="Stop when the soup has so many members.")] = None,
+    jobs: Annotated[int, typer.Option(help="Evaluate ingredients alone in so many processes.", min=1)] = 1,
+    journal: Annotated[Path | None, typer.Option(help="Keep scores here; a killed search goes on from it.")] = None,
     unpruned: Annotated[
         bool,
         typer.Option("--unpruned", help="Also take checkpoints from before their pruning schedule ended."),
@@ -58,33 +83,27 @@ def soup(
 ) -> None:
     """Average checkpoints of one architecture; greedy: add the next best one while the metric does not fall."""
     from shared_core.soup.ingredients import open_ingredients
+    from shared_core.soup.logged import rank_by_logged
     from shared_core.soup.path_report import check_matplotlib
     from shared_core.soup.pruned import masked_ingredients
     from shared_core.soup.saving import check_target, check_writable
     from shared_core.soup.sources import expand
     from shared_core.soup.uniform import check_weights
 
-    if out is None:
-        raise ConfigError("eff soup: --out must be given, got none; name the folder or file to write")
-    if mode not in ("max", "min"):
+    kinds = {"--uniform": uniform, "--weighted": weighted is not None, "--diagnose": diagnose}
+    asked = {
+        **kinds, "--out": out is not None, "--eval": evaluate is not None, "--task": task is not None,
+        "--metric-mode": mode is not None, "--journal": journal is not None, "--plot": plot is not None,
+        "--jobs": jobs != 1, "--strict": strict, "--min-delta": min_delta != 0, "--order": order != "metric",
+        "--rank-by": rank_by is not None, "--seed": seed != 0, "--max-ingredients": max_ingredients is not None,
+        "--no-repeat": not repeat, "--data": data is not None, "--text": text is not None,
+        "--batch-size": batch_size != 32, "--max-length": max_length is not None, "--device": device != "auto",
+    }  # fmt: skip
+    _check(asked)
+    if mode not in (None, "max", "min"):
         raise ConfigError(f"eff soup: --metric-mode must be max or min, got {mode!r}")
     if order not in ("metric", "random", "given"):
         raise ConfigError(f"eff soup: --order must be metric, random or given, got {order!r}")
-    all_in = "--weighted" if weighted is not None else "--uniform" if uniform else None
-    if uniform and weighted is not None:
-        raise ConfigError("eff soup: --weighted must stand without --uniform, which has no weights; leave one out")
-    steering = {
-        "--eval": evaluate, "--journal": journal, "--strict": strict, "--min-delta": min_delta, "--plot": plot,
-        "--order": order != "metric", "--seed": seed, "--max-ingredients": max_ingredients,
-    }  # fmt: skip
-    given = [name for name, value in steering.items() if value]
-    if all_in and given:
-        raise ConfigError(
-            f"eff soup: {all_in} must stand without {' and '.join(given)}, which steer the greedy search; leave "
-            "one or the other out"
-        )
-    if all_in is None and evaluate is None:
-        raise ConfigError("eff soup: --eval must be given as module:function, got none; or average all with --uniform")
     if seed and order != "random":
         raise ConfigError(f"eff soup: --seed must come with --order random, got it with --order {order}; add it")
     found = expand(paths or [])
@@ -97,7 +116,8 @@ def soup(
             f"eff soup: ingredients must have one format, got {opened[0].name} ({opened[0].kind}) and {odd.name} "
             f"({odd.kind}); convert one"
         )
-    check_target(out, opened[0])
+    if out is not None:
+        check_target(out, opened[0])
     for file in (journal, plot):
         if file is not None:
             check_writable(file)
@@ -111,67 +131,69 @@ def soup(
         check_weights(shares, len(usable))
     for note in notes:
         typer.echo(note, err=True)
-    if all_in:
-        _uniform(usable, shares, remask, out, as_json)
+    if out is not None and (uniform or shares is not None):
+        average(usable, shares, remask, out, as_json)
+        return
+    if evaluate is not None:
+        judge = Judge.of_function(evaluate, mode)
     else:
-        search = {
-            "mode": mode, "strict": strict, "min_delta": min_delta, "order": order, "seed": seed, "repeat": repeat,
-            "journal": journal, "about": {"evaluate": evaluate}, "max_ingredients": max_ingredients,
-        }  # fmt: skip
-        _greedy(usable, function(str(evaluate), "eff soup: --eval"), search, remask, out, as_json, plot)
+        columns = tuple((text or "").replace(",", " ").split())
+        judge = Judge.of_task(
+            str(task), opened[0], data, text=columns, batch_size=batch_size, max_length=max_length, device=device
+        )
+    if out is None:
+        diagnosis(usable, judge, remask, jobs, journal, as_json, plot)
+        return
+    logged: dict[str, float] = {}
+    if rank_by is not None:
+        metric, colon, better = rank_by.partition(":")
+        if colon and better not in ("max", "min"):
+            raise ConfigError(f"eff soup: --rank-by must be a metric, or metric:max or metric:min, got {rank_by!r}")
+        usable, values = rank_by_logged(usable, metric, better or "auto")  # type: ignore[arg-type]
+        logged = {item.name: value for item, value in zip(usable, values, strict=True)}
+        judge.about["rank_by"], order = rank_by, "given"
+    options = {
+        "strict": strict, "min_delta": min_delta, "order": order, "seed": seed, "repeat": repeat, "jobs": jobs,
+        "journal": journal, "max_ingredients": max_ingredients,
+    }  # fmt: skip
+    search(usable, judge, options, remask, out, as_json, plot, logged)
 
 
-def _greedy(
-    usable: list[Any],
-    evaluate: Evaluate,
-    search: dict[str, Any],
-    remask: Any,
-    out: Path,
-    as_json: bool,
-    plot: Path | None,
-) -> None:
-    from rich.console import Console
-    from rich.progress import Progress, TimeElapsedColumn
-
-    from shared_core.soup.greedy import greedy_soup
-    from shared_core.soup.path_report import noise_of, path_json, path_plot, path_table
-    from shared_core.soup.saving import save_soup, write_path
-
-    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        alone = len(usable) if search["order"] == "metric" else 1
-        total = alone + search["repeat"] + len(usable) - 1
-        task = progress.add_task("evaluations (at most)", total=total)
-
-        def evaluated(state_dict: dict[str, Tensor]) -> float:
-            score = evaluate(state_dict)
-            progress.advance(task)
-            return score
-
-        result = greedy_soup(usable, evaluated, after_average=remask, **search)
-    best = next(item for item in usable if item.name == result.ingredients[0])
-    save_soup(result.state_dict, best, out, lambda target: write_path(target, path_json(result)))
-    if plot is not None:
-        path_plot(result, plot)
-    if (noise := noise_of(result)) is not None:
-        typer.echo(noise, err=True)
-    if as_json:
-        typer.echo(path_json(result))
-    else:
-        Console().print(path_table(result))
-        typer.echo(f"wrote {out}")
-
-
-def _uniform(usable: list[Any], shares: list[float] | None, remask: Any, out: Path, as_json: bool) -> None:
-    import json
-
-    from shared_core.soup.saving import save_soup, write_path
-    from shared_core.soup.uniform import uniform_soup
-
-    state_dict = uniform_soup(usable, shares, after_average=remask)
-    path = json.dumps({"ingredients": [item.name for item in usable], "weights": shares})
-    save_soup(state_dict, usable[0], out, lambda target: write_path(target, path))
-    kind = "uniform" if shares is None else "weighted"
-    typer.echo(path if as_json else f"{kind} average of {len(usable)} ingredients\nwrote {out}")
+def _check(asked: dict[str, bool]) -> None:
+    """Refuse options that would play no part, and name the ones that are lacking."""
+    kinds = [name for name in ("--uniform", "--weighted", "--diagnose") if asked[name]]
+    if len(kinds) > 1:
+        raise ConfigError(f"eff soup: {kinds[0]} must stand without {kinds[1]}; leave one out")
+    if asked["--out"] == asked["--diagnose"]:
+        if asked["--out"]:
+            raise ConfigError("eff soup: --diagnose must stand without --out, as it writes no soup; leave one out")
+        raise ConfigError("eff soup: --out must be given, got none; name the folder or file to write")
+    useless = (*_SEARCH, *(() if asked["--diagnose"] else (*_JUDGED, *_TASK))) if kinds else ()
+    given = [name for name in useless if asked[name]]
+    if given:
+        raise ConfigError(
+            f"eff soup: {kinds[0]} must stand without {' and '.join(given)}, which steer the greedy search; leave one "
+            "or the other out"
+        )
+    if kinds in (["--uniform"], ["--weighted"]):
+        return
+    if asked["--eval"] == asked["--task"]:
+        got = "both" if asked["--eval"] else "none"
+        raise ConfigError(
+            f"eff soup: --eval must be given as module:function, or --task with --data, got {got}; or average all with "
+            "--uniform"
+        )
+    if asked["--task"] and not asked["--data"]:
+        raise ConfigError("eff soup: --task must come with --data, got none; name the file or saved data set")
+    odd = [name for name in (("--metric-mode",) if asked["--task"] else _TASK) if asked[name]]
+    if odd:
+        raise ConfigError(
+            f"eff soup: {odd[0]} must come with {'--eval' if asked['--task'] else '--task'}, got none; leave it out"
+        )
+    if asked["--rank-by"] and asked["--order"]:
+        raise ConfigError("eff soup: --rank-by must stand without --order, which it is; leave one out")
+    if asked["--jobs"] and (asked["--rank-by"] or asked["--order"]):
+        raise ConfigError("eff soup: --jobs must stand without --rank-by and --order: only one is evaluated alone then")
 
 
 def _numbers(text: str) -> list[float]:

@@ -1,8 +1,14 @@
 """Soups: averages of checkpoints of one architecture, uniform, weighted, or greedy by a held-out metric."""
 
 from shared_core.soup.config import SoupConfig as SoupConfig
+from shared_core.soup.diagnosis import Diagnosis as Diagnosis
+from shared_core.soup.diagnosis import diagnose as diagnose
+from shared_core.soup.diagnosis_report import diagnosis_plot as diagnosis_plot
+from shared_core.soup.diagnosis_report import diagnosis_table as diagnosis_table
 from shared_core.soup.greedy import SoupResult as SoupResult
 from shared_core.soup.greedy import greedy_soup as greedy_soup
+from shared_core.soup.logged import logged_metrics as logged_metrics
+from shared_core.soup.logged import rank_by_logged as rank_by_logged
 from shared_core.soup.path_report import noise_of as noise_of
 from shared_core.soup.path_report import path_json as path_json
 from shared_core.soup.path_report import path_plot as path_plot

@@ -44,7 +44,15 @@ class SoupConfig(TechniqueConfig):
     @property
     def larger_is_better(self) -> bool:
         """Whether the metric is better when larger."""
-        if self.mode != "auto":
-            return self.mode == "max"
-        words = re.split(r"[^a-z0-9]+", self.metric.lower())
-        return not any(word in _SMALLER_IS_BETTER or word.endswith("loss") for word in words)
+        return self.mode == "max" if self.mode != "auto" else larger_is_better(self.metric)
+
+
+def larger_is_better(metric: str) -> bool:
+    """Return whether a metric of this name is better when larger: all but losses and errors are.
+
+    Example:
+        >>> larger_is_better("eval_f1"), larger_is_better("eval_loss"), larger_is_better("val/wer")
+        (True, False, False)
+    """
+    words = re.split(r"[^a-z0-9]+", metric.lower())
+    return not any(word in _SMALLER_IS_BETTER or word.endswith("loss") for word in words)

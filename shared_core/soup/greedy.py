@@ -58,6 +58,8 @@ def greedy_soup(
     order: Order = "metric",
     seed: int = 0,
     repeat: bool = False,
+    jobs: int = 1,
+    progress: Callable[[], object] | None = None,
     journal: str | Path | None = None,
     about: Mapping[str, Any] | None = None,
     scores: Sequence[float | None] | None = None,
@@ -83,6 +85,8 @@ def greedy_soup(
         order: Best first (``"metric"``), shuffled (``"random"``), or as they are (``"given"``).
         seed: Of the shuffle.
         repeat: Evaluate the first member once more, to see whether equal weights get equal metrics.
+        jobs: Evaluate ingredients alone in so many processes; they must be files, and what is called importable.
+        progress: Called after each evaluation.
         journal: A JSON file that takes every score at once; a killed search started again with it evaluates nothing
             twice and ends with the same bits.
         about: What else tells this search from another to the journal, the evaluator's name for example.
@@ -117,19 +121,22 @@ def greedy_soup(
         raise ConfigError(f"soup: min_delta must be a finite number >= 0, got {min_delta!r}")
     if order not in ("metric", "random", "given"):
         raise ConfigError(f"soup: order must be metric, random or given, got {order!r}")
+    if jobs > 1 and order != "metric":
+        raise ConfigError(f"soup: jobs must be 1 for order {order}, got {jobs}: only one ingredient is evaluated alone")
     opened = open_ingredients(ingredients)
     if scores is not None and len(scores) != len(opened):
         raise ConfigError(f"soup: scores must be one for each of {len(opened)} ingredients, got {len(scores)}")
-    options = {"mode": mode, "strict": strict, "min_delta": min_delta, "order": order}
+    options = {"kind": "greedy", "mode": mode, "strict": strict, "min_delta": min_delta, "order": order}
     if order == "random":
         options["seed"] = seed
     candidate = Candidate(opened[0], into, after_average)
-    scoring = Scoring(evaluate, candidate, Journal(journal, opened, {**options, **(about or {})}))
+    scoring = Scoring(evaluate, candidate, Journal(journal, opened, {**options, **(about or {})}), progress)
     sign = 1.0 if mode == "max" else -1.0
 
     rows = [_Row(number, item, None if scores is None else scores[number]) for number, item in enumerate(opened)]
     if order == "random":
         random.Random(seed).shuffle(rows)
+    scoring.in_processes([(row.number, row.item) for row in rows if row.single is None], jobs)
     able: list[_Row] = []
     for row in rows:
         if order == "metric" or not able:

@@ -15,11 +15,13 @@ from shared_core.soup.greedy import SoupResult
 def path_table(result: SoupResult) -> Table:
     """Return the path as a table: one row an ingredient, in the order tried."""
     table = Table(title=f"soup of {len(result.ingredients)} of {len(result.history)}: {result.score:.6g}")
-    for name, justify in (("", "right"), ("ingredient", "left"), ("alone", "right"), ("average", "right"),
-                          ("in", "center"), ("why", "left")):  # fmt: skip
+    logged = any("logged" in row for row in result.history)
+    for name, justify in (("", "right"), ("ingredient", "left"), *([("logged", "right")] if logged else []),
+                          ("alone", "right"), ("average", "right"), ("in", "center"), ("why", "left")):  # fmt: skip
         table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for row in result.history:
-        numbers = ["–" if row[key] is None else f"{row[key]:.6g}" for key in ("single", "score")]
+        keys = (*(["logged"] if logged else []), "single", "score")
+        numbers = ["–" if row[key] is None else f"{row[key]:.6g}" for key in keys]
         table.add_row(str(row["order"] + 1), row["name"], *numbers, "✓" if row["accepted"] else "", row["reason"])
     return table
 

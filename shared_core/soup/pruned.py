@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,12 +59,13 @@ def masked_ingredients(
         )
     notes.append(f"pruned: the newest mask (step {newest.step}) is applied to every candidate")
 
-    @torch.no_grad()
-    def remask(state_dict: dict[str, Tensor]) -> None:
-        for name, mask in masks.items():
-            state_dict[name].masked_fill_(~mask, 0)
+    return usable, functools.partial(_remask, masks), notes  # it pickles: processes re-apply masks too
 
-    return usable, remask, notes
+
+@torch.no_grad()
+def _remask(masks: Mapping[str, Tensor], state_dict: dict[str, Tensor]) -> None:
+    for name, mask in masks.items():
+        state_dict[name].masked_fill_(~mask, 0)
 
 
 def _pruning_state(ingredient: Ingredient) -> _Pruned | None:

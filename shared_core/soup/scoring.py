@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from shared_core.errors import ConfigError
 from shared_core.soup.averaging import Candidate, non_finite_tensor
 from shared_core.soup.journal import Journal
+from shared_core.soup.parallel import scores_in_processes
 from shared_core.soup.sources import Ingredient
 
 Evaluate = Callable[[dict[str, Tensor]], float]
@@ -23,10 +24,14 @@ class Scoring:
         evaluate: Returns the metric of a state dict.
         candidate: What ingredients and averages are written into.
         journal: Where scores are kept.
+        progress: Called after each evaluation.
     """
 
-    def __init__(self, evaluate: Evaluate, candidate: Candidate, journal: Journal) -> None:
+    def __init__(
+        self, evaluate: Evaluate, candidate: Candidate, journal: Journal, progress: Callable[[], object] | None = None
+    ) -> None:
         self._evaluate, self._candidate, self._journal = evaluate, candidate, journal
+        self._progress = progress or (lambda: None)
 
     def score(self, key: str, write: Callable[[], Any]) -> float:
         """Return the score kept under `key`, or that of what `write` writes into the candidate."""
@@ -34,8 +39,21 @@ class Scoring:
         if known is None:
             write()
             known = number(self._evaluate(self._candidate.state_dict))
-            self._journal.record(key, known)
+            self._keep(key, known)
         return known
+
+    def _keep(self, key: str, score: float) -> None:
+        self._journal.record(key, score)
+        self._progress()
+
+    def in_processes(self, items: Sequence[tuple[int, Ingredient]], jobs: int) -> None:
+        """Evaluate numbered ingredients alone, those that have no score yet, in so many processes."""
+        if jobs < 1:
+            raise ConfigError(f"soup: jobs must be at least 1, got {jobs!r}")
+        left = [(position, item) for position, item in items if self._journal.score(str(position)) is None]
+        if jobs > 1 and left:
+            for position, score in scores_in_processes(left, self._evaluate, self._candidate.after_average, jobs):
+                self._keep(str(position), number(score))
 
     def alone(self, position: int, item: Ingredient, known: float | None = None) -> tuple[float | None, str]:
         """Return the score of one ingredient and ``""``, or None and why it is left out.

@@ -6,6 +6,7 @@ from lightning_world import BOTH, fit, hook_callback, loader, make_module, make_
 
 from lightning_eff import EffCallback, ModelSoup
 from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.soup import logged_metrics, open_ingredient, rank_by_logged
 
 
 def run(folder, recipe, namespace=BOTH[0], val=True, callbacks=(), **checkpoint):
@@ -36,6 +37,21 @@ def test_the_greedy_soup_is_what_the_trainer_would_measure(namespace, tmp_path):
     assert measured["val_loss"] == pytest.approx(told["score"], rel=1e-6)
     assert told["score"] <= told["best_single"]
     assert sum(int((module.net[index].weight == 0).sum()) for index in (0, 4)) == 96
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_checkpoints_are_ranked_by_what_was_logged(tmp_path, ours):
+    run(tmp_path, {"soup": {"kind": "uniform"}} if ours else {})
+    paths = sorted(tmp_path.glob("*.ckpt"))
+    for path in paths:
+        assert logged_metrics(open_ingredient(path)).keys() >= {"val_loss", *(["val_acc"] if ours else [])}
+    ranked, losses = rank_by_logged(paths, "val_loss")
+    again, module = make_trainer(tmp_path, BOTH[0]), make_module(BOTH[0])
+    for item, loss in zip(ranked, losses, strict=True):
+        module.load_state_dict({name: item.tensor(name) for name in item.specs})
+        (measured,) = again.validate(module, loader(shuffle=False), verbose=False)
+        assert measured["val_loss"] == pytest.approx(loss, rel=1e-6)
+    assert losses == sorted(losses)
 
 
 def test_a_uniform_soup_is_the_mean_of_the_latent_weights(tmp_path):

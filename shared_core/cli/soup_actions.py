@@ -1,0 +1,148 @@
+"""What `eff soup` does once its options are checked: search, average, diagnose."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import typer
+
+from shared_core.cli.loading import device_name, function
+from shared_core.cli.run import front_ends
+from shared_core.errors import CheckpointError, ConfigError, MissingExtraError
+from shared_core.strict_json import json_text
+
+_TASKS: dict[str, Literal["max", "min"]] = {"accuracy": "max", "f1": "max", "loss": "min", "perplexity": "min"}
+
+
+@dataclass
+class Judge:
+    """What scores a state dict, which scores are better, and what a journal has to know of it."""
+
+    evaluate: Callable[[dict[str, Any]], float]
+    mode: Literal["max", "min"]
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_function(cls, name: str, mode: str | None) -> Judge:
+        """Return the user's function as a judge."""
+        return cls(function(name, "eff soup: --eval"), cast(Any, mode or "max"), {"evaluate": name})
+
+    @classmethod
+    def of_task(cls, task: str, first: Any, data: Path | None, **options: Any) -> Judge:
+        """Return a built-in metric of the model in the first ingredient's folder.
+
+        Raises:
+            ConfigError: If there is no such metric.
+            CheckpointError: If ingredients are no folders of transformers models, or the data cannot be read.
+        """
+        from shared_core.soup.sources import HF_FOLDER
+
+        if task not in _TASKS:
+            raise ConfigError(f"eff soup: --task must be one of {', '.join(_TASKS)}, got {task!r}; or give --eval")
+        if first.kind != HF_FOLDER or not first.config:
+            raise CheckpointError(
+                f"eff soup: --task must have Hugging Face folders with config.json, got {first.name} ({first.kind}); "
+                "give --eval"
+            )
+        options["device"] = device_name(options["device"], "eff soup")
+        for front_end in front_ends():
+            make = getattr(front_end, "evaluator", None)
+            if make is not None:
+                evaluate = make(task, first.path, data, **options)
+                about = {**options, "text": list(options["text"]), "task": task, "data": evaluate.digest}
+                return cls(evaluate, _TASKS[task], about)
+        raise MissingExtraError("eff soup --task", "transformers", "hf")
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    from rich.console import Console
+    from rich.progress import Progress, TimeElapsedColumn
+
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("evaluations (at most)", total=total)
+        yield lambda: progress.advance(task)
+
+
+def search(
+    usable: list[Any],
+    judge: Judge,
+    options: dict[str, Any],
+    remask: Any,
+    out: Path,
+    as_json: bool,
+    plot: Path | None,
+    logged: dict[str, float],
+) -> None:
+    """Make a greedy soup, write it and tell its path."""
+    from rich.console import Console
+
+    from shared_core.soup.greedy import greedy_soup
+    from shared_core.soup.path_report import noise_of, path_json, path_plot, path_table
+    from shared_core.soup.saving import save_soup, write_path
+
+    alone = len(usable) if options["order"] == "metric" else 1
+    with _progress(alone + options["repeat"] + len(usable) - 1) as advance:
+        result = greedy_soup(
+            usable,
+            judge.evaluate,
+            mode=judge.mode,
+            about=judge.about,
+            after_average=remask,
+            progress=advance,
+            **options,
+        )
+    for row in result.history if logged else ():
+        row["logged"] = logged[row["name"]]
+    best = next(item for item in usable if item.name == result.ingredients[0])
+    save_soup(result.state_dict, best, out, lambda target: write_path(target, path_json(result)))
+    if plot is not None:
+        path_plot(result, plot)
+    if (noise := noise_of(result)) is not None:
+        typer.echo(noise, err=True)
+    if as_json:
+        typer.echo(path_json(result))
+    else:
+        Console().print(path_table(result))
+        typer.echo(f"wrote {out}")
+
+
+def average(usable: list[Any], shares: list[float] | None, remask: Any, out: Path, as_json: bool) -> None:
+    """Write the uniform or weighted average of all."""
+    from shared_core.soup.saving import save_soup, write_path
+    from shared_core.soup.uniform import uniform_soup
+
+    state_dict = uniform_soup(usable, shares, after_average=remask)
+    path = json.dumps({"ingredients": [item.name for item in usable], "weights": shares})
+    save_soup(state_dict, usable[0], out, lambda target: write_path(target, path))
+    kind = "uniform" if shares is None else "weighted"
+    typer.echo(path if as_json else f"{kind} average of {len(usable)} ingredients\nwrote {out}")
+
+
+def diagnosis(
+    usable: list[Any], judge: Judge, remask: Any, jobs: int, journal: Path | None, as_json: bool, plot: Path | None
+) -> None:
+    """Tell metrics, distances and barriers of the ingredients."""
+    from rich.console import Console
+
+    from shared_core.soup.diagnosis import diagnose
+    from shared_core.soup.diagnosis_report import diagnosis_plot, diagnosis_table
+
+    with _progress(4 * len(usable) - 2) as advance:
+        found = diagnose(
+            usable, judge.evaluate, mode=judge.mode, jobs=jobs, progress=advance, journal=journal, about=judge.about,
+            after_average=remask,
+        )  # fmt: skip
+    if plot is not None:
+        diagnosis_plot(found, plot)
+    if as_json:
+        typer.echo(json_text(found.to_dict()))
+    else:
+        Console().print(diagnosis_table(found))
+    for warning in found.warnings:
+        typer.echo(warning, err=True)

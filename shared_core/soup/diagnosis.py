@@ -1,0 +1,211 @@
+"""Whether checkpoints can be averaged at all: their metrics, their distances, the barriers between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared_core.errors import CheckpointError, ConfigError
+from shared_core.soup.averaging import CHUNK, Candidate
+from shared_core.soup.greedy import Mode
+from shared_core.soup.ingredients import Source, open_ingredients
+from shared_core.soup.journal import Journal
+from shared_core.soup.scoring import Evaluate, Scoring
+from shared_core.soup.sources import Ingredient, averaged
+
+ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+# A metric that is worse by this share of itself is one that averaging broke.
+_COLLAPSE = 0.05
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was measured of ingredients; lists and matrices are in the order of `names`."""
+
+    names: list[str]
+    metrics: list[float]
+    """The metric of each alone."""
+    uniform: float
+    """The metric of the uniform soup; may be NaN."""
+    distances: list[list[float]]
+    """L2 distance of each pair, over all averaged tensors."""
+    from_mean: list[float]
+    """L2 distance of each from the mean of all."""
+    cosines: list[list[float]]
+    """Cosine of ``w_i - mean`` and ``w_j - mean``; -1/(n-1) if members lie around their mean without a pattern. NaN for
+    a member that is the mean."""
+    best: str
+    """The best single ingredient."""
+    paths: dict[str, list[float]]
+    """Metrics from the best (α = 0) to each other ingredient (α = 1), at `ALPHAS`."""
+    barriers: dict[str, float]
+    """How far the metric falls below the straight line between the two ends, at worst; 0 or more."""
+    left_out: dict[str, str]
+    """Ingredients without finite weights or metric, and why."""
+    warnings: list[str]
+    """What speaks against averaging them all."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields and the αs."""
+        return {**asdict(self), "alphas": list(ALPHAS)}
+
+
+def diagnose(
+    ingredients: Sequence[Source],
+    evaluate: Evaluate,
+    *,
+    mode: Mode = "max",
+    jobs: int = 1,
+    progress: Callable[[], object] | None = None,
+    journal: str | Path | None = None,
+    about: Mapping[str, Any] | None = None,
+    after_average: Callable[[dict[str, Tensor]], None] | None = None,
+) -> Diagnosis:
+    r"""Return metric, distances and interpolation barriers of checkpoints, and whether a uniform soup would collapse.
+
+    The barrier between the best ingredient b and another one x is the worst fall of the metric M below the straight
+    line between its ends, ``max_α ((1-α) M(b) + α M(x)) - M((1-α) b + α x)`` for a metric that is better when larger.
+    It is measured at `ALPHAS`; near 0 both lie in one basin and can be averaged. n ingredients cost 4n - 2 evaluations
+    and, for distances, one read of each; memory is two models.
+
+    Args:
+        ingredients: At least two paths (see `open_ingredient`) or state dicts.
+        evaluate: Returns the held-out metric of a state dict.
+        mode: Whether the metric is better when larger or smaller.
+        jobs: Evaluate ingredients alone in so many processes; they must be files, and what is called importable.
+        progress: Called after each evaluation.
+        journal: A JSON file that takes every score at once, for a diagnosis that is killed and started again.
+        about: What else tells this diagnosis from another to the journal.
+        after_average: Called with every candidate before it is evaluated; changes it in place (masks).
+
+    Raises:
+        CheckpointError: If ingredients cannot be read or do not belong together, fewer than two are finite, or the
+            journal is of something else.
+        ConfigError: If `mode` is neither, or `evaluate` does not return a number.
+
+    Source: Frankle et al., 2020, arXiv:1912.05671; the straight line: Entezari et al., 2022, arXiv:2110.06296.
+
+    Example:
+        >>> import torch
+        >>> runs = [{"w": torch.tensor([value])} for value in (-1.0, 1.0)]
+        >>> found = diagnose(runs, lambda weights: float(weights["w"].abs()))  # two basins, and a barrier at 0
+        >>> found.metrics, found.uniform, found.barriers, found.distances[0][1]
+        ([1.0, 1.0], 0.0, {'ingredient 1': 1.0}, 2.0)
+    """
+    if mode not in ("max", "min"):
+        raise ConfigError(f"soup: mode must be max or min, got {mode!r}")
+    opened = open_ingredients(ingredients)
+    candidate = Candidate(opened[0], None, after_average)
+    search = {"kind": "diagnosis", "mode": mode, **(about or {})}
+    scoring = Scoring(evaluate, candidate, Journal(journal, opened, search), progress)
+    sign = 1.0 if mode == "max" else -1.0
+
+    scoring.in_processes(list(enumerate(opened)), jobs)
+    able: list[tuple[int, Ingredient, float]] = []
+    left_out = {}
+    for number, item in enumerate(opened):
+        single, reason = scoring.alone(number, item)
+        if single is None:
+            left_out[item.name] = reason
+        else:
+            able.append((number, item, single))
+    if len(able) < 2:
+        raise CheckpointError(
+            f"soup: at least two ingredients must have finite weights and a finite metric, got {len(able)}; "
+            + "; ".join(f"{name} {reason}" for name, reason in left_out.items())
+        )
+    items, metrics = [item for _, item, _ in able], [single for *_, single in able]
+    names = [item.name for item in items]
+
+    def write_uniform() -> None:
+        candidate.begin_mean(items[0])
+        for item in items[1:]:
+            candidate.accept(item)
+        candidate.write_mean()
+
+    uniform = scoring.score("uniform", write_uniform)
+    start, best, top = max(able, key=lambda row: sign * row[2])
+    candidate.begin_mean(best)
+    paths, barriers = {}, {}
+    for number, item, single in able:
+        if number == start:
+            continue
+        between = [
+            # the mean of the best and of alpha / (1 - alpha) times the other is their interpolation at alpha
+            scoring.score(
+                f"{start} to {number} at {alpha}",
+                lambda item=item, alpha=alpha: candidate.write_average(item, alpha / (1 - alpha)),  # type: ignore[misc]
+            )
+            for alpha in ALPHAS[1:-1]
+        ]
+        paths[item.name] = [top, *between, single]
+        barriers[item.name] = _barrier(paths[item.name], sign)
+    distances, from_mean, cosines = geometry(items)
+    return Diagnosis(
+        names, metrics, uniform, distances, from_mean, cosines, best.name, paths, barriers, left_out,
+        _warnings(names, metrics, uniform, barriers, top, sign),
+    )  # fmt: skip
+
+
+def _barrier(path: Sequence[float], sign: float) -> float:
+    if not all(math.isfinite(score) for score in path):
+        return math.inf
+    falls = [
+        sign * ((1 - alpha) * path[0] + alpha * path[-1] - score) for alpha, score in zip(ALPHAS, path, strict=True)
+    ]
+    return max(0.0, *falls[1:-1])
+
+
+def _warnings(
+    names: Sequence[str],
+    metrics: Sequence[float],
+    uniform: float,
+    barriers: Mapping[str, float],
+    top: float,
+    sign: float,
+) -> list[str]:
+    mean = sum(metrics) / len(metrics)
+    found = []
+    if not math.isfinite(uniform) or sign * (mean - uniform) > _COLLAPSE * abs(mean):
+        found.append(
+            f"a uniform soup would collapse: its metric is {uniform:.6g}, the mean member's {mean:.6g}; average "
+            "greedily, or leave out what lies behind a barrier"
+        )
+    apart = [name for name in names if barriers.get(name, 0.0) > _COLLAPSE * abs(top)]
+    if apart:
+        found.append(f"behind a barrier, so not to be averaged with the best: {', '.join(apart)}")
+    return found
+
+
+@torch.no_grad()
+def geometry(items: Sequence[Ingredient]) -> tuple[list[list[float]], list[float], list[list[float]]]:
+    """Return pairwise distances, distances from the mean, and cosines of ``w_i - mean``, in float64.
+
+    All ingredients are read side by side, some ten thousand numbers of each at a time.
+    """
+    count = len(items)
+    squares = torch.zeros(count, count, dtype=torch.float64)
+    products = torch.zeros(count, count, dtype=torch.float64)
+    for key, spec in items[0].specs.items():
+        if not averaged(spec.dtype):
+            continue
+        flat = [item.tensor(key).reshape(-1) for item in items]
+        for parts in zip(*(torch.split(tensor, CHUNK) for tensor in flat), strict=True):
+            wide = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
+            rows = torch.stack([part.cpu().double().flatten() for part in wide])
+            # differences, not the products below: equal ingredients are to be at distance 0
+            for i in range(count - 1):
+                squares[i, i + 1 :] += (rows[i + 1 :] - rows[i]).square().sum(1)
+            rows -= rows.mean(0)
+            products += rows @ rows.T
+    for item in items:
+        item.close()
+    norms = products.diagonal().sqrt()
+    cosines = products / norms.outer(norms)
+    return (squares + squares.T).sqrt().tolist(), norms.tolist(), cosines.clamp(-1, 1).tolist()

@@ -1,0 +1,56 @@
+"""The diagnosis of a soup's ingredients as table and plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.table import Table
+
+from shared_core.soup.diagnosis import ALPHAS, Diagnosis
+from shared_core.soup.path_report import check_matplotlib
+
+
+def diagnosis_table(found: Diagnosis) -> Table:
+    """Return one row an ingredient: metric, distances, and the way from the best one to it."""
+    table = Table(title=f"uniform soup of {len(found.names)}: {found.uniform:.6g}")
+    ways = [f"α {alpha:g}" for alpha in ALPHAS[1:-1]]
+    for name in ("ingredient", "alone", "from mean", "nearest", "farthest", "cosine to best", *ways, "barrier"):
+        table.add_column(name, justify="left" if name == "ingredient" else "right", overflow="fold")
+    best = found.names.index(found.best)
+    for i, name in enumerate(found.names):
+        others = [distance for j, distance in enumerate(found.distances[i]) if j != i]
+        numbers = [found.metrics[i], found.from_mean[i], min(others), max(others)]
+        way = ["", *[""] * len(ways), "the best"]
+        if i != best:
+            way = [
+                f"{number:.4g}" for number in (found.cosines[i][best], *found.paths[name][1:-1], found.barriers[name])
+            ]
+        table.add_row(name, *(f"{number:.4g}" for number in numbers), *way)
+    for name, reason in found.left_out.items():
+        table.add_row(name, reason)
+    return table
+
+
+def diagnosis_plot(found: Diagnosis, file: str | Path) -> Path:
+    """Write a plot of the ways from the best ingredient to the others, and of all distances; return its file.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+    """
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    ways, matrix = figure.subplots(1, 2)
+    for name, path in found.paths.items():
+        ways.plot(ALPHAS, path, "o-", label=Path(name).name)
+    ways.axhline(found.uniform, linewidth=1, linestyle="--", color="black", label="uniform soup")
+    ways.set(xlabel=f"α from {Path(found.best).name}", ylabel="held-out metric")
+    ways.legend(fontsize="small")
+    labels = [Path(name).name for name in found.names]
+    image = matrix.imshow(found.distances)
+    matrix.set_xticks(range(len(labels)), labels, rotation=45, ha="right")
+    matrix.set_yticks(range(len(labels)), labels)
+    figure.colorbar(image, ax=matrix, label="L2 distance")
+    figure.savefig(file)
+    return Path(file)
