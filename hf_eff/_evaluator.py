@@ -70,7 +70,7 @@ class FolderEvaluator:
         self._causal = self._is_causal()
         self._examples = self._read(data, text, max_length)
         if not self._examples:
-            raise ConfigError(f"eff soup: --data must hold at least one example, got none in {data}; give another file")
+            raise _empty(data)
         # similar lengths together: less padding
         self._examples.sort(key=lambda example: -len(example["input_ids"]))
         self._model: nn.Module | None = None
@@ -271,7 +271,13 @@ def _open(file: Path) -> Any:
         raise ConfigError(
             f"eff soup: --data must be one split, got {sorted(data)} in {file}; give {file}/{next(iter(data))}"
         )
+    if not len(data):
+        raise _empty(file)
     return data
+
+
+def _empty(file: Path) -> ConfigError:
+    return ConfigError(f"eff soup: --data must hold at least one example, got none in {file}; give another file")
 
 
 def _text_columns(data: Any, asked: tuple[str, ...], label: str | None, file: Path) -> list[str]:

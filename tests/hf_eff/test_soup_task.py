@@ -1,0 +1,263 @@
+"""Built-in evaluators of `eff soup --task`, against the Trainer's own numbers and float64."""
+
+import json
+import math
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from typer.testing import CliRunner
+
+from hf_eff._evaluator import FolderEvaluator, f1
+from shared_core.cli import app
+from shared_core.errors import CheckpointError, ConfigError
+
+WORDS = [
+    "the",
+    "a",
+    "good",
+    "bad",
+    "film",
+    "plot",
+    "was",
+    "is",
+    "not",
+    "very",
+    "dull",
+    "fine",
+    "one",
+    "we",
+    "saw",
+    "it",
+]
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("task")
+    vocabulary = {name: number for number, name in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    )
+    for number in range(3):
+        classifier = make_classifier(0)
+        language = make_language_model(0)
+        generator = torch.Generator().manual_seed(number)
+        for model, name in ((classifier, "bert"), (language, "llama")):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+            model.save_pretrained(folder / name / f"checkpoint-{number}")
+            tokenizer.save_pretrained(folder / name / f"checkpoint-{number}")
+    generator = torch.Generator().manual_seed(7)
+    rows = []
+    for number in range(23):
+        length = int(torch.randint(1, 14, (1,), generator=generator))
+        picks = torch.randint(len(WORDS), (length,), generator=generator).tolist()
+        rows.append({"text": " ".join(WORDS[pick] for pick in picks), "label": number % 4})
+    data = Dataset.from_list(rows)
+    data.to_json(folder / "data.jsonl")
+    data.to_csv(folder / "data.csv")
+    data.to_parquet(folder / "data.parquet")
+    data.save_to_disk(folder / "saved")
+    return folder
+
+
+def make_classifier(seed):
+    torch.manual_seed(seed)
+    return BertForSequenceClassification(
+        BertConfig(vocab_size=24, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+                   max_position_embeddings=16, num_labels=4)
+    )  # fmt: skip
+
+
+def make_language_model(seed):
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=24, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+                    intermediate_size=32, max_position_embeddings=16, tie_word_embeddings=True)
+    )  # fmt: skip
+
+
+def weights_of(model):
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 32])
+def test_classification_is_that_of_each_example_alone(room, batch_size):
+    folder = room / "bert" / "checkpoint-0"
+    model = AutoModelForSequenceClassification.from_pretrained(folder).double().eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    losses, guesses, labels = [], [], []
+    for line in (room / "data.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        ids = tokenizer(row["text"], truncation=True, max_length=16, return_tensors="pt")
+        logits = model(**ids).logits[0].detach()
+        losses.append(float(-logits.log_softmax(0)[row["label"]]))
+        guesses.append(int(logits.argmax()))
+        labels.append(row["label"])
+    hits = sum(guess == label for guess, label in zip(guesses, labels, strict=True)) / len(labels)
+    state = weights_of(model.float())
+    expected = {"loss": sum(losses) / len(losses), "accuracy": hits}
+    for task, value in expected.items():
+        evaluate = FolderEvaluator(task, folder, room / "data.jsonl", batch_size=batch_size)
+        assert evaluate(state) == pytest.approx(value, rel=1e-5)
+        assert evaluate(state) == evaluate(state)
+    from sklearn.metrics import f1_score
+
+    evaluate = FolderEvaluator("f1", folder, room / "data.jsonl", batch_size=batch_size)
+    assert evaluate(state) == pytest.approx(f1_score(labels, guesses, average="macro"))
+
+
+def test_f1_of_two_classes_is_that_of_class_one():
+    from sklearn.metrics import f1_score
+
+    generator = torch.Generator().manual_seed(0)
+    for classes in (2, 3):
+        guesses, truth = (torch.randint(classes, (40,), generator=generator) for _ in range(2))
+        average = "binary" if classes == 2 else "macro"
+        assert f1(guesses, truth, classes) == pytest.approx(f1_score(truth, guesses, average=average))
+    assert f1(torch.zeros(3), torch.zeros(3), 2) == 0.0
+
+
+@pytest.mark.parametrize("max_length", [None, 5])
+def test_perplexity_is_that_of_every_token_given_those_before(room, max_length):
+    folder = room / "llama" / "checkpoint-1"
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    total, count = 0.0, 0
+    for line in (room / "data.jsonl").read_text().splitlines():
+        ids = tokenizer(json.loads(line)["text"])["input_ids"]
+        for start in range(0, len(ids), max_length or 16):
+            window = torch.tensor([ids[start : start + (max_length or 16)]])
+            logits = model(window).logits[0, :-1].double().detach()
+            total -= float(logits.log_softmax(-1).gather(1, window[0, 1:, None]).sum())
+            count += window.shape[1] - 1
+    state = {name: value for name, value in weights_of(model).items() if name != "lm_head.weight"}  # tied
+    for task, value in (("loss", total / count), ("perplexity", math.exp(total / count))):
+        evaluate = FolderEvaluator(task, folder, room / "data.parquet", batch_size=4, max_length=max_length)
+        assert evaluate(state) == pytest.approx(value, rel=1e-5)
+
+
+def test_every_kind_of_file_holds_the_same(room):
+    folder, names = room / "bert" / "checkpoint-0", ("data.jsonl", "data.csv", "data.parquet", "saved")
+    made = {name: FolderEvaluator("loss", folder, room / name) for name in names}
+    assert len({evaluate.digest for evaluate in made.values()}) == 1
+    assert FolderEvaluator("loss", folder, room / "saved", max_length=4).digest != made["saved"].digest
+
+
+def test_tokenised_data_pairs_and_names_of_labels(room, tmp_path):
+    folder = room / "bert" / "checkpoint-0"
+    state = weights_of(make_classifier(3))
+    rows = [
+        {"one": "good film", "two": "a bad plot", "label": "LABEL_2"},
+        {"one": "dull", "two": "fine", "label": "LABEL_0"},
+    ]
+    pairs = Dataset.from_list(rows)
+    pairs.to_json(tmp_path / "pairs.jsonl")
+    ids = [[2, 6, 8, 3, 5, 7, 9, 3], [2, 14, 3, 15, 3]]
+    types = [[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1]]
+    tokenised = Dataset.from_dict({"input_ids": ids, "token_type_ids": types, "labels": [2, 0]})
+    tokenised.save_to_disk(tmp_path / "tokenised")
+    one, two = (FolderEvaluator("loss", folder, tmp_path / name)(state) for name in ("pairs.jsonl", "tokenised"))
+    assert one == pytest.approx(two, rel=1e-6)
+    assert one != FolderEvaluator("loss", folder, tmp_path / "pairs.jsonl", text=("one",))(state)
+    labels = [[-100, -100, 8, 3, -100, -100, -100, 3], [-100] * 5]
+    Dataset.from_dict({"input_ids": ids, "labels": labels}).save_to_disk(tmp_path / "instructions")
+    language = make_language_model(2).eval()
+    logits = language(torch.tensor(ids[:1])).logits[0].log_softmax(-1)
+    expected = -(logits[1, 8] + logits[2, 3] + logits[6, 3]) / 3
+    evaluate = FolderEvaluator("loss", room / "llama" / "checkpoint-0", tmp_path / "instructions")
+    assert evaluate(weights_of(language)) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_what_cannot_be_evaluated_is_refused_at_once(room, tmp_path):
+    bert, llama = (room / name / "checkpoint-0" for name in ("bert", "llama"))
+    DatasetDict(train=Dataset.from_dict({"text": ["a"]})).save_to_disk(tmp_path / "splits")
+    Dataset.from_dict({"text": ["a"], "label": [0]}).select([]).save_to_disk(tmp_path / "none")
+    files = {
+        "unlabelled.jsonl": '{"text": "good"}', "far.jsonl": '{"text": "good", "label": 4}',
+        "minus.jsonl": '{"text": "good", "label": -1}', "three.jsonl": '{"a": "x", "b": "y", "c": "z", "label": 1}',
+        "broken.jsonl": "{", "data.txt": "good",
+    }  # fmt: skip
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    cases = [
+        ("accuracy", llama, "far.jsonl", {}, CheckpointError, "must have a text classifier .* got LlamaForCausalLM"),
+        ("perplexity", bert, "far.jsonl", {}, CheckpointError, "must have a language model"),
+        ("accuracy", bert, "unlabelled.jsonl", {}, ConfigError, "a column label or labels"),
+        ("accuracy", bert, "far.jsonl", {}, ConfigError, "labels from 0 to 3, .* got 4"),
+        ("accuracy", bert, "minus.jsonl", {}, ConfigError, "got -1"),
+        ("accuracy", bert, "three.jsonl", {}, ConfigError, "one or two columns"),
+        ("accuracy", bert, "far.jsonl", {"text": ("body",)}, ConfigError, "got \\['body'\\]"),
+        ("accuracy", bert, "gone.jsonl", {}, CheckpointError, "must exist"),
+        ("accuracy", bert, "data.txt", {}, CheckpointError, "a file of .json"),
+        ("accuracy", bert, "broken.jsonl", {}, CheckpointError, "must be readable"),
+        ("accuracy", bert, "none", {}, ConfigError, "at least one example"),
+        ("accuracy", bert, "splits", {}, ConfigError, "must be one split"),
+        ("accuracy", tmp_path, "far.jsonl", {}, CheckpointError, "must hold a config of transformers"),
+    ]
+    for task, folder, name, options, kind, match in cases:
+        with pytest.raises(kind, match=match):
+            FolderEvaluator(task, folder, tmp_path / name, **options)
+    evaluate = FolderEvaluator("loss", bert, room / "data.jsonl")
+    with pytest.raises(CheckpointError, match="tensor names of BertForSequenceClassification"):
+        evaluate({"other": torch.ones(1)})
+
+
+def eff(*arguments):
+    return CliRunner().invoke(app, ["soup", *map(str, arguments)], catch_exceptions=False)
+
+
+def test_the_command_searches_by_a_task(room, tmp_path):
+    common = (room / "bert", "--task", "loss", "--data", room / "data.jsonl", "--json")
+    found = json.loads(eff(*common, "--out", tmp_path / "soup", "--journal", tmp_path / "journal").stdout)
+    singles = [row["single"] for row in found["history"]]
+    assert singles == sorted(singles)  # smaller is better, without --metric-mode
+    assert found["repeat"][0] == found["repeat"][1]
+    final = FolderEvaluator("loss", tmp_path / "soup", room / "data.jsonl")
+    from shared_core.soup import open_ingredient
+
+    soup = open_ingredient(tmp_path / "soup")
+    assert final({name: soup.tensor(name) for name in soup.specs}) == pytest.approx(found["score"], rel=1e-6)
+    with pytest.raises(CheckpointError, match="its batch_size were 32, now 4"):
+        eff(*common, "--out", tmp_path / "two", "--journal", tmp_path / "journal", "--batch-size", 4)
+    told = json.loads(eff(room / "llama", "--task", "perplexity", "--data", room / "data.csv", "--text", "text",
+                          "--diagnose", "--json").stdout)  # fmt: skip
+    assert min(told["metrics"]) > 1
+    assert len(told["barriers"]) == 2
+
+
+def test_the_command_refuses_what_does_not_go_together(room):
+    cases = [
+        (["--task", "bleu", "--data", room / "data.csv"], "must be one of accuracy, f1, loss, perplexity"),
+        (["--task", "loss"], "--task must come with --data"),
+        (["--task", "loss", "--eval", "a:b", "--data", "x"], "got both"),
+        (["--task", "loss", "--data", "x", "--mode", "max"], "--metric-mode must come with --eval"),
+        (["--eval", "a:b", "--data", "x"], "--data must come with --task"),
+        (["--task", "loss", "--data", room / "data.csv", "--device", "abacus"], "--device must be one of this machine"),
+    ]
+    for arguments, match in cases:
+        with pytest.raises(ConfigError, match=match):
+            eff(room / "bert", "--out", "never", *arguments)
