@@ -195,11 +195,11 @@ def test_tokenised_data_pairs_and_names_of_labels(room, tmp_path):
 def test_what_cannot_be_evaluated_is_refused_at_once(room, tmp_path):
     bert, llama = (room / name / "checkpoint-0" for name in ("bert", "llama"))
     DatasetDict(train=Dataset.from_dict({"text": ["a"]})).save_to_disk(tmp_path / "splits")
-    Dataset.from_dict({"text": ["a"], "label": [0]}).select([]).save_to_disk(tmp_path / "none")
+    Dataset.from_dict({"input_ids": [[5]]}).save_to_disk(tmp_path / "short")  # one token predicts nothing
     files = {
         "unlabelled.jsonl": '{"text": "good"}', "far.jsonl": '{"text": "good", "label": 4}',
         "minus.jsonl": '{"text": "good", "label": -1}', "three.jsonl": '{"a": "x", "b": "y", "c": "z", "label": 1}',
-        "broken.jsonl": "{", "data.txt": "good",
+        "broken.jsonl": "{", "data.txt": "good", "none.csv": "text,label\n",
     }  # fmt: skip
     for name, content in files.items():
         (tmp_path / name).write_text(content)
@@ -214,7 +214,8 @@ def test_what_cannot_be_evaluated_is_refused_at_once(room, tmp_path):
         ("accuracy", bert, "gone.jsonl", {}, CheckpointError, "must exist"),
         ("accuracy", bert, "data.txt", {}, CheckpointError, "a file of .json"),
         ("accuracy", bert, "broken.jsonl", {}, CheckpointError, "must be readable"),
-        ("accuracy", bert, "none", {}, ConfigError, "at least one example"),
+        ("accuracy", bert, "none.csv", {}, CheckpointError, "must be readable, .* no data"),
+        ("loss", llama, "short", {}, ConfigError, "at least one example"),
         ("accuracy", bert, "splits", {}, ConfigError, "must be one split"),
         ("accuracy", tmp_path, "far.jsonl", {}, CheckpointError, "must hold a config of transformers"),
     ]
