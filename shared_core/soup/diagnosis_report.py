@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rich import box
 from rich.table import Table
 
 from shared_core.soup.diagnosis import ALPHAS, Diagnosis
@@ -11,24 +12,25 @@ from shared_core.soup.path_report import check_matplotlib
 
 
 def diagnosis_table(found: Diagnosis) -> Table:
-    """Return one row an ingredient: metric, distances, and the way from the best one to it."""
-    table = Table(title=f"uniform soup of {len(found.names)}: {found.uniform:.6g}")
+    """Return one row an ingredient: metric, distances, and metrics on the way to it from the best one."""
+    table = Table(title=f"uniform soup of {len(found.names)}: {found.uniform:.6g}", box=box.SIMPLE)
     ways = [f"α {alpha:g}" for alpha in ALPHAS[1:-1]]
-    for name in ("ingredient", "alone", "from mean", "nearest", "farthest", "cosine to best", *ways, "barrier"):
+    for name in ("ingredient", "alone", "from mean", "to best", *ways, "barrier"):
         table.add_column(name, justify="left" if name == "ingredient" else "right", overflow="fold")
     best = found.names.index(found.best)
     for i, name in enumerate(found.names):
-        others = [distance for j, distance in enumerate(found.distances[i]) if j != i]
-        numbers = [found.metrics[i], found.from_mean[i], min(others), max(others)]
-        way = ["", *[""] * len(ways), "the best"]
+        numbers = [found.metrics[i], found.from_mean[i], found.distances[i][best]]
         if i != best:
-            way = [
-                f"{number:.4g}" for number in (found.cosines[i][best], *found.paths[name][1:-1], found.barriers[name])
-            ]
-        table.add_row(name, *(f"{number:.4g}" for number in numbers), *way)
+            numbers += [*found.paths[name][1:-1], found.barriers[name]]
+        ends = [] if i != best else [*[""] * len(ways), "the best"]
+        table.add_row(_short(name), *(f"{number:.4g}" for number in numbers), *ends)
     for name, reason in found.left_out.items():
-        table.add_row(name, reason)
+        table.add_row(_short(name), reason)
     return table
+
+
+def _short(name: str) -> str:
+    return "/".join(Path(name).parts[-2:])
 
 
 def diagnosis_plot(found: Diagnosis, file: str | Path) -> Path:
