@@ -13,10 +13,13 @@ from shared_core.soup.path_report import check_matplotlib
 
 def diagnosis_table(found: Diagnosis) -> Table:
     """Return one row an ingredient: metric, distances, and metrics on the way to it from the best one."""
-    table = Table(title=f"uniform soup of {len(found.names)}: {found.uniform:.6g}", box=box.SIMPLE)
+    table = Table(
+        title=f"uniform soup of {len(found.names)}: {found.uniform:.6g}", box=box.SIMPLE, padding=(0, 1, 0, 0)
+    )
     ways = [f"α {alpha:g}" for alpha in ALPHAS[1:-1]]
     for name in ("ingredient", "alone", "from mean", "to best", *ways, "barrier"):
-        table.add_column(name, justify="left" if name == "ingredient" else "right", overflow="fold")
+        text = name == "ingredient"
+        table.add_column(name, justify="left" if text else "right", min_width=18 if text else None, overflow="fold")
     best = found.names.index(found.best)
     for i, name in enumerate(found.names):
         numbers = [found.metrics[i], found.from_mean[i], found.distances[i][best]]
