@@ -113,7 +113,7 @@ class Candidate:
         into: dict[str, Tensor] | None = None,
         after_average: Callable[[dict[str, Tensor]], None] | None = None,
     ) -> None:
-        self.after_average = after_average
+        self._after = after_average
         self._owned = into is None
         self.state_dict: dict[str, Tensor] = {} if into is None else into
         self._mean: dict[str, Tensor] = {}
@@ -188,8 +188,8 @@ class Candidate:
         return slot
 
     def _written(self) -> None:
-        if self.after_average is not None:
-            self.after_average(self.state_dict)
+        if self._after is not None:
+            self._after(self.state_dict)
 
 
 def _names_in(into: dict[str, Tensor], like: Ingredient) -> dict[str, list[str]]:

@@ -106,7 +106,7 @@ def diagnose(
     scoring = Scoring(evaluate, candidate, Journal(journal, opened, search), progress)
     sign = 1.0 if mode == "max" else -1.0
 
-    scoring.in_processes(list(enumerate(opened)), jobs)
+    scoring.in_processes(list(enumerate(opened)), jobs, after_average)
     able: list[tuple[int, Ingredient, float]] = []
     left_out = {}
     for number, item in enumerate(opened):

@@ -136,7 +136,7 @@ def greedy_soup(
     rows = [_Row(number, item, None if scores is None else scores[number]) for number, item in enumerate(opened)]
     if order == "random":
         random.Random(seed).shuffle(rows)
-    scoring.in_processes([(row.number, row.item) for row in rows if row.single is None], jobs)
+    scoring.in_processes([(row.number, row.item) for row in rows if row.single is None], jobs, after_average)
     able: list[_Row] = []
     for row in rows:
         if order == "metric" or not able:

@@ -46,13 +46,18 @@ class Scoring:
         self._journal.record(key, score)
         self._progress()
 
-    def in_processes(self, items: Sequence[tuple[int, Ingredient]], jobs: int) -> None:
+    def in_processes(
+        self,
+        items: Sequence[tuple[int, Ingredient]],
+        jobs: int,
+        after_average: Callable[[dict[str, Tensor]], None] | None,
+    ) -> None:
         """Evaluate numbered ingredients alone, those that have no score yet, in so many processes."""
         if jobs < 1:
             raise ConfigError(f"soup: jobs must be at least 1, got {jobs!r}")
         left = [(position, item) for position, item in items if self._journal.score(str(position)) is None]
         if jobs > 1 and left:
-            for position, score in scores_in_processes(left, self._evaluate, self._candidate.after_average, jobs):
+            for position, score in scores_in_processes(left, self._evaluate, after_average, jobs):
                 self._keep(str(position), number(score))
 
     def alone(self, position: int, item: Ingredient, known: float | None = None) -> tuple[float | None, str]:
