@@ -35,6 +35,8 @@ class StudentBatch:
     labels: Any
     causal: bool
     temperature: float
+    unlabelled: Tensor | None = None
+    """Which examples are unlabelled, where that is told; all of their positions count."""
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -46,9 +48,10 @@ class StudentBatch:
         numbers = (
             isinstance(self.labels, Tensor) and self.labels.is_floating_point()
         )  # regression, multi-label: no -100
-        if not of_classes and (self.labels is None or numbers):
+        if not of_classes and numbers:
             return None
-        return counted_positions(logits, self.labels, self.inputs.get("attention_mask"), causal=self.causal)
+        mask = self.inputs.get("attention_mask")
+        return counted_positions(logits, self.labels, mask, causal=self.causal, unlabelled=self.unlabelled)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ def run_two_ranks(file, folder):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     commands = [[sys.executable, "-P", file, str(rank), str(port), str(folder)] for rank in range(2)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     workers = [subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=environment) for line in commands]
     for process in workers:
         _, errors = process.communicate(timeout=120)
