@@ -55,7 +55,7 @@ class SessionCallback(TrainerCallback):
         self._trainer = trainer
         self.took_args_recipe = False
         self._services = TrainerServices(trainer)
-        self._window = Window(trainer)
+        self._window, self._unlabelled = Window(trainer), UnlabelledExamples(trainer)
         self._own_scaler: tuple[Any, bool] | None = None
         self._training = self._baking = self._complete = self._unscaled = False
         self._scale_before: float | None = None
@@ -67,7 +67,7 @@ class SessionCallback(TrainerCallback):
     def _new_session(self, recipe: Recipe) -> None:
         self.session = Session(recipe, front_end="hf", services=self._services, seed=self._trainer.args.seed)
         self._services.metric = recipe["soup"].to_dict()["metric"] if "soup" in recipe else None
-        self._unlabelled = UnlabelledExamples(self._trainer, self.session)
+        self._unlabelled.session = self.session
         self._adds_loss = any(overrides(technique, "loss") for technique in self.session.techniques.values())
         self._attach()
 
@@ -99,8 +99,8 @@ class SessionCallback(TrainerCallback):
             "_inner_training_loop": self._inner_training_loop,
             "call_model_init": self._call_model_init,
             "get_batch_samples": self._get_batch_samples,
-            "_set_signature_columns_if_needed": self._set_signature_columns_if_needed,
-            "_prepare_inputs": self._prepare_inputs,
+            "_set_signature_columns_if_needed": self._unlabelled.keep_column,
+            "_prepare_inputs": self._unlabelled.prepare,
             "compute_loss": self._compute_loss,
             "_clip_grad_norm": self._before_norm,
             "_get_grad_norm": self._before_norm,
@@ -259,12 +259,6 @@ class SessionCallback(TrainerCallback):
         batches, num_items, count = self._unlabelled.batches(method, *args, **kwargs)
         self._window.open(count, num_items)
         return batches, num_items
-
-    def _set_signature_columns_if_needed(self, method: Callable[..., None]) -> None:
-        self._unlabelled.keep_column(method)
-
-    def _prepare_inputs(self, method: Callable[..., Any], inputs: Any) -> Any:
-        return self._unlabelled.prepare(method, inputs)
 
     def _compute_loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         session = self.session

@@ -25,16 +25,18 @@ class UnlabelledExamples:
 
     Args:
         trainer: The trainer.
-        session: The session; its distillation, if any, knows the options.
     """
 
-    def __init__(self, trainer: Trainer, session: Session) -> None:
-        self._trainer, self._session = trainer, session
+    session: Session
+    """The trainer's; its distillation, if any, knows the options."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
 
     @property
     def distillation(self) -> Distillation | None:
         """The technique, None where nothing is distilled."""
-        found = self._session.techniques.get("distill")
+        found = self.session.techniques.get("distill")
         return found if isinstance(found, Distillation) else None
 
     @property
@@ -73,7 +75,7 @@ class UnlabelledExamples:
         inputs = method(inputs)
         if self.distillation is None or self.field is None or self._trainer.model is None:
             return inputs
-        if self._trainer.model.training and self._session.is_attached:
+        if self._trainer.model.training and self.session.is_attached:
             return self.distillation.prepare_batch(inputs)
         return {name: value for name, value in inputs.items() if name != self.field}
 

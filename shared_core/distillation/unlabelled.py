@@ -137,7 +137,7 @@ def labelled_part(task_loss: Tensor, labels: Any, *, causal: bool) -> Tensor:
 
 
 def zero_of(output: Any) -> Tensor:
-    """Return 0 with zero gradients for all that a forward's output depends on, whatever its values are."""
+    """Return 0 with zero gradients for all that a forward's output depends on, be it infinite."""
     items: Iterable[Any] = [output] if isinstance(output, Tensor) else output
     items = items.values() if isinstance(items, Mapping) else items
     found = next((item for item in items if isinstance(item, Tensor) and item.requires_grad), None)

@@ -141,9 +141,9 @@ def test_other_divergences_do_not_depend_on_the_cut(tmp_path, divergence):
 
 def test_a_cached_teacher_gives_the_same(tmp_path):
     rows = [{name: text[name][None] for name in ("input_ids", "attention_mask")} for text in texts()]
-    write_teacher_cache(teacher().eval(), rows, tmp_path / "cache", temperature=T, top_k=24)
+    write_teacher_cache(teacher().eval(), rows, tmp_path / "cache", temperature=T, top_k=24, dtype="float32")
     _, found = train(tmp_path / "run", 2, 4, options={"teacher": f"cache:{tmp_path / 'cache'}"})
-    assert largest_difference(found, reference()) < 1e-5
+    assert largest_difference(found, reference()) < 1e-6
 
 
 def test_classification_by_labels_of_minus_100(make, tmp_path):
@@ -174,8 +174,7 @@ def test_evaluation_drops_the_column_and_keeps_its_labels(tmp_path):
 def test_resume_is_exact(tmp_path):
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.05}
     whole, _ = train(tmp_path / "whole", 2, 2, **settings)
-    train(tmp_path / "half", 2, 2, **settings | {"max_steps": 2, "lr_scheduler_type": "constant"})
-    again, _ = train(tmp_path / "whole-again", 2, 2, **settings)
+    uninterrupted = told(tmp_path / "whole")
     resumed = make_trainer(
         tmp_path / "whole", trainer_class=InOrder, model=make_language_model(seed=3), data=texts(),
         per_device_train_batch_size=2, gradient_accumulation_steps=2, max_grad_norm=0.0, optim="sgd", **settings,
@@ -185,8 +184,7 @@ def test_resume_is_exact(tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
-        assert torch.equal(value, again.model.state_dict()[name]), name
-    assert told(tmp_path / "whole") == told(tmp_path / "whole-again")
+    assert told(tmp_path / "whole") == uninterrupted
 
 
 def test_what_cannot_work_is_refused(make, tmp_path):
@@ -210,10 +208,9 @@ def test_what_cannot_work_is_refused(make, tmp_path):
     for row in numbers:
         row[FIELD] = True
     with pytest.raises(ConfigError, match="compute_loss_func that leaves NaN labels out"):
-        train(tmp_path, 2, 4, data=numbers, model=make.classifier(num_labels=1))
+        one = {"teacher": make.classifier(num_labels=1, seed=9), "divergence": "logit_mse"}
+        train(tmp_path, 2, 4, data=numbers, model=make.classifier(num_labels=1), options=one)
     nothing = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in make.examples(8)]
-    tokens = make.classifier()
-    tokens.classifier, tokens.bert.pooler = torch.nn.Identity(), None
 
     class Tokens(torch.nn.Module):
         def __init__(self):
@@ -235,18 +232,20 @@ def test_a_column_that_calls_nothing_unlabelled_is_told(tmp_path):
 def test_a_hugging_face_data_set_keeps_its_column(tmp_path):
     from datasets import Dataset
 
-    data = Dataset.from_list([{k: v.tolist() if hasattr(v, "tolist") else v for k, v in row.items()} for row in texts()])
+    data = Dataset.from_list(
+        [{k: v.tolist() if hasattr(v, "tolist") else v for k, v in row.items()} for row in texts()]
+    )
     _, found = train(tmp_path, 2, 4, data=data.add_column("other", list(range(8))))
     assert largest_difference(found, reference()) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["field", "no_labels"])
-def test_two_processes_of_which_one_has_no_label(tmp_path, kind):
-    (tmp_path / kind).touch()
+def test_two_processes_of_which_one_has_no_label(tmp_path):
     run_two_ranks(__file__, tmp_path)
     expected = reference([0, 0, 1, 1, 0, 0, 1, 1])
-    for rank in (0, 1):
-        assert largest_difference(torch.load(tmp_path / f"{rank}.pt", weights_only=True), expected) < 1e-6
+    for kind in ("field", "no_labels"):
+        for rank in (0, 1):
+            found = torch.load(tmp_path / f"{kind}{rank}.pt", weights_only=True)
+            assert largest_difference(found, expected) < 1e-6, kind
 
 
 if __name__ == "__main__":
@@ -255,8 +254,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     # batches of two take turns, so that the second process has none but unlabelled examples
     flags = [0, 0, 1, 1, 0, 0, 1, 1]
-    by_field = (Path(folder) / "field").exists()
-    data = texts(flags) if by_field else texts(flags, labelled=False, field=False)
-    options = {} if by_field else {"unlabelled_field": None}
-    _, found = train(Path(folder) / "run", 2, 2, data=data, options=options, ddp_find_unused_parameters=False)
-    torch.save(found, f"{folder}/{rank}.pt")
+    for kind, data, options in (
+        ("field", texts(flags), {}),
+        ("no_labels", texts(flags, labelled=False, field=False), {"unlabelled_field": None}),
+    ):
+        _, found = train(Path(folder) / kind, 2, 2, data=data, options=options, ddp_find_unused_parameters=False)
+        torch.save(found, f"{folder}/{kind}{rank}.pt")
