@@ -55,7 +55,8 @@ class SessionCallback(TrainerCallback):
         self._trainer = trainer
         self.took_args_recipe = False
         self._services = TrainerServices(trainer)
-        self._window, self._unlabelled = Window(trainer), UnlabelledExamples(trainer)
+        self._window = Window(trainer)
+        self._unlabelled = UnlabelledExamples(trainer, self._window)
         self._own_scaler: tuple[Any, bool] | None = None
         self._training = self._baking = self._complete = self._unscaled = False
         self._scale_before: float | None = None
@@ -98,7 +99,7 @@ class SessionCallback(TrainerCallback):
             "train": self.train,
             "_inner_training_loop": self._inner_training_loop,
             "call_model_init": self._call_model_init,
-            "get_batch_samples": self._get_batch_samples,
+            "get_batch_samples": self._unlabelled.batches,
             "_set_signature_columns_if_needed": self._unlabelled.keep_column,
             "_prepare_inputs": self._unlabelled.prepare,
             "compute_loss": self._compute_loss,
@@ -252,13 +253,6 @@ class SessionCallback(TrainerCallback):
             self._services.say(receipt.text())
 
     # --- loss
-
-    def _get_batch_samples(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        if self._unlabelled.distillation is None:
-            return cast("tuple[list[Any], Any]", method(*args, **kwargs))
-        batches, num_items, count = self._unlabelled.batches(method, *args, **kwargs)
-        self._window.open(count, num_items)
-        return batches, num_items
 
     def _compute_loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         session = self.session

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_eff._window import Window
 from shared_core.distillation import Distillation
 from shared_core.errors import ConfigError
 from shared_core.ranks import all_reduce_
@@ -25,13 +26,14 @@ class UnlabelledExamples:
 
     Args:
         trainer: The trainer.
+        window: Told of the positions that the soft term will count.
     """
 
     session: Session
     """The trainer's; its distillation, if any, knows the options."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, window: Window) -> None:
+        self._trainer, self._window = trainer, window
 
     @property
     def distillation(self) -> Distillation | None:
@@ -57,7 +59,7 @@ class UnlabelledExamples:
                 f"distill: unlabelled_field must be a column of the training data, got {self.field!r}; they have "
                 f"{', '.join(columns)}"
             )
-        if "labels" not in self._trainer.label_names:
+        if self._trainer.label_names and "labels" not in self._trainer.label_names:
             raise ConfigError(
                 f"distill: unlabelled_field must be none where labels are called {', '.join(self._trainer.label_names)}"
                 f", not labels, got {self.field!r}"
@@ -80,22 +82,20 @@ class UnlabelledExamples:
         return {name: value for name, value in inputs.items() if name != self.field}
 
     def batches(
-        self, method: Callable[..., Any], batches: Iterator[Any], *args: Any
-    ) -> tuple[list[Any], Any, Tensor | None]:
-        """Return a window's micro-batches, how many labels the trainer counts, and the positions of the soft term.
-
-        These are of all processes; None where nothing tells them.
-        """
-        window, num_items = method(map(self._countable, batches), *args)
+        self, method: Callable[..., Any], batches: Iterator[Any], *args: Any, **kwargs: Any
+    ) -> tuple[list[Any], Any]:
+        """Return a window's micro-batches and how many labels the trainer counts, and open the window."""
+        window, num_items = method(map(self._countable, batches), *args, **kwargs)
         window = [
             {name: value for name, value in batch.items() if value is not _NO_LABELS}
             if isinstance(batch, Mapping) and batch.get("labels") is _NO_LABELS
             else batch
             for batch in window
         ]
-        if isinstance(num_items, Tensor):
+        if isinstance(num_items, Tensor) and self.distillation is not None:
             num_items = num_items.clamp(min=1)  # a window without one label: its sum of 0 would be divided by 0
-        return window, num_items, self._positions(window)
+        self._window.open(self._positions(window), num_items)
+        return window, num_items
 
     def _countable(self, batch: Any) -> Any:
         """Return a batch whose labels are those that the loss will see; the trainer counts them before it."""
@@ -120,8 +120,10 @@ class UnlabelledExamples:
 
     def _positions(self, window: list[Any]) -> Tensor | None:
         trainer, distillation = self._trainer, self.distillation
-        if distillation is None or "labels" not in trainer.label_names:
-            return None  # nor on any other process, which would wait for this one
+        if distillation is None:
+            return None
+        if "labels" not in trainer.label_names and any(batch.get("labels") is None for batch in window):
+            return None  # labels of another name, or none at all
         count = torch.zeros((), dtype=torch.int64, device=trainer.args.device)
         for batch in window:
             count += distillation.positions_ahead(batch).to(count.device)
@@ -140,4 +142,6 @@ class UnlabelledExamples:
         distillation.prepare_batch(inputs)
         output = model(**inputs)
         own = output.get("loss") if isinstance(output, Mapping) else None
-        return distillation.unlabelled_task(output) if own is None else own
+        if own is None:
+            return distillation.unlabelled_task(output)
+        return own if self._window.divides else own / self._trainer.current_gradient_accumulation_steps

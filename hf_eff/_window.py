@@ -23,12 +23,13 @@ class Window:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._count: Tensor | None = None
-        self._divides = False
+        self.divides = False
+        """Whether the trainer divides the loss by the number of micro-batches."""
 
     def open(self, count: Tensor | None, num_items: Tensor | int | None) -> None:
         """Note the soft term's positions in the window, over all processes, and the trainer's own count of labels."""
         self._count = count
-        self._divides = self._trainer_divides(num_items)
+        self.divides = self._trainer_divides(num_items)
 
     def _trainer_divides(self, num_items: Tensor | int | None) -> bool:
         declared = getattr(self._trainer, "loss_is_scaled_for_ga", None)  # since transformers 5.19
@@ -44,7 +45,7 @@ class Window:
         if self._count is None:
             # nothing tells how many positions the window has: average as a trainer without counts does
             total = total / max(int(count), 1)
-            return total if self._divides else total / micro_batches
+            return total if self.divides else total / micro_batches
         processes = trainer.accelerator.num_processes // trainer.get_tp_size()
         mean: Tensor = total * processes / self._count.clamp(min=1)
-        return mean * micro_batches if self._divides else mean
+        return mean * micro_batches if self.divides else mean

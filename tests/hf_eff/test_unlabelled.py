@@ -1,5 +1,6 @@
 """Weak supervision through the Trainer: labelled and unlabelled examples in one stream, however it is cut."""
 
+import copy
 import json
 import os
 import sys
@@ -222,6 +223,24 @@ def test_what_cannot_work_is_refused(make, tmp_path):
 
     with pytest.raises(TrainingError, match=r"must have labels where the student's class does not tell"):
         train(tmp_path, 2, 4, data=nothing, model=Tokens(), options={"teacher": Tokens(), "unlabelled_field": None})
+
+
+def test_a_model_with_a_loss_of_its_own_keeps_it_without_labels(make, tmp_path):
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.EmbeddingBag(24, 4)
+
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            logits = self.net(input_ids)
+            return {"logits": logits, "loss": logits.square().mean()}
+
+    data = [{"input_ids": row["input_ids"]} for row in make.examples(8)]
+    own, options = Own(), {"teacher": Own(), "unlabelled_field": None}
+    found = [
+        train(tmp_path / str(n), 8 // n, n, data=data, model=copy.deepcopy(own), options=options)[1] for n in (1, 4)
+    ]
+    assert largest_difference(*found) < 1e-6
 
 
 def test_a_column_that_calls_nothing_unlabelled_is_told(tmp_path):
