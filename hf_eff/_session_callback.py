@@ -14,9 +14,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from hf_eff._checkpoints import damage, load_renamed_, newest_whole, step_of
 from hf_eff._services import TrainerServices
 from hf_eff._surroundings import check_outputs, inner_optimizer, is_peft, lost_sharding, surroundings
+from hf_eff._unlabelled import UnlabelledExamples
 from hf_eff._window import Window
 from shared_core import compatibility
-from shared_core.distillation import Distillation
 from shared_core.errors import CheckpointError, TrainingError
 from shared_core.loss_scaling import LossScaler, LossScaling
 from shared_core.plain_checkpoint import write_deployment
@@ -56,6 +56,7 @@ class SessionCallback(TrainerCallback):
         self.took_args_recipe = False
         self._services = TrainerServices(trainer)
         self._window = Window(trainer)
+        self._unlabelled = UnlabelledExamples(trainer, self._window)
         self._own_scaler: tuple[Any, bool] | None = None
         self._training = self._baking = self._complete = self._unscaled = False
         self._scale_before: float | None = None
@@ -67,6 +68,7 @@ class SessionCallback(TrainerCallback):
     def _new_session(self, recipe: Recipe) -> None:
         self.session = Session(recipe, front_end="hf", services=self._services, seed=self._trainer.args.seed)
         self._services.metric = recipe["soup"].to_dict()["metric"] if "soup" in recipe else None
+        self._unlabelled.session = self.session
         self._adds_loss = any(overrides(technique, "loss") for technique in self.session.techniques.values())
         self._attach()
 
@@ -97,7 +99,9 @@ class SessionCallback(TrainerCallback):
             "train": self.train,
             "_inner_training_loop": self._inner_training_loop,
             "call_model_init": self._call_model_init,
-            "get_batch_samples": self._get_batch_samples,
+            "get_batch_samples": self._unlabelled.batches,
+            "_set_signature_columns_if_needed": self._unlabelled.keep_column,
+            "_prepare_inputs": self._unlabelled.prepare,
             "compute_loss": self._compute_loss,
             "_clip_grad_norm": self._before_norm,
             "_get_grad_norm": self._before_norm,
@@ -125,6 +129,7 @@ class SessionCallback(TrainerCallback):
         self._training = True
         try:
             self._attach()
+            self._unlabelled.check()
             resume = args[0] if args else kwargs.pop("resume_from_checkpoint", None)
             path = self._resolve(resume, args[1] if len(args) > 1 else kwargs.get("trial"))
             if args:
@@ -249,20 +254,11 @@ class SessionCallback(TrainerCallback):
 
     # --- loss
 
-    def _get_batch_samples(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        batches, num_items = method(*args, **kwargs)
-        if self._adds_loss:
-            self._window.open(batches, num_items)
-        return batches, num_items
-
     def _compute_loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         session = self.session
         if not (model.training and session.is_attached and session.has_begun and self._adds_loss):
             return method(model, inputs, *args, **kwargs)
-        distillation = session.techniques.get("distill")
-        if isinstance(distillation, Distillation):
-            distillation.labels = inputs.get("labels")  # label smoothing and compute_loss_func take them out
-        result = method(model, inputs, *args, **kwargs)
+        result = self._unlabelled.loss(method, model, inputs, *args, **kwargs)
         # accelerate puts the student's forward alone under autocast; the teacher's belongs there too
         with self._trainer.accelerator.autocast():
             if isinstance(result, tuple):

@@ -18,6 +18,7 @@ from lightning_eff._services import RAW_KEY, RUN_KEY, LightningServices
 from lightning_eff._wrapped import Wrapped
 from lightning_eff.loss_scaling import precision_class
 from shared_core.compatibility import check
+from shared_core.distillation import Distillation
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.plain_checkpoint import DEPLOYMENT_KEY
 from shared_core.receipt import Receipt
@@ -206,6 +207,9 @@ class EffCallback(Callback):
         self._applied = self._discarded = False
 
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        distillation = self._session.techniques.get("distill")
+        if isinstance(distillation, Distillation) and distillation.config.unlabelled_field:
+            args = (distillation.prepare_batch(args[0]), *args[1:])  # Lightning gives the batch by position
         output = original(*args, **kwargs)
         if isinstance(output, Tensor):
             return self._session.loss(output)

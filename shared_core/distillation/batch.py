@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shared_core.distillation.unlabelled import rows_that_count
 from shared_core.errors import ConfigError, TrainingError
-
-IGNORED = -100
-"""Label of a position that does not count: ``ignore_index`` of torch's cross-entropy."""
 
 # A teacher that saw the labels would compute a loss nobody wants, or reject the trainers' own arguments.
 _FOR_THE_LOSS = ("labels", "num_items_in_batch")
@@ -137,32 +134,28 @@ def check_classes(student: Tensor, teacher: Tensor, *, of_classes: bool = True) 
         )
 
 
-def counted_positions(logits: Tensor, labels: Any, attention_mask: Any, *, causal: bool) -> Tensor | None:
+def counted_positions(
+    logits: Tensor, labels: Any, attention_mask: Any, *, causal: bool, unlabelled: Tensor | None = None
+) -> Tensor | None:
     """Return which rows of the logits count, True = it does; None for all of them.
 
-    A row counts if its label is not -100. In a causal LM the logits at i answer for label i + 1, so the last
-    position never counts. Without labels, the attention mask tells padding.
+    A position counts if its label is not -100. In a causal LM the logits at i answer for label i + 1, so the last
+    position never counts. Of an unlabelled example, and without labels, all count that the attention mask does not call
+    padding. With one label an example each example counts: one whose label is -100 is unlabelled.
 
     Raises:
         ConfigError: If the labels are not class indices, one for each row of the logits.
     """
     shape = tuple(logits.shape[:-1])
-    if labels is not None:
-        if not isinstance(labels, Tensor) or labels.is_floating_point() or tuple(labels.shape) != shape:
-            is_tensor = isinstance(labels, Tensor)
-            got = f"{labels.dtype} {tuple(labels.shape)}" if is_tensor else type(labels).__name__
-            raise ConfigError(
-                f"distill: labels must be class indices of shape {shape}, one for each row of the logits "
-                f"{tuple(logits.shape)}, got {got}; take divergence bernoulli_kl for multi-label targets"
-            )
-        counts = (labels != IGNORED).to(logits.device)
-    elif logits.ndim == 3 and isinstance(attention_mask, Tensor) and tuple(attention_mask.shape) == shape:
-        counts = (attention_mask != 0).to(logits.device)
-    elif causal and logits.ndim == 3:
-        counts = torch.ones(shape, dtype=torch.bool, device=logits.device)
-    else:
-        return None
-    return F.pad(counts[:, 1:], (0, 1), value=False) if causal and logits.ndim == 3 else counts
+    is_tensor = isinstance(labels, Tensor)
+    if labels is not None and (not is_tensor or labels.is_floating_point() or tuple(labels.shape) != shape):
+        got = f"{labels.dtype} {tuple(labels.shape)}" if is_tensor else type(labels).__name__
+        raise ConfigError(
+            f"distill: labels must be class indices of shape {shape}, one for each row of the logits "
+            f"{tuple(logits.shape)}, got {got}; take divergence bernoulli_kl for multi-label targets"
+        )
+    counts = rows_that_count(shape, labels, attention_mask, causal=causal, unlabelled=unlabelled)
+    return None if counts is None else counts.to(logits.device)
 
 
 def _positional_names(module: nn.Module) -> list[str]:

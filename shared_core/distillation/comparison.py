@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from shared_core.distillation.batch import (
@@ -36,6 +37,8 @@ class StudentBatch:
     labels: Any
     causal: bool
     temperature: float
+    unlabelled: Tensor | None = None
+    """Which examples are unlabelled, where that is told; all of their positions count."""
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -47,14 +50,15 @@ class StudentBatch:
         numbers = (
             isinstance(self.labels, Tensor) and self.labels.is_floating_point()
         )  # regression, multi-label: no -100
-        if not of_classes and (self.labels is None or numbers):
+        if not of_classes and numbers:
             return None
-        return counted_positions(logits, self.labels, self.inputs.get("attention_mask"), causal=self.causal)
+        mask = self.inputs.get("attention_mask")
+        return counted_positions(logits, self.labels, mask, causal=self.causal, unlabelled=self.unlabelled)
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The sum of the divergence over the positions that count, their number, and which they are (None: all)."""
+    """The sum of the divergence, the number of positions it is a mean over, and which add to it (None: all)."""
 
     total: Tensor
     count: Tensor
@@ -79,6 +83,8 @@ class Comparison:
         logits = find_logits(batch.forward.output, config.logits, "student")
         mask = batch.counted(logits, of_classes=config.of_classes)
         targets = self._targets(batch, logits)
+        # a trainer counts positions before the teacher is asked, so unsure ones take part in the mean with 0
+        candidates = torch.tensor(logits.shape[:-1].numel(), device=logits.device) if mask is None else mask.sum()
         if config.confidence:
             sure = mean_teacher(targets, weights, 1.0).amax(-1).exp() >= config.confidence
             sure = sure.to(logits.device)
@@ -88,9 +94,9 @@ class Comparison:
         compare = DIVERGENCES[config.divergence]
         if len(targets) == 1 or config.divergence == "logit_mse":
             target = mean_logits(targets, weights) if len(targets) > 1 else targets[0]
-            return Compared(*compare(logits, target, **options), mask)
+            return Compared(compare(logits, target, **options)[0], candidates, mask)
         said = mean_teacher(targets, weights, batch.temperature, multi_label=config.divergence == "bernoulli_kl")
-        return Compared(*compare(logits, teacher_log_probs=said, **options), mask)
+        return Compared(compare(logits, teacher_log_probs=said, **options)[0], candidates, mask)
 
     def _targets(self, batch: StudentBatch, logits: Tensor) -> list[Tensor]:
         self.teachers.follow(batch.student)

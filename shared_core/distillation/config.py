@@ -57,6 +57,11 @@ class DistillConfig(TechniqueConfig):
     confidence: float = option(
         0.0, low=0, below=1, help="only positions where the teacher's largest probability is at least this count"
     )
+    unlabelled_field: str | None = option(
+        None,
+        help="key of a batch (column of a data set) that tells with a bool which examples have no label: the soft term "
+        "alone trains them",
+    )
     begin: Position = option(
         0.0, help="first step with the soft term: a step, a fraction of the run, or epochs ('2ep')"
     )
@@ -96,6 +101,8 @@ class DistillConfig(TechniqueConfig):
             raise self._error("teacher_weights", f"must be a number above 0 for each of {len(self.teachers)} teachers")
         if self.teacher_dtype != "as_saved" and self.teacher == EMA:
             raise self._error("teacher_dtype", "must be left out with teacher ema, which follows the student's weights")
+        if self.unlabelled_field in ("labels", "input_ids", "attention_mask"):
+            raise self._error("unlabelled_field", "must be a column of its own")
         self._validate_cache()
         several = len(self.teachers) > 1
         if self.confidence and not self.of_classes:

@@ -103,6 +103,7 @@ FLAGS = [
     "distill_alpha",
     "distill_alpha_end",
     "distill_confidence",
+    "distill_unlabelled_field",
     "distill_begin",
     "distill_end",
     "distill_hidden",

@@ -20,5 +20,5 @@ def run_two_ranks(file, folder):
     commands = [[sys.executable, "-P", file, str(rank), str(port), str(folder)] for rank in range(2)]
     workers = [subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) for line in commands]
     for process in workers:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
