@@ -268,7 +268,6 @@ class Session:
             for key in in_order(self.techniques, FINISH_ORDER):
                 with self._timed(key):
                     self.techniques[key].finish(self.context.model, self.context)
-            self._final_reports = self._reports()
         self.detach()
 
     def detach(self) -> None:
