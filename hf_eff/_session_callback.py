@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from hf_eff._checkpoints import damage, load_renamed_, newest_whole, step_of
 from hf_eff._services import TrainerServices
 from hf_eff._surroundings import check_outputs, inner_optimizer, is_peft, lost_sharding, surroundings
 from hf_eff._window import Window
+from hf_eff._wrapped import Wrapped
 from shared_core import compatibility
 from shared_core.distillation import Distillation
 from shared_core.errors import CheckpointError, TrainingError
@@ -24,23 +24,6 @@ from shared_core.recipe import Recipe
 from shared_core.session import Session
 from shared_core.state_file import load_state, save_state
 from shared_core.technique import overrides
-
-
-class Wrapped:
-    """A bound method of the trainer with something around it; an instance, so that it can be pickled.
-
-    Args:
-        method: The trainer's own method, a subclass's included.
-        around: Called as ``around(method, *args, **kwargs)``.
-    """
-
-    def __init__(self, method: Callable[..., Any], around: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, method)
-        self._method, self._around = method, around
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what is around the method."""
-        return self._around(self._method, *args, **kwargs)
 
 
 class SessionCallback(TrainerCallback):
@@ -99,7 +82,7 @@ class SessionCallback(TrainerCallback):
             "call_model_init": self._call_model_init,
             "get_batch_samples": self._get_batch_samples,
             "compute_loss": self._compute_loss,
-            "_clip_grad_norm": self._before_norm,
+            "_clip_grad_norm": self._clip_grad_norm,
             "_get_grad_norm": self._before_norm,
             "evaluate": self._evaluate,
             "predict": self._evaluate,
@@ -262,6 +245,8 @@ class SessionCallback(TrainerCallback):
         distillation = session.techniques.get("distill")
         if isinstance(distillation, Distillation):
             distillation.labels = inputs.get("labels")  # label smoothing and compute_loss_func take them out
+            whole = dict(inputs)
+            self._services.compute_loss = lambda other: method(other, dict(whole), *args, **kwargs)
         result = method(model, inputs, *args, **kwargs)
         # accelerate puts the student's forward alone under autocast; the teacher's belongs there too
         with self._trainer.accelerator.autocast():
@@ -280,6 +265,12 @@ class SessionCallback(TrainerCallback):
                 self._unscaled = True
             self.session.before_optimizer_step()
         return method(*args, **kwargs)
+
+    def _clip_grad_norm(self, method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        norm = self._before_norm(method, model, *args, **kwargs)
+        for peer in getattr(self.session.techniques.get("distill"), "peers", ()):
+            method(peer, *args, **kwargs)  # each by its own norm: how far the student goes is not the peers' business
+        return norm
 
     def _unscale_gradients(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         accelerator = self._trainer.accelerator

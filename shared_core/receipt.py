@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -43,20 +43,23 @@ class Receipt:
 
     Args:
         values: See `Session.receipt`.
+        writers: What techniques write into the same folder, such as the other students of a distillation.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = dict(values)
+    def __init__(self, values: Mapping[str, Any], writers: Iterable[Callable[[Path], None]] = ()) -> None:
+        self.values, self._writers = dict(values), tuple(writers)
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
 
     def write(self, folder: Path | str) -> Path:
-        """Write ``eff_receipt.json`` into `folder`, which is made if need be, and return its path."""
+        """Write ``eff_receipt.json`` into `folder`, made if need be, and what belongs beside it; return its path."""
         path = Path(folder) / RECEIPT_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
             temporary.write_text(json.dumps(self.values, indent=2, default=str) + "\n", encoding="utf-8")
+        for write in self._writers:
+            write(path.parent)
         return path
 
     @classmethod

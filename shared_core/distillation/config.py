@@ -9,10 +9,12 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from shared_core.config import TechniqueConfig, option
-from shared_core.positions import Position
+from shared_core.positions import ParsedPosition, Position, parse_position
 
 EMA = "ema"
 """The teacher that is the student's own moving average."""
+MUTUAL = "mutual"
+"""In place of a teacher: students that teach each other."""
 CACHE = "cache:"
 """Before the folder of a cached teacher."""
 
@@ -34,7 +36,13 @@ class DistillConfig(TechniqueConfig):
     teacher: Any = option(
         flag_type=str,
         help="folder or Hub name of the teacher, or several with commas; ema: the student's own moving average; "
-        "cache:FOLDER: what eff cache-teacher wrote; from Python also modules",
+        "cache:FOLDER: what eff cache-teacher wrote; mutual: students that teach each other; from Python also modules",
+    )
+    peers: Any = option(
+        2,
+        flag_type=str,
+        help="of teacher mutual: how many students learn together, the others with newly drawn weights; or folders or "
+        "Hub names of the others, with commas; from Python also modules",
     )
     teacher_weights: tuple[float, ...] = option((), help="how much each of several teachers counts; none: equally")
     ema_decay: float = option(0.999, low=0, below=1, help="of teacher ema: what is kept of the average at each step")
@@ -83,6 +91,7 @@ class DistillConfig(TechniqueConfig):
         if weights and (len(weights) != len(self.teachers) or not all(weight > 0 for weight in weights)):
             raise self._error("teacher_weights", f"must be a number above 0 for each of {len(self.teachers)} teachers")
         self._validate_cache()
+        self._validate_mutual()
         several = len(self.teachers) > 1
         if self.confidence and not self.of_classes:
             raise self._error("confidence", f"must be 0 with divergence {self.divergence}")
@@ -106,6 +115,46 @@ class DistillConfig(TechniqueConfig):
                 "teacher", "allows no temperature_end, confidence or hidden where it is cached: the store holds its "
                 "probabilities at one temperature"
             )  # fmt: skip
+
+    def _validate_mutual(self) -> None:
+        if isinstance(self.peers, str) and self.peers.strip().isdigit():
+            object.__setattr__(self, "peers", int(self.peers))
+        if not self.mutual:
+            if MUTUAL in self.teachers:
+                raise self._error("teacher", "must be mutual alone, or others")
+            if self.peers != 2:
+                raise self._error("peers", "must be left out unless teacher is mutual")
+            return
+        named = all(isinstance(peer, nn.Module) or (isinstance(peer, str) and peer) for peer in self.given_peers)
+        if isinstance(self.peers, bool) or not named or not (self.given_peers or self.drawn_peers > 0):
+            raise self._error("peers", "must be at least 2 students in all, or names or modules of the others")
+        for name in ("teacher_weights", "hidden", "confidence"):
+            if getattr(self, name):
+                raise self._error(name, "must be left out with teacher mutual, whose students are all equals")
+        for name, edge in (("begin", 0.0), ("end", 1.0)):
+            if parse_position(getattr(self, name)) != ParsedPosition(edge, "fraction"):
+                raise self._error(
+                    name, f"must be {edge} with teacher mutual: students learn together for the whole run"
+                )
+
+    @property
+    def mutual(self) -> bool:
+        """Whether students teach each other."""
+        return isinstance(self.teacher, str) and self.teacher.strip() == MUTUAL
+
+    @property
+    def drawn_peers(self) -> int:
+        """How many other students get newly drawn weights."""
+        return self.peers - 1 if isinstance(self.peers, int) else 0
+
+    @property
+    def given_peers(self) -> tuple[Any, ...]:
+        """The other students that are given: names, or modules."""
+        if isinstance(self.peers, str):
+            return tuple(name.strip() for name in self.peers.split(",") if name.strip())
+        if isinstance(self.peers, int):
+            return ()
+        return tuple(self.peers) if isinstance(self.peers, list | tuple) else (self.peers,)
 
     @property
     def cache(self) -> str | None:

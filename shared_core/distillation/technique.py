@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from shared_core.distillation.batch import ForwardHook, is_causal, named_inputs
 from shared_core.distillation.comparison import Comparison, StudentBatch, open_comparison
 from shared_core.distillation.config import DistillConfig
 from shared_core.distillation.hidden_pairs import HiddenPairs
+from shared_core.distillation.mutual import MutualComparison, make_peers, mix
+from shared_core.distillation.peers import Peers
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
 from shared_core.positions import ParsedPosition, Position, parse_position
 from shared_core.technique import Context, Technique
@@ -39,6 +42,7 @@ class Distillation(Technique):
         self.labels: Tensor | None = None
         """Labels of the next loss, where a trainer takes them out of the model's inputs; used once."""
         self._comparison: Comparison | None = None
+        self._peers: Peers | None = None
         self._hidden: HiddenPairs | None = None
         self._student: nn.Module | None = None
         self._hook = ForwardHook()
@@ -54,11 +58,30 @@ class Distillation(Technique):
         self._saved_hidden: Mapping[str, Any] = {}
         self._told: dict[str, Any] = {}
 
+    @property
+    def peers(self) -> list[nn.Module]:
+        """The other students of mutual learning, also after the run."""
+        return self._peers.modules if self._peers is not None else []
+
+    def one_by_one(self, clip: Callable[[], Any]) -> None:
+        """Call `clip` once for each student while no other has gradients, for a norm over an optimizer's parameters."""
+        if self._peers is not None:
+            self._peers.one_by_one(clip)
+
+    def before_attach(self, model: nn.Module, context: Context) -> None:
+        """Make the other students: no technique has touched the model that they are copies of."""
+        if self.config.mutual:
+            self._peers = make_peers(self.config, model, context)
+
     def attach(self, model: nn.Module, context: Context) -> None:
         """Load and freeze the teacher, compare it with the student, and hook the student's forward."""
         self.detach(model)
         student = self._find_student(model)
-        self._student, self._comparison = student, open_comparison(self.config, model, student, context)
+        if self._peers is not None:
+            comparison: Comparison = MutualComparison(self.config, model, self._peers, context)
+        else:
+            comparison = open_comparison(self.config, model, student, context)
+        self._student, self._comparison = student, comparison
         self._told = self._comparison.told
         self._causal = is_causal(student) if self.config.causal is None else self.config.causal
         if self.config.hidden:
@@ -86,6 +109,7 @@ class Distillation(Technique):
         self._switch(context)
         if self._student is not None and self._comparison is not None:
             self._comparison.teachers.follow(self._student)
+            self._comparison.begin(context)
             if self._saved_teachers:
                 self._comparison.teachers.load_state_dict(self._saved_teachers)
         if self._hidden is not None and self._saved_hidden:
@@ -113,10 +137,8 @@ class Distillation(Technique):
         self._positions = self._positions + count
         self._soft, self._task = (total.detach(), count), task_loss.detach()
         alpha = self._at(context, config.alpha, config.alpha_end)
-        mixed = task_loss
-        if alpha != 1:  # 0 * inf would be NaN
-            soft = context.normalise(total, count).to(task_loss.device)
-            mixed = soft if alpha == 0 else alpha * task_loss + (1 - alpha) * soft
+        mixed = mix(task_loss, context.normalise(total, count), alpha)
+        mixed = comparison.join(mixed, task_loss, alpha, count, context)
         if self._hidden is None:
             return mixed
         hidden = self._hidden.loss(compared.mask, context.normalise)
@@ -138,6 +160,11 @@ class Distillation(Technique):
         if self._student is not None and self._comparison is not None:
             self._comparison.teachers.after_step(self._student)
 
+    def skipped_optimizer_step(self, context: Context) -> None:
+        """The gradients of this step are of no use to anyone."""
+        if self._peers is not None:
+            self._peers.drop_gradients()
+
     def _switch(self, context: Context) -> None:
         active = self._is_active(context)
         self._hook.active = active
@@ -154,6 +181,11 @@ class Distillation(Technique):
     def finish(self, model: nn.Module, context: Context) -> None:
         """Detach: the student is a plain model already."""
         self.detach(model)
+
+    def write(self, folder: Path) -> None:
+        """Write the other students' weights; the student is the user's model."""
+        if self._peers is not None:
+            self._peers.write(folder)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, projections, and an average; a frozen teacher is not part of a checkpoint."""
@@ -178,6 +210,7 @@ class Distillation(Technique):
             "distill/soft_loss": float(total / count.clamp(min=1)),
             "distill/task_loss": float(self._task),
             **({} if self._hidden_loss is None else {"distill/hidden_loss": float(self._hidden_loss)}),
+            **(self._comparison.metrics() if self._comparison else {}),
         }
 
     def report(self) -> dict[str, Any]:
