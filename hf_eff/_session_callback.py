@@ -250,9 +250,9 @@ class SessionCallback(TrainerCallback):
         result = method(model, inputs, *args, **kwargs)
         # accelerate puts the student's forward alone under autocast; the teacher's belongs there too
         with self._trainer.accelerator.autocast():
-            if isinstance(result, tuple):
-                return (session.loss(result[0], self._window.normalise), *result[1:])
-            return session.loss(result, self._window.normalise)
+            loss = session.loss(result[0] if isinstance(result, tuple) else result, self._window.normalise)
+        self._services.compute_loss = None  # holds the batch
+        return (loss, *result[1:]) if isinstance(result, tuple) else loss
 
     # --- optimizer step
 

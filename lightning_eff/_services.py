@@ -31,8 +31,8 @@ class LightningServices:
 
     def __init__(self, trainer: Any, run: str, metric: str | None = None) -> None:
         self._trainer, self.run, self._metric = trainer, run, metric
-        self.batch: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
-        """What `training_step` was called with last."""
+        self.step_arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+        """What `training_step` is called with at present."""
 
     def load_teacher(self, name: str, student: nn.Module) -> nn.Module:
         """Return the teacher in a ``.ckpt`` of this LightningModule, or under a Transformers folder or Hub name."""
@@ -142,7 +142,7 @@ class LightningServices:
 
     def task_loss(self, model: Any, forward: Callable[[], Any]) -> Tensor:
         """Return the loss of that module's ``training_step`` on the present batch; what it logs is dropped."""
-        kind, (args, kwargs) = type(model), self.batch
+        kind, (args, kwargs) = type(model), self.step_arguments
         if not hasattr(kind, "training_step"):
             raise TrainingError(
                 f"distill: peers must be LightningModules with a training_step, got {kind.__name__}; or set "

@@ -208,12 +208,13 @@ class EffCallback(Callback):
         self._applied = self._discarded = False
 
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._services.batch = (args, kwargs)
+        self._services.step_arguments = (args, kwargs)
         output = original(*args, **kwargs)
         if isinstance(output, Tensor):
-            return self._session.loss(output)
-        if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
-            return {**output, "loss": self._session.loss(output["loss"])}
+            output = self._session.loss(output)
+        elif isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+            output = {**output, "loss": self._session.loss(output["loss"])}
+        self._services.step_arguments = (), {}  # they hold the batch
         return output
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:

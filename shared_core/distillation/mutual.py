@@ -41,7 +41,6 @@ class MutualComparison(Comparison):
         super().__init__(config, peers, told)
         self._model, self._peers, self._context = model, peers, context
         self._latest: list[tuple[Tensor, Tensor]] = []
-        self._count = torch.zeros(())
 
     def begin(self, context: Context) -> None:
         """Let the optimizers train the peers."""
@@ -70,7 +69,9 @@ class MutualComparison(Comparison):
     def join(self, mixed: Tensor, task_loss: Tensor, alpha: float, count: Tensor, context: Context) -> Tensor:
         """Return the student's loss unchanged in value, with the gradients of all peers' losses beside its own."""
         losses = [mix(task, context.normalise(total, count), alpha) for task, total in self._latest]
-        self._peers.note_losses([task_loss, *(task for task, _ in self._latest)])
+        # what a loss of 1 is in this micro-batch: a trainer may divide by the positions of its whole window
+        share = context.normalise(count.to(torch.float32), count)
+        self._peers.note_losses([task_loss, *(task for task, _ in self._latest)], share)
         self._latest = []
         together = torch.stack([loss.to(mixed.device) for loss in losses]).sum()
         if world_size() > 1:

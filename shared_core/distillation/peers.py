@@ -135,10 +135,16 @@ class Peers(Teachers):
             found.append((loss, latest.output))
         return found
 
-    def note_losses(self, losses: Sequence[Tensor]) -> None:
-        """Let the averages follow the task losses of one micro-batch of all processes, the student's first."""
+    def note_losses(self, losses: Sequence[Tensor], share: Tensor) -> None:
+        """Let the averages follow the task losses of one micro-batch of all processes.
+
+        Args:
+            losses: The student's, then each peer's, as the trainer scales them.
+            share: What the trainer scales a mean of 1 to; 0 where no position counts.
+        """
         self._micro_batches += 1
-        now = torch.stack([loss.detach().to(losses[0].device, torch.float32) for loss in losses])
+        now = torch.stack([loss.detach().to(share.device, torch.float32) for loss in losses]) / share
+        now = torch.where(share > 0, now, self.losses.to(now.device))
         all_reduce_(now, "sum").div_(world_size())
         self.losses = self.losses.to(now.device).lerp(now, max(_LEAST_SHARE, 1 / self._micro_batches))
 
