@@ -26,7 +26,7 @@ class MutualComparison(Comparison):
     """Compares every student with every other in one micro-batch: ``mean over j != i of D(p_j || p_i)``.
 
     All of them are updated in the same optimizer step, from outputs of the same weights (Zhang et al., 2017,
-    arXiv:1706.00384; section 3.2 updates them in turn, each from the others' newest outputs).
+    arXiv:1706.00384, whose Algorithm 1 updates them in turn, each from the others' newest outputs).
 
     Args:
         config: The options.
@@ -109,12 +109,13 @@ def mix(task_loss: Tensor, soft: Tensor, alpha: float) -> Tensor:
     return soft if alpha == 0 else alpha * task_loss + (1 - alpha) * soft
 
 
-def make_peers(config: DistillConfig, model: nn.Module, context: Context) -> Peers:
+def make_peers(config: DistillConfig, model: nn.Module, student: nn.Module, context: Context) -> Peers:
     """Return the other students of a model that is untouched still.
 
     Args:
         config: The options; `peers` is how many students there are, or names or modules of the others.
         model: Where a peer is drawn, the copied model; where one is given, it takes the student's place in a copy.
+        student: The model, or the submodule of it that `config` names.
         context: Its generator gives the seeds, its services load peers by name.
 
     Raises:
@@ -122,14 +123,12 @@ def make_peers(config: DistillConfig, model: nn.Module, context: Context) -> Pee
         CompatibilityError: If it shares weights with the model.
         MatchError: If a weight cannot be drawn anew.
     """
-    name = config.student or ""
-    student = model.get_submodule(name)
     modules: list[nn.Module] = []
     for given in config.given_peers:
         module = load_named(given, student, context)
         check_separate(model, module)
         check_heads(student, module, config.divergence)
-        modules.append(copy.deepcopy(model, {id(student): module}) if name else module)
+        modules.append(module if student is model else copy.deepcopy(model, {id(student): module}))
     for _ in range(config.drawn_peers):
         modules.append(redrawn(model, int(torch.randint(2**31, (), generator=context.generator))))
     for number, module in enumerate(modules, 1):
@@ -140,7 +139,7 @@ def make_peers(config: DistillConfig, model: nn.Module, context: Context) -> Pee
                 f"distill: peers must differ from the student and each other, but peer {number} has the same weights "
                 "as another student; draw its weights from another seed"
             )
-    return Peers(modules, name)
+    return Peers(modules, config.student or "")
 
 
 def _same(first: nn.Module, second: nn.Module) -> bool:

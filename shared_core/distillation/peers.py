@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -64,16 +65,17 @@ class Peers(Teachers):
     def _join(self, module: nn.Module, context: Context) -> None:
         groups = [(optimizer, group) for optimizer in context.optimizers for group in optimizer.param_groups]
         place = {id(mine): index for index, (_, group) in enumerate(groups) for mine in group["params"]}
-        named = {name: mine for name, mine in context.model.named_parameters() if id(mine) in place}
+        students = dict(context.model.named_parameters())
+        trained = [mine for mine in students.values() if id(mine) in place]
+        # of a weight that the student has not: where its vectors (biases, norms), and where its matrices mostly are
+        counts = [Counter(place[id(mine)] for mine in trained if (mine.ndim > 1) == matrix) for matrix in (False, True)]
         joined: list[tuple[int, nn.Parameter]] = []
         for name, parameter in module.named_parameters():
-            if not parameter.requires_grad or (name not in named and name in dict(context.model.named_parameters())):
-                continue
-            # a weight that the student has not: where its matrices, or its biases and norms, mostly are
-            alike = [place[id(mine)] for mine in named.values() if (mine.ndim > 1) == (parameter.ndim > 1)]
-            index = place[id(named[name])] if name in named else max(alike or [0], key=(alike or [0]).count)
-            joined.append((index, parameter))
-        if not joined or not groups:
+            mostly = (counts[parameter.ndim > 1] or sum(counts, Counter())).most_common(1)
+            index = place.get(id(students[name])) if name in students else mostly[0][0] if mostly else None
+            if parameter.requires_grad and index is not None:
+                joined.append((index, parameter))
+        if not joined:
             raise TrainingError(
                 "distill: peers must be trained by the student's optimizer, but it holds no weight of the student; "
                 "pass the optimizer of the attached model to begin"
@@ -98,11 +100,12 @@ class Peers(Teachers):
         """Leave the optimizers as they were without peers."""
         for handle in self._handles:
             handle.remove()
-        for parameter, optimizer in self._optimizer_of.items():
-            parameter.grad = None
-            optimizer.state.pop(parameter, None)
+        self.drop_gradients()
+        for optimizer in {*self._optimizer_of.values()}:
             for group in optimizer.param_groups:
-                group["params"][:] = [mine for mine in group["params"] if mine is not parameter]
+                group["params"][:] = [mine for mine in group["params"] if mine not in self._optimizer_of]
+        for parameter, optimizer in self._optimizer_of.items():
+            optimizer.state.pop(parameter, None)
         self._handles, self._optimizer_of = [], {}
         for module in self.modules:
             module.eval()
@@ -189,11 +192,10 @@ class Peers(Teachers):
     def write(self, folder: Path) -> None:
         """Write each peer's state dict as `PEER_FILE`, under the plain model's names."""
         for number, module in enumerate(self.modules, 1):
-            tensors = {name: value.detach().to("cpu", copy=True) for name, value in module.state_dict().items()}
+            # a copy each: safetensors refuses two names for one storage
+            tensors = {name: value.to("cpu", copy=True).contiguous() for name, value in module.state_dict().items()}
             with atomic_write(folder / PEER_FILE.format(number)) as temporary:
-                save_file(
-                    {name: value.contiguous() for name, value in tensors.items()}, temporary, metadata={"format": "pt"}
-                )
+                save_file(tensors, temporary, metadata={"format": "pt"})
 
     def state_dict(self) -> dict[str, Any]:
         """Return weights, buffers and optimizer state of each, and gradients inside an accumulation window."""
@@ -230,24 +232,21 @@ class Peers(Teachers):
                 "of the run that wrote the checkpoint"
             )
         self.losses, self._micro_batches = state["losses"].clone(), int(state["micro_batches"])
+        groups = [group for optimizer in {*self._optimizer_of.values()} for group in optimizer.param_groups]
+        # torch keeps counts of steps on the CPU, but for kernels that read them
+        on_device = {p for group in groups if group.get("fused") or group.get("capturable") for p in group["params"]}
         for module, tensors, each in zip(self.modules, ours, state["peers"], strict=True):
             for name, tensor in tensors.items():
                 tensor.copy_(each["weights"][name])
             for name, parameter in module.named_parameters():
                 if parameter not in self._optimizer_of:
                     continue
-                optimizer = self._optimizer_of[parameter]
-                group = next(group for group in optimizer.param_groups if any(parameter is p for p in group["params"]))
-                on_device = bool(group.get("fused") or group.get("capturable"))
-                optimizer.state.pop(parameter, None)
-                if name in each["optimizer"]:
-                    kept = each["optimizer"][name].items()
-                    optimizer.state[parameter] = {
-                        key: _placed(value, parameter.device, on_device) for key, value in kept
-                    }
-                parameter.grad = each["gradients"].get(name)
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.to(parameter.device, copy=True)
+                kept = each["optimizer"].get(name, {})
+                self._optimizer_of[parameter].state[parameter] = {
+                    key: _placed(value, parameter.device, parameter in on_device) for key, value in kept.items()
+                }
+                gradient = each["gradients"].get(name)
+                parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -263,7 +262,7 @@ def _copied(value: Any) -> Any:
 
 
 def _placed(value: Any, device: torch.device, scalars_too: bool) -> Any:
-    """Return saved optimizer state where torch keeps it: counts of steps stay on the CPU, but for fused kernels."""
+    """Return a value of saved optimizer state on the device, scalars where they were unless they belong there too."""
     if not isinstance(value, Tensor):
         return value
     return value.to(device, copy=True) if scalars_too or value.ndim else value.clone()

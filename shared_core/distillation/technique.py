@@ -71,7 +71,7 @@ class Distillation(Technique):
     def before_attach(self, model: nn.Module, context: Context) -> None:
         """Make the other students: no technique has touched the model that they are copies of."""
         if self.config.mutual:
-            self._peers = make_peers(self.config, model, context)
+            self._peers = make_peers(self.config, model, self._find_student(model), context)
 
     def attach(self, model: nn.Module, context: Context) -> None:
         """Load and freeze the teacher, compare it with the student, and hook the student's forward."""

@@ -372,6 +372,8 @@ def test_what_makes_no_sense_is_refused_at_start(options, reason):
 
 def test_what_cannot_be_right_is_refused():
     net = Net()
+    with pytest.raises(MatchError, match="student must name a submodule, got 'boddy'; did you mean"):
+        Run({"student": "boddy"})
     with pytest.raises(CompatibilityError, match="share no weights"):
         Run({"peers": [net]}, model=net)
     for key, options in (("lora", {"rank": 2}), ("primary_weights", {"kind": "fp32_copy"})):
