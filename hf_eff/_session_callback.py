@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from hf_eff._services import TrainerServices
 from hf_eff._surroundings import check_outputs, inner_optimizer, is_peft, lost_sharding, surroundings
 from hf_eff._unlabelled import UnlabelledExamples
 from hf_eff._window import Window
+from hf_eff._wrapped import Wrapped
 from shared_core import compatibility
 from shared_core.errors import CheckpointError, TrainingError
 from shared_core.loss_scaling import LossScaler, LossScaling
@@ -24,23 +24,6 @@ from shared_core.recipe import Recipe
 from shared_core.session import Session
 from shared_core.state_file import load_state, save_state
 from shared_core.technique import overrides
-
-
-class Wrapped:
-    """A bound method of the trainer with something around it; an instance, so that it can be pickled.
-
-    Args:
-        method: The trainer's own method, a subclass's included.
-        around: Called as ``around(method, *args, **kwargs)``.
-    """
-
-    def __init__(self, method: Callable[..., Any], around: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, method)
-        self._method, self._around = method, around
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what is around the method."""
-        return self._around(self._method, *args, **kwargs)
 
 
 class SessionCallback(TrainerCallback):
@@ -103,7 +86,7 @@ class SessionCallback(TrainerCallback):
             "_set_signature_columns_if_needed": self._unlabelled.keep_column,
             "_prepare_inputs": self._unlabelled.prepare,
             "compute_loss": self._compute_loss,
-            "_clip_grad_norm": self._before_norm,
+            "_clip_grad_norm": self._clip_grad_norm,
             "_get_grad_norm": self._before_norm,
             "evaluate": self._evaluate,
             "predict": self._evaluate,
@@ -258,12 +241,15 @@ class SessionCallback(TrainerCallback):
         session = self.session
         if not (model.training and session.is_attached and session.has_begun and self._adds_loss):
             return method(model, inputs, *args, **kwargs)
+        if "distill" in session.techniques:
+            whole = dict(inputs)  # label smoothing and compute_loss_func take labels out
+            self._services.compute_loss = lambda other: method(other, dict(whole), *args, **kwargs)
         result = self._unlabelled.loss(method, model, inputs, *args, **kwargs)
         # accelerate puts the student's forward alone under autocast; the teacher's belongs there too
         with self._trainer.accelerator.autocast():
-            if isinstance(result, tuple):
-                return (session.loss(result[0], self._window.normalise), *result[1:])
-            return session.loss(result, self._window.normalise)
+            loss = session.loss(result[0] if isinstance(result, tuple) else result, self._window.normalise)
+        self._services.compute_loss = None  # holds the batch
+        return (loss, *result[1:]) if isinstance(result, tuple) else loss
 
     # --- optimizer step
 
@@ -276,6 +262,12 @@ class SessionCallback(TrainerCallback):
                 self._unscaled = True
             self.session.before_optimizer_step()
         return method(*args, **kwargs)
+
+    def _clip_grad_norm(self, method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        norm = self._before_norm(method, model, *args, **kwargs)
+        for peer in getattr(self.session.techniques.get("distill"), "peers", ()):
+            method(peer, *args, **kwargs)  # each by its own norm: how far the student goes is not the peers' business
+        return norm
 
     def _unscale_gradients(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         accelerator = self._trainer.accelerator

@@ -161,6 +161,13 @@ ALLOWED_IF: dict[tuple[str, str], Callable[[Mapping[str, Any]], bool]] = {
 }
 
 
+_NOT_MUTUAL = {
+    "lora": "peers train whole models from newly drawn weights, which adapters over a frozen base do not",
+    "primary_weights": "peers have no float32 copies, and updates of their 16-bit weights would round away; load the "
+    "model in float32",
+}
+
+
 def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[str]:
     """Return a line for each technique that is refused, or needs another, because of an option of its own."""
     lines = []
@@ -201,6 +208,10 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
             f"fp8 with recipe {fp8.recipe} needs loss_scale: gradients are cast without a scale of their own, and "
             "small ones would vanish; add --loss_scale_kind dynamic --loss_scale_format fp8_e5m2"
         )
+    distill = recipe.get("distill")
+    for key, reason in _NOT_MUTUAL.items():
+        if distill is not None and distill.mutual and key in recipe:
+            lines.append(f"distill with teacher mutual cannot be combined with {key}: {reason}")
     if qat is not None and qat.keep and "lora" in recipe:
         lines.append(
             "qat with keep cannot be combined with lora: adapters are merged into plain layers at the end; "

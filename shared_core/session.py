@@ -81,10 +81,7 @@ class Session:
         self._final_reports: dict[str, Any] = {}
         self._validation: dict[str, float] = {}
         self._started = time.perf_counter()
-        self._driven = self._driven_verbs()
-
-    def _driven_verbs(self) -> dict[str, list[tuple[str, Technique]]]:
-        return {
+        self._driven = {
             verb: [(key, technique) for key, technique in self.techniques.items() if overrides(technique, verb)]
             for verb in _VERBS
         }
@@ -143,6 +140,8 @@ class Session:
         context.generator.manual_seed(self._seed)
         context.weights_replaced = self._weights_replaced
         attached: list[Technique] = []
+        for technique in self.techniques.values():
+            technique.before_attach(model, context)
         try:
             for key, technique in self.techniques.items():
                 attached.append(technique)
@@ -298,8 +297,7 @@ class Session:
 
     def deployment(self) -> dict[str, Any]:
         """Return what a deployment needs beside the plain weights, by technique; also after `finish`."""
-        found = {key: technique.deployment() for key, technique in self.techniques.items()}
-        return {key: values for key, values in found.items() if values}
+        return {key: values for key, technique in self.techniques.items() if (values := technique.deployment())}
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that an exact resume needs, beside what the trainer saves itself."""
@@ -333,10 +331,8 @@ class Session:
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of all techniques for progress bar and logger."""
-        metrics: dict[str, float] = {}
-        for technique in self.techniques.values():
-            metrics.update(technique.metrics())
-        return metrics
+        found = (technique.metrics() for technique in self.techniques.values())
+        return {name: value for metrics in found for name, value in metrics.items()}
 
     def note(self, text: str) -> None:
         """Tell the user one line now, and keep it for the receipt; the same line only once."""
@@ -362,7 +358,8 @@ class Session:
                 "techniques": self._final_reports or self._reports(),
                 "validation": self._validation,
                 "notes": list(self.notes),
-            }
+            },
+            [technique.write for technique in self.techniques.values()] if self._begun else (),
         )
 
     def _reports(self) -> dict[str, Any]:

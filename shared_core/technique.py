@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.config import TechniqueConfig
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.positions import Position, parse_position
 
 # Attach: a factorised layer can be pruned, a pruned one quantised; what is left is cast and then checkpointed.
@@ -71,6 +71,15 @@ class Services(Protocol):
         """Run the model in train mode, without gradients, on that many training batches."""
         ...
 
+    def task_loss(self, model: nn.Module, forward: Callable[[], Any]) -> Tensor:
+        """Return the trainer's own loss of the present micro-batch for a module that stands for the user's model.
+
+        Args:
+            model: The module.
+            forward: Runs it on the inputs that the user's model just had, for a loop without a trainer.
+        """
+        ...
+
     def say(self, text: str) -> None:
         """Show one line to the user, on the main process, where the trainer shows its own."""
         ...
@@ -105,6 +114,22 @@ class BareServices:
     def calibrate(self, num_batches: int) -> None:
         """Refuse."""
         raise self._needs_trainer("calibration")
+
+    def task_loss(self, model: nn.Module, forward: Callable[[], Any]) -> Tensor:
+        """Return the loss that the model itself computes from labels among its inputs.
+
+        Raises:
+            TrainingError: If it returns none: then give `Session` services of your own, whose `task_loss` computes it.
+        """
+        output = forward()
+        found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if not isinstance(found, Tensor):
+            raise TrainingError(
+                f"bare loop: {type(model).__name__} must return its loss (output.loss or output['loss']), got "
+                f"{type(output).__name__} without; pass labels to the model, or Session(services=...) with a subclass "
+                "of BareServices whose task_loss(model, forward) returns the loss of forward()"
+            )
+        return found
 
     def say(self, text: str) -> None:
         """Print the line."""
@@ -182,6 +207,9 @@ class Technique:
     def __init__(self, config: TechniqueConfig) -> None:
         self.config = config
 
+    def before_attach(self, model: nn.Module, context: Context) -> None:
+        """No technique has touched the model yet: the moment to copy it."""
+
     def attach(self, model: nn.Module, context: Context) -> None:
         """Prepare the model: before the optimizer exists and before any wrapping. Matching nothing is an error."""
 
@@ -229,6 +257,9 @@ class Technique:
     def deployment(self) -> dict[str, Any]:
         """Return what a deployment needs beside the plain weights, such as activation ranges, as plain values."""
         return {}
+
+    def write(self, folder: Path) -> None:
+        """Write what the run leaves beside the model into its folder; called once it is over, on the main process."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything an exact resume needs: tensors, numbers, strings, lists and dicts of them."""

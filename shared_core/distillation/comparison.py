@@ -106,6 +106,17 @@ class Comparison:
             check_classes(logits, target, of_classes=self.config.of_classes)
         return targets
 
+    def begin(self, context: Context) -> None:
+        """The optimizers exist, and their saved state has been loaded."""
+
+    def join(self, mixed: Tensor, task_loss: Tensor, alpha: float, count: Tensor, context: Context) -> Tensor:
+        """Return the student's loss with what else this batch trains."""
+        return mixed
+
+    def metrics(self) -> dict[str, float]:
+        """Return figures beside those of the student."""
+        return {}
+
     def activate(self, active: bool) -> None:
         """Do from now on what the next forward needs, or no longer."""
 
@@ -166,7 +177,7 @@ def open_comparison(config: DistillConfig, model: nn.Module, student: nn.Module,
     if config.teacher == EMA:
         told = {"teacher": f"moving average of the student, decay {config.ema_decay}"}
         return Comparison(config, StudentAverage(student, config.ema_decay), told)
-    modules = [_load(teacher, student, context) for teacher in config.teachers]
+    modules = [load_named(teacher, student, context) for teacher in config.teachers]
     for module in modules:
         check_separate(model, module)
         check_heads(student, module, config.divergence)
@@ -176,7 +187,8 @@ def open_comparison(config: DistillConfig, model: nn.Module, student: nn.Module,
     return Comparison(config, Teachers(modules, config.teacher_weights), told)
 
 
-def _load(teacher: Any, student: nn.Module, context: Context) -> nn.Module:
+def load_named(teacher: Any, student: nn.Module, context: Context) -> nn.Module:
+    """Return the module itself, or the one that the services find under a name."""
     if isinstance(teacher, str):
         if teacher.startswith("<"):  # what a saved recipe holds in place of a module
             raise ConfigError(

@@ -11,10 +11,12 @@ from torch import nn
 from shared_core.config import TechniqueConfig, option
 from shared_core.distillation.layer_init import parse_layers
 from shared_core.distillation.teacher_dtype import TeacherDtype
-from shared_core.positions import Position
+from shared_core.positions import ParsedPosition, Position, parse_position
 
 EMA = "ema"
 """The teacher that is the student's own moving average."""
+MUTUAL = "mutual"
+"""In place of a teacher: students that teach each other."""
 CACHE = "cache:"
 """Before the folder of a cached teacher."""
 
@@ -36,7 +38,13 @@ class DistillConfig(TechniqueConfig):
     teacher: Any = option(
         flag_type=str,
         help="folder or Hub name of the teacher, or several with commas; ema: the student's own moving average; "
-        "cache:FOLDER: what eff cache-teacher wrote; from Python also modules",
+        "cache:FOLDER: what eff cache-teacher wrote; mutual: students that teach each other; from Python also modules",
+    )
+    peers: Any = option(
+        2,
+        flag_type=str,
+        help="of teacher mutual: how many students learn together, the others with newly drawn weights; or folders or "
+        "Hub names of the others, with commas; from Python also modules",
     )
     teacher_weights: tuple[float, ...] = option((), help="how much each of several teachers counts; none: equally")
     teacher_dtype: TeacherDtype = option(
@@ -104,6 +112,7 @@ class DistillConfig(TechniqueConfig):
         if self.unlabelled_field in ("labels", "input_ids", "attention_mask"):
             raise self._error("unlabelled_field", "must be a column of its own")
         self._validate_cache()
+        self._validate_mutual()
         several = len(self.teachers) > 1
         if self.confidence and not self.of_classes:
             raise self._error("confidence", f"must be 0 with divergence {self.divergence}")
@@ -129,6 +138,49 @@ class DistillConfig(TechniqueConfig):
         beyond = ("temperature_end", "confidence", "hidden", "attention", "init_layers")
         if any(getattr(self, name) for name in beyond):
             raise self._error("teacher", f"allows no {', '.join(beyond)} where it is cached")
+
+    def _validate_mutual(self) -> None:
+        if isinstance(self.peers, str) and self.peers.strip().isdigit():
+            object.__setattr__(self, "peers", int(self.peers))
+        if not self.mutual:
+            if MUTUAL in self.teachers:
+                raise self._error("teacher", "must be mutual alone, or others")
+            if self.peers != 2:
+                raise self._error("peers", "must be left out unless teacher is mutual")
+            return
+        named = all(isinstance(peer, nn.Module) or (isinstance(peer, str) and peer) for peer in self.given_peers)
+        if isinstance(self.peers, bool) or not named or not (self.given_peers or self.drawn_peers > 0):
+            raise self._error("peers", "must be at least 2 students in all, or names or modules of the others")
+        if self.teacher_dtype != "as_saved":
+            raise self._error("teacher_dtype", "must be left out with teacher mutual, whose students are all trained")
+        alone = ("teacher_weights", "hidden", "attention", "init_layers", "confidence", "unlabelled_field")
+        for name in alone:
+            if getattr(self, name):
+                raise self._error(name, "must be left out with teacher mutual, whose students are all equals")
+        for name, edge in (("begin", 0.0), ("end", 1.0)):
+            if parse_position(getattr(self, name)) != ParsedPosition(edge, "fraction"):
+                raise self._error(
+                    name, f"must be {edge} with teacher mutual: students learn together for the whole run"
+                )
+
+    @property
+    def mutual(self) -> bool:
+        """Whether students teach each other."""
+        return isinstance(self.teacher, str) and self.teacher.strip() == MUTUAL
+
+    @property
+    def drawn_peers(self) -> int:
+        """How many other students get newly drawn weights."""
+        return self.peers - 1 if isinstance(self.peers, int) else 0
+
+    @property
+    def given_peers(self) -> tuple[Any, ...]:
+        """The other students that are given: names, or modules."""
+        if isinstance(self.peers, str):
+            return tuple(name.strip() for name in self.peers.split(",") if name.strip())
+        if isinstance(self.peers, int):
+            return ()
+        return tuple(self.peers) if isinstance(self.peers, list | tuple) else (self.peers,)
 
     @property
     def cache(self) -> str | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from shared_core.distillation.comparison import Comparison, StudentBatch, open_c
 from shared_core.distillation.config import DistillConfig
 from shared_core.distillation.hidden_pairs import HiddenPairs
 from shared_core.distillation.layer_init import copy_layers_
+from shared_core.distillation.mutual import MutualComparison, make_peers, mix
+from shared_core.distillation.peers import Peers
 from shared_core.distillation.unlabelled import (
     ExampleCounts,
     is_per_token,
@@ -59,6 +62,7 @@ class Distillation(Technique):
         self._examples = ExampleCounts()
         self._comparison: Comparison | None = None
         self._pairs: dict[str, WatchedPairs] = {}
+        self._peers: Peers | None = None
         self._student: nn.Module | None = None
         self._hook = ForwardHook()
         self._handle: RemovableHandle | None = None
@@ -73,11 +77,30 @@ class Distillation(Technique):
         self._saved_pairs: dict[str, Any] = {}
         self._told: dict[str, Any] = {}
 
+    @property
+    def peers(self) -> list[nn.Module]:
+        """The other students of mutual learning, also after the run."""
+        return self._peers.modules if self._peers is not None else []
+
+    def one_by_one(self, clip: Callable[[], Any]) -> None:
+        """Call `clip` once for each student while no other has gradients, for a norm over an optimizer's parameters."""
+        if self._peers is not None:
+            self._peers.one_by_one(clip)
+
+    def before_attach(self, model: nn.Module, context: Context) -> None:
+        """Make the other students: no technique has touched the model that they are copies of."""
+        if self.config.mutual:
+            self._peers = make_peers(self.config, model, self._find_student(model), context)
+
     def attach(self, model: nn.Module, context: Context) -> None:
         """Load and freeze the teacher, compare it with the student, and hook the student's forward."""
         self.detach(model)
         student = self._find_student(model)
-        self._student, self._comparison = student, open_comparison(self.config, model, student, context)
+        if self._peers is not None:
+            comparison: Comparison = MutualComparison(self.config, model, self._peers, context)
+        else:
+            comparison = open_comparison(self.config, model, student, context)
+        self._student, self._comparison = student, comparison
         self._told = self._comparison.told
         self._causal = is_causal(student) if self.config.causal is None else self.config.causal
         if self.config.unlabelled_field and getattr(getattr(student, "config", None), "is_encoder_decoder", False):
@@ -123,6 +146,7 @@ class Distillation(Technique):
         self._switch(context)
         if self._student is not None and self._comparison is not None:
             self._comparison.teachers.follow(self._student)
+            self._comparison.begin(context)
             if self._saved_teachers:
                 self._comparison.teachers.load_state_dict(self._saved_teachers)
         for name, pairs in self._pairs.items():
@@ -162,10 +186,8 @@ class Distillation(Technique):
         self._positions = self._positions + (count if compared.mask is None else compared.mask.sum())
         self._soft, self._task = (total.detach(), count), task_loss.detach()
         alpha = self._at(context, config.alpha, config.alpha_end)
-        mixed = task_loss
-        if alpha != 1:  # 0 * inf would be NaN
-            soft = context.normalise(total, count).to(task_loss.device)
-            mixed = soft if alpha == 0 else alpha * task_loss + (1 - alpha) * soft
+        mixed = mix(task_loss, context.normalise(total, count), alpha)
+        mixed = comparison.join(mixed, task_loss, alpha, count, context)
         weights = {"hidden": config.hidden_weight, "attention": config.attention_weight}
         for name, pairs in self._pairs.items():
             term = pairs.loss(compared.mask, batch.inputs, context.normalise)
@@ -227,6 +249,11 @@ class Distillation(Technique):
         if self._student is not None and self._comparison is not None:
             self._comparison.teachers.after_step(self._student)
 
+    def skipped_optimizer_step(self, context: Context) -> None:
+        """The gradients of this step are of no use to anyone."""
+        if self._peers is not None:
+            self._peers.drop_gradients()
+
     def _switch(self, context: Context) -> None:
         active = self._is_active(context)
         self._hook.active = active
@@ -248,6 +275,11 @@ class Distillation(Technique):
             self._told["unlabelled_field"] = f"{field} called not one example unlabelled"
             context.services.say(f"distill: {self._told['unlabelled_field']}; every one was trained on its label")
         self.detach(model)
+
+    def write(self, folder: Path) -> None:
+        """Write the other students' weights; the student is the user's model."""
+        if self._peers is not None:
+            self._peers.write(folder)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, projections, and an average; a frozen teacher is not part of a checkpoint."""
@@ -274,6 +306,7 @@ class Distillation(Technique):
             "distill/task_loss": float(self._task),
             **{f"distill/{name}_loss": float(term) for name, term in self._pair_losses.items()},
             **self._share(),
+            **(self._comparison.metrics() if self._comparison else {}),
         }
 
     def _share(self) -> dict[str, float]:

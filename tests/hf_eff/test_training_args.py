@@ -92,6 +92,7 @@ FLAGS = [
     "fp8_include",
     "fp8_skip",
     "distill_teacher",
+    "distill_peers",
     "distill_teacher_weights",
     "distill_teacher_dtype",
     "distill_ema_decay",

@@ -80,7 +80,8 @@ def run_bare(recipe: Any, *, accumulate: int = 1, batch_norm: bool = True, optim
         if scaler is not None:
             scaler.unscale_(optimizer)
         session.before_optimizer_step()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        for student in (model, *getattr(session.techniques.get("distill"), "peers", ())):
+            torch.nn.utils.clip_grad_norm_(student.parameters(), CLIP)
         if scaler is None:
             optimizer.step()
             session.after_optimizer_step()

@@ -87,6 +87,7 @@ VARIANTS = {
     "prune-rigl": Row("prune", {"dynamic": "rigl", "criterion": "random", **GROWING, "schedule": "one_shot"}),
     "prune-neuron": Row("prune", {"granularity": "neuron", "criterion": "fisher", **GROWING}),
     "distill-ema": Row("distill", {"teacher": "ema", "ema_decay": 0.5, "divergence": "jsd", "alpha_end": 0.1}),
+    "distill-mutual": Row("distill", {"teacher": "mutual", "peers": 3, "divergence": "jsd"}),
     "distill-hidden": Row("distill", {"hidden": ["*hidden=hidden"], "confidence": 0.1}, needs_teacher=True),
     "qat-lsq": Row("qat", {"scheme": "int8", "range": "lsq_plus", "begin": 2, "freeze_observers": 6}),
     "qat-kl": Row("qat", {"scheme": "int8", "range": "kl", "begin": 2, "freeze_observers": 6}),
