@@ -18,7 +18,7 @@ from shared_core.distillation.batch import (
 from shared_core.distillation.cache import TeacherCache
 from shared_core.distillation.config import EMA, DistillConfig
 from shared_core.distillation.divergences import DIVERGENCES
-from shared_core.distillation.heads import check_heads, num_classes
+from shared_core.distillation.heads import check_heads, check_sizes, num_classes
 from shared_core.distillation.teacher_mean import mean_logits, mean_teacher
 from shared_core.distillation.teachers import StudentAverage, Teachers, check_separate
 from shared_core.distillation.topk_divergence import kd_topk_sum
@@ -77,7 +77,8 @@ class Comparison:
         config, weights = self.config, self.teachers.weights
         logits = find_logits(batch.forward.output, config.logits, "student")
         mask = batch.counted(logits, of_classes=config.of_classes)
-        targets = self._targets(batch, logits)
+        targets = [self._cut(target) for target in self._targets(batch, logits)]
+        logits = self._cut(logits)
         if config.confidence:
             sure = mean_teacher(targets, weights, 1.0).amax(-1).exp() >= config.confidence
             sure = sure.to(logits.device)
@@ -96,8 +97,12 @@ class Comparison:
         answers = self.teachers.ask(batch.student, batch.forward)
         targets = [find_logits(output, self.config.logits, "teacher") for output in answers]
         for target in targets:
-            check_classes(logits, target, of_classes=self.config.of_classes)
+            check_classes(logits, target, of_classes=self.config.of_classes, vocab_size=self.config.vocab_size)
         return targets
+
+    def _cut(self, logits: Tensor) -> Tensor:
+        """Return the classes that count."""
+        return logits if self.config.vocab_size is None else logits[..., : self.config.vocab_size]
 
     def activate(self, active: bool) -> None:
         """Do from now on what the next forward needs, or no longer."""
@@ -117,7 +122,10 @@ class CachedComparison(Comparison):
     def __init__(self, config: DistillConfig, student: nn.Module) -> None:
         folder = config.cache or ""
         self._cache = TeacherCache.open(folder)
-        self._cache.check(temperature=config.temperature, vocabulary=num_classes(student))
+        ours = num_classes(student)
+        if config.vocab_size is not None and ours is not None:
+            check_sizes(ours, config.vocab_size, config.vocab_size)
+        self._cache.check(temperature=config.temperature, vocabulary=config.vocab_size or ours)
         manifest = self._cache.manifest
         told = {
             "teacher": f"cached in {folder}",
@@ -131,6 +139,7 @@ class CachedComparison(Comparison):
         config = self.config
         logits = find_logits(batch.forward.output, config.logits, "student")
         mask = batch.counted(logits, of_classes=True)
+        logits = self._cut(logits)
         found = self._cache.lookup(batch.inputs)
         total, count = kd_topk_sum(
             logits, found.indices, found.log_probs, temperature=config.temperature, mask=found.counted(mask),
@@ -158,12 +167,21 @@ def open_comparison(config: DistillConfig, model: nn.Module, student: nn.Module,
         return CachedComparison(config, student)
     if config.teacher == EMA:
         told = {"teacher": f"moving average of the student, decay {config.ema_decay}"}
-        return Comparison(config, StudentAverage(student, config.ema_decay), told)
+        return _open(config, StudentAverage(student, config.ema_decay), told, student)
     modules = [_load(teacher, student, context) for teacher in config.teachers]
     for module in modules:
         check_separate(model, module)
-        check_heads(student, module, config.divergence)
-    return Comparison(config, Teachers(modules, config.teacher_weights), _told(modules, student, context))
+        check_heads(student, module, config.divergence, config.vocab_size)
+    teachers, told = Teachers(modules, config.teacher_weights), _told(modules, student, context)
+    return _open(config, teachers, told, student)
+
+
+def _open(config: DistillConfig, teachers: Teachers, told: Mapping[str, Any], student: nn.Module) -> Comparison:
+    if not config.chunked:
+        return Comparison(config, teachers, told)
+    from shared_core.distillation.chunked_comparison import ChunkedComparison
+
+    return ChunkedComparison(config, teachers, told, student)
 
 
 def _load(teacher: Any, student: nn.Module, context: Context) -> nn.Module:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from eff_kernels.distillation import DIVERGENCES as CHUNKED_DIVERGENCES
 from torch import nn
 
 from shared_core.config import TechniqueConfig, option
@@ -52,6 +53,15 @@ class DistillConfig(TechniqueConfig):
     confidence: float = option(
         0.0, low=0, below=1, help="only positions where the teacher's largest probability is at least this count"
     )
+    vocab_size: int | None = option(
+        None, low=1, help="classes that count, the first ones, of heads padded to different sizes over one tokenizer"
+    )
+    chunked: bool = option(
+        False, help="compute the loss of a language model from head inputs in chunks: no logits of all positions exist"
+    )
+    budget_mib: float | None = option(
+        None, above=0, help="of chunked: MiB of logits that may exist at a time; none: 64 on CPU, 512 elsewhere"
+    )
     begin: Position = option(
         0.0, help="first step with the soft term: a step, a fraction of the run, or epochs ('2ep')"
     )
@@ -83,6 +93,7 @@ class DistillConfig(TechniqueConfig):
         if weights and (len(weights) != len(self.teachers) or not all(weight > 0 for weight in weights)):
             raise self._error("teacher_weights", f"must be a number above 0 for each of {len(self.teachers)} teachers")
         self._validate_cache()
+        self._validate_chunked()
         several = len(self.teachers) > 1
         if self.confidence and not self.of_classes:
             raise self._error("confidence", f"must be 0 with divergence {self.divergence}")
@@ -106,6 +117,18 @@ class DistillConfig(TechniqueConfig):
                 "teacher", "allows no temperature_end, confidence or hidden where it is cached: the store holds its "
                 "probabilities at one temperature"
             )  # fmt: skip
+
+    def _validate_chunked(self) -> None:
+        if not self.chunked:
+            if self.budget_mib is not None:
+                raise self._error("budget_mib", "must be none without chunked")
+            return
+        if len(self.teachers) > 1 or self.cache is not None:
+            raise self._error("teacher", "must be one model with chunked, whose head is multiplied chunk by chunk")
+        if self.divergence not in CHUNKED_DIVERGENCES:
+            raise self._error("divergence", f"must be one of {', '.join(CHUNKED_DIVERGENCES)} with chunked")
+        if self.confidence:
+            raise self._error("confidence", "must be 0 with chunked, which knows no teacher's probabilities beforehand")
 
     @property
     def cache(self) -> str | None:

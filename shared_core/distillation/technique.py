@@ -107,12 +107,13 @@ class Distillation(Technique):
         config = self.config
         labels = named_inputs(student, forward).get("labels") if labels is None else labels
         temperature = self._at(context, config.temperature, config.temperature_end)
-        compared = comparison.compare(StudentBatch(student, forward, labels, self._causal, temperature))
+        alpha = self._at(context, config.alpha, config.alpha_end)
+        with torch.set_grad_enabled(alpha != 1):
+            compared = comparison.compare(StudentBatch(student, forward, labels, self._causal, temperature))
         total, count = compared.total, compared.count
         self._batches += 1
         self._positions = self._positions + count
         self._soft, self._task = (total.detach(), count), task_loss.detach()
-        alpha = self._at(context, config.alpha, config.alpha_end)
         mixed = task_loss
         if alpha != 1:  # 0 * inf would be NaN
             soft = context.normalise(total, count).to(task_loss.device)
