@@ -58,7 +58,7 @@ class ChunkedComparison(Comparison):
             self._teacher.when = "never"
         target = _deferred(answer, "teacher")
         ours, theirs = _operands(logits), _operands(target)
-        wider = max(logits.dtype, target.dtype, key=lambda dtype: dtype.itemsize)
+        wider = max(logits.made.dtype, target.made.dtype, key=lambda dtype: dtype.itemsize)
         rows = rows_in_budget(logits.shape[-1], wider, ours[0].device, self._budget)
         sums = chunked_kd_sum(
             *ours[:2], *theirs[:2], softcap=(ours[2], theirs[2]), temperature=batch.temperature, mask=mask,

@@ -30,6 +30,8 @@ class Made:
     """``(..., features)``."""
     weight: Tensor
     bias: Tensor | None
+    dtype: torch.dtype
+    """Of the product."""
     rows: Tensor | None = None
     """int64 in the shape of the logits without classes: which rows of `hidden`; None for all in their order."""
     factor: float = 1.0
@@ -66,7 +68,7 @@ class DeferredLogits(Tensor):
     Args:
         made: How they would be computed.
         shape: ``(..., classes)``.
-        dtype: Of the product.
+        dtype: What a cast made of them.
         budget: Bytes of logits that may exist at a time; None: as `rows_in_budget`.
         channels_first: Whether classes are dimension 1.
     """

@@ -26,7 +26,7 @@ class DeferringLinear(nn.Linear):
         kind, dtype = input.device.type, self.weight.dtype
         if torch.is_autocast_enabled(kind) and torch.float64 not in (dtype, input.dtype):
             dtype = torch.get_autocast_dtype(kind)
-        made = Made(input, self.weight, self.bias)
+        made = Made(input, self.weight, self.bias, dtype)
         return DeferredLogits(made, (*input.shape[:-1], self.out_features), dtype, self.budget)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

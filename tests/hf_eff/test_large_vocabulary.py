@@ -58,7 +58,7 @@ def test_evaluation_has_logits_and_the_receipt_tells(make, tmp_path):
     assert seen == [(8, 8, 24)] * 2
     assert type(trainer.model.lm_head) is torch.nn.Linear
     touched = json.loads((tmp_path / "eff_receipt.json").read_text())["techniques"]["distill"]
-    assert (touched["chunk_rows"], touched["batches"]) == (16, 4)  # of 2 bytes a logit
+    assert (touched["chunk_rows"], touched["batches"]) == (16, 2)  # of 2 bytes a logit
 
 
 def test_what_needs_logits_is_refused(make, tmp_path):
