@@ -18,7 +18,7 @@ from shared_core.errors import ConfigError, TrainingError
 _TOLD = ("__get__", "size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "__len__", "__hash__",
          "is_contiguous", "get_device")  # fmt: skip
 _AS_THEY_ARE = ("contiguous", "clone", "float", "double", "half", "bfloat16", "to", "type", "detach")
-_SHAPES = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
+_SHAPES = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 _TIMES, _OVER, _PLUS = ("mul", "multiply", "imul"), ("div", "divide", "true_divide", "itruediv"), ("add", "iadd")
 
 
@@ -114,7 +114,7 @@ class DeferredLogits(Tensor):
         plain = name.strip("_")
         made = logits._followed(plain, args[1:]) if not kwargs else None
         if made is not None:
-            if name != plain and name.endswith("_"):  # in place
+            if name == f"{plain}_" or plain.startswith("i"):  # in place
                 logits.made = made
                 return logits
             return logits._like(made)
@@ -124,9 +124,9 @@ class DeferredLogits(Tensor):
             hidden = logits.made.hidden
             return logits._like(replace(logits.made, hidden=hidden.detach() if plain == "detach" else hidden), dtype)
         if plain in _SHAPES and not logits.channels_first:
-            shape = func(torch.empty(logits.shape, device="meta"), *args[1:], **kwargs).shape
-            if shape[-1:] == logits.shape[-1:]:
-                return logits._like(logits.made, shape=tuple(shape))
+            like = func(torch.empty(logits.shape, dtype=logits.dtype, device="meta"), *args[1:], **kwargs)
+            if like.shape[-1:] == logits.shape[-1:] and like.dtype == logits.dtype:
+                return logits._like(logits.made, shape=tuple(like.shape))
         if plain in ("transpose", "swapaxes", "permute", "movedim") and not logits.channels_first:
             sizes = tuple(range(2, 2 + logits.ndim))
             to = tuple(func(torch.empty(sizes, device="meta"), *args[1:], **kwargs).shape)

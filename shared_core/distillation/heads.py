@@ -49,7 +49,9 @@ def check_sizes(student: int, teacher: int, vocab_size: int | None) -> None:
 def num_classes(module: nn.Module) -> int | None:
     """Return the width of the logits where a Transformers model tells it, else None."""
     head = getattr(module, "get_output_embeddings", lambda: None)()
-    weight = getattr(head, "weight", None)
+    weight, classes = getattr(head, "weight", None), getattr(head, "out_features", None)
+    if isinstance(classes, int):  # a quantised weight is packed
+        return classes
     if isinstance(weight, Tensor):
         return weight.shape[0]
     if "Classification" in type(module).__name__:
