@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from hf_eff._checkpoints import ModelWeights, checkpoint_folder
-from hf_eff._teacher import load_teacher
+from hf_eff._teacher import check_tokenizer, load_teacher
 from shared_core.errors import TrainingError
 from shared_core.state_file import rng_state, set_rng_state
 from shared_core.technique import SavedCheckpoint
@@ -39,7 +39,9 @@ class TrainerServices:
 
     def load_teacher(self, name: str, student: nn.Module) -> nn.Module:
         """Return the teacher in a folder or on the Hub."""
-        return load_teacher(name, student)
+        teacher = load_teacher(name, student)
+        check_tokenizer(name, self._trainer.processing_class)
+        return teacher
 
     def checkpoints(self) -> list[SavedCheckpoint]:
         """Return the checkpoints of this run that still exist, oldest first; older runs' in the folder are left out."""

@@ -188,9 +188,9 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
     distill = recipe.get("distill")
     if distill is not None and "fsdp2" in surroundings and not distill.works_sharded:
         lines.append(
-            f"distill with these options cannot be combined with {SURROUNDINGS['fsdp2']}: averages, projections and "
-            "copied layers are made of whole weights; leave out teacher ema, hidden, attention and init_layers, or use "
-            "DDP"
+            f"distill with these options cannot be combined with {SURROUNDINGS['fsdp2']}: averages, other "
+            "students, projections, copied layers and heads in chunks need whole weights; leave out teacher ema and mutual, "
+            "hidden, attention, init_layers and chunked, or use DDP"
         )
     if prune is not None and prune.straight_through and "primary_weights" in recipe:
         lines.append(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shared_core.distillation.heads import check_sizes
 from shared_core.distillation.unlabelled import rows_that_count
 from shared_core.errors import ConfigError, TrainingError
 
@@ -34,9 +35,8 @@ class ForwardHook:
         self.latest: Forward | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Keep a forward that trains; one inside a backward is activation checkpointing's recomputation."""
-        recomputed = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        if self.active and module.training and torch.is_grad_enabled() and not recomputed:
+        """Keep a forward that trains."""
+        if self.active and trains(module):
             self.latest = Forward(args, kwargs, output)
 
     def take(self) -> Forward | None:
@@ -47,6 +47,12 @@ class ForwardHook:
     def __getstate__(self) -> dict[str, Any]:
         # graph tensors cannot be copied, and the copy's owner (an average, a saved model) does not distil
         return {"active": False, "latest": None}
+
+
+def trains(module: nn.Module) -> bool:
+    """Return whether a forward of this module trains; inside a backward it is activation checkpointing's repetition."""
+    repeated = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return module.training and torch.is_grad_enabled() and not repeated
 
 
 def named_inputs(student: nn.Module, forward: Forward) -> dict[str, Any]:
@@ -78,6 +84,12 @@ def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any
         for name, value in forward.kwargs.items()
         if name not in _FOR_THE_LOSS and (accepted is None or name in accepted)
     }
+    # what an encoder-decoder model makes of its labels for its decoder (Transformers' naming)
+    shift = getattr(student, "prepare_decoder_input_ids_from_labels", None)
+    named = named_inputs(student, forward) if shift else {}
+    given = any(named.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    if shift and not given and isinstance(named.get("labels"), Tensor):
+        kwargs["decoder_input_ids"] = _on(shift(named["labels"]), like)
     with torch.no_grad():
         return teacher(*args, **kwargs)
 
@@ -115,19 +127,16 @@ def is_causal(student: nn.Module) -> bool:
     return getattr(config, "is_decoder", False) is True
 
 
-def check_classes(student: Tensor, teacher: Tensor, *, of_classes: bool = True) -> None:
-    """Raise `ConfigError` unless both logits have the same classes (two at least, if they are such) and positions."""
-    if of_classes and (student.ndim < 2 or student.shape[-1] == 1):
+def check_classes(student: Tensor, teacher: Tensor, *, of_classes: bool = True, vocab_size: int | None = None) -> None:
+    """Raise `ConfigError` unless both logits have the classes that count (two at least) and the same positions."""
+    if (of_classes or vocab_size) and (student.ndim < 2 or student.shape[-1] == 1):
         raise ConfigError(
             "distill: the student must be a classifier or language model with logits (..., classes), "
             f"got logits of shape {tuple(student.shape)}; take divergence logit_mse for regression"
         )
-    if student.shape[-1:] != teacher.shape[-1:]:
-        raise ConfigError(
-            f"distill: teacher must have the student's {student.shape[-1]} classes, got {teacher.shape[-1]}; "
-            "both must share labels or vocabulary"
-        )
-    if student.shape != teacher.shape:
+    if student.ndim and teacher.ndim:
+        check_sizes(student.shape[-1], teacher.shape[-1], vocab_size)
+    if student.shape[: -1 if vocab_size else None] != teacher.shape[: -1 if vocab_size else None]:
         raise ConfigError(
             f"distill: teacher must return logits of the student's shape {tuple(student.shape)}, "
             f"got {tuple(teacher.shape)}"

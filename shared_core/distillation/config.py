@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from eff_kernels.distillation import DIVERGENCES as CHUNKED_DIVERGENCES
 from torch import nn
 
 from shared_core.config import TechniqueConfig, option
@@ -70,6 +71,15 @@ class DistillConfig(TechniqueConfig):
         help="key of a batch (column of a data set) that tells with a bool which examples have no label: the soft term "
         "alone trains them",
     )
+    vocab_size: int | None = option(
+        None, low=1, help="classes that count, the first ones, of heads padded to different sizes over one tokenizer"
+    )
+    chunked: bool = option(
+        False, help="compute the loss of a language model from head inputs in chunks: no logits of all positions exist"
+    )
+    budget_mib: float | None = option(
+        None, above=0, help="of chunked: MiB of logits that may exist at a time; none: 64 on CPU, 512 elsewhere"
+    )
     begin: Position = option(
         0.0, help="first step with the soft term: a step, a fraction of the run, or epochs ('2ep')"
     )
@@ -113,6 +123,7 @@ class DistillConfig(TechniqueConfig):
             raise self._error("unlabelled_field", "must be a column of its own")
         self._validate_cache()
         self._validate_mutual()
+        self._validate_chunked()
         several = len(self.teachers) > 1
         if self.confidence and not self.of_classes:
             raise self._error("confidence", f"must be 0 with divergence {self.divergence}")
@@ -153,7 +164,16 @@ class DistillConfig(TechniqueConfig):
             raise self._error("peers", "must be at least 2 students in all, or names or modules of the others")
         if self.teacher_dtype != "as_saved":
             raise self._error("teacher_dtype", "must be left out with teacher mutual, whose students are all trained")
-        alone = ("teacher_weights", "hidden", "attention", "init_layers", "confidence", "unlabelled_field")
+        alone = (
+            "teacher_weights",
+            "hidden",
+            "attention",
+            "init_layers",
+            "confidence",
+            "unlabelled_field",
+            "chunked",
+            "vocab_size",
+        )
         for name in alone:
             if getattr(self, name):
                 raise self._error(name, "must be left out with teacher mutual, whose students are all equals")
@@ -182,6 +202,18 @@ class DistillConfig(TechniqueConfig):
             return ()
         return tuple(self.peers) if isinstance(self.peers, list | tuple) else (self.peers,)
 
+    def _validate_chunked(self) -> None:
+        if not self.chunked:
+            if self.budget_mib is not None:
+                raise self._error("budget_mib", "must be none without chunked")
+            return
+        if len(self.teachers) > 1 or self.cache is not None:
+            raise self._error("teacher", "must be one model with chunked, whose head is multiplied chunk by chunk")
+        if self.divergence not in CHUNKED_DIVERGENCES:
+            raise self._error("divergence", f"must be one of {', '.join(CHUNKED_DIVERGENCES)} with chunked")
+        if self.confidence:
+            raise self._error("confidence", "must be 0 with chunked, which knows no teacher's probabilities beforehand")
+
     @property
     def cache(self) -> str | None:
         """Folder of the cached teacher, None where there is none."""
@@ -198,7 +230,11 @@ class DistillConfig(TechniqueConfig):
     @property
     def works_sharded(self) -> bool:
         """Whether FSDP2 may shard the student: nothing is made of its whole weights."""
-        return self.teacher != EMA and not (self.hidden or self.attention or self.init_layers)
+        return (
+            self.teacher != EMA
+            and not self.mutual
+            and not (self.hidden or self.attention or self.init_layers or self.chunked)
+        )
 
     @property
     def of_classes(self) -> bool:

@@ -179,13 +179,14 @@ class Distillation(Technique):
             )
         temperature = self._at(context, config.temperature, config.temperature_end)
         batch = StudentBatch(student, forward, labels, self._causal, temperature, told)
-        compared = comparison.compare(batch)
+        alpha = self._at(context, config.alpha, config.alpha_end)
+        with torch.set_grad_enabled(alpha != 1 or config.mutual):
+            compared = comparison.compare(batch)
         total, count = compared.total, compared.count
         self._examples.add(labels, told, batch.inputs.get("attention_mask"), compared.mask, count)
         self._batches += 1
         self._positions = self._positions + (count if compared.mask is None else compared.mask.sum())
         self._soft, self._task = (total.detach(), count), task_loss.detach()
-        alpha = self._at(context, config.alpha, config.alpha_end)
         mixed = mix(task_loss, context.normalise(total, count), alpha)
         mixed = comparison.join(mixed, task_loss, alpha, count, context)
         weights = {"hidden": config.hidden_weight, "attention": config.attention_weight}

@@ -89,6 +89,7 @@ VARIANTS = {
     "distill-ema": Row("distill", {"teacher": "ema", "ema_decay": 0.5, "divergence": "jsd", "alpha_end": 0.1}),
     "distill-mutual": Row("distill", {"teacher": "mutual", "peers": 3, "divergence": "jsd"}),
     "distill-hidden": Row("distill", {"hidden": ["*hidden=hidden"], "confidence": 0.1}, needs_teacher=True),
+    "distill-chunked": Row("distill", {"chunked": True, "budget_mib": 0.001, "vocab_size": 9}, needs_teacher=True),
     "qat-lsq": Row("qat", {"scheme": "int8", "range": "lsq_plus", "begin": 2, "freeze_observers": 6}),
     "qat-kl": Row("qat", {"scheme": "int8", "range": "kl", "begin": 2, "freeze_observers": 6}),
     "qat-int4": Row("qat", {"scheme": "int8_dynamic_int4_weight", "begin": 3, "rounding": "stochastic"}),
@@ -139,6 +140,9 @@ class DigitsNet(nn.Module):
         logits = self.head(self.dropout(torch.relu(self.hidden(features))))
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return {"logits": logits} if loss is None else {"loss": loss, "logits": logits}
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
 
 
 def make_net(dropout: float = 0.0, *, seed: int = 0, batch_norm: bool = True, recipe: Iterable[str] = ()) -> DigitsNet:
