@@ -35,7 +35,7 @@ def test_every_run_of_the_plan_is_taught_as_it_says(replica, monkeypatch, tmp_pa
     file = tmp_path / "runs.jsonl"
     rows = replica.measure(True, Runs(file))
     every = list(range(10))
-    assert recipes[:3] == [(None, None, every), (None, None, [0, 1, 2, 4, 5, 6, 7, 8, 9]), (2.0, 0.0, recipes[1][2])]
+    assert recipes[:3] == [(None, None, every), (None, None, [0, 1, 2, 4, 5, 6, 7, 8, 9]), (8.0, 0.0, recipes[1][2])]
     assert (8.0, 0.0, [7, 8]) in recipes
     assert (4.0, 0.1, [-100, *every]) in recipes  # images without labels are judged too
     assert len(recipes) == 1 + len(replica.plan())
