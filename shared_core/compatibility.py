@@ -189,8 +189,8 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
     if distill is not None and "fsdp2" in surroundings and not distill.works_sharded:
         lines.append(
             f"distill with these options cannot be combined with {SURROUNDINGS['fsdp2']}: averages, other "
-            "students, projections, copied layers and heads in chunks need whole weights; leave out teacher ema and mutual, "
-            "hidden, attention, init_layers and chunked, or use DDP"
+            "students, projections, copied layers and heads in chunks need whole weights; leave out teacher ema and "
+            "mutual, hidden, attention, init_layers and chunked, or use DDP"
         )
     if prune is not None and prune.straight_through and "primary_weights" in recipe:
         lines.append(
