@@ -1,7 +1,7 @@
 """Federated averaging: five clients with two digits each, who share weights and never images, against one who has all.
 
-McMahan et al., 2017, arXiv:1602.05629: in every round each client trains the server's weights on its own images, and the
-server averages what comes back, weighted by how many images each has.
+McMahan et al., 2017, arXiv:1602.05629: in every round each client trains the server's weights on its own images, and
+the server averages what comes back, weighted by how many images each has.
 Data: the 1,797 handwritten digits of scikit-learn. Run: python examples/federated_lightning.py
 """
 
