@@ -29,9 +29,7 @@ def soup(
         str | None,
         typer.Option("--eval", help="module:function that takes a state dict and returns the metric."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Where to write the soup, in the (first) ingredient's format.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write, in the first ingredient's format.")] = None,
     uniform: Annotated[bool, typer.Option("--uniform", help="Average all instead of searching greedily.")] = False,
     weights: Annotated[str | None, typer.Option(help="With --uniform: a weight for each, as 1,2,3.")] = None,
     mode: Annotated[str, typer.Option(help="Whether the metric is better when larger (max) or smaller (min).")] = "max",

@@ -63,9 +63,7 @@ def open_adapter(folder: Path) -> Ingredient:
     """
     config = read_json(folder / ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
-        raise CheckpointError(
-            f"{folder}: adapter must be LoRA, got peft_type {config.get('peft_type')!r}; leave it out"
-        )
+        raise CheckpointError(f"{folder}: peft_type must be LORA, got {config.get('peft_type')!r}; leave it out")
     file = next((folder / name for name in _FILES if (folder / name).exists()), None)
     if file is None:
         raise CheckpointError(f"{folder}: folder must hold one of {', '.join(_FILES)}, got none; check the path")

@@ -160,7 +160,7 @@ def _root(paths: Sequence[Sequence[Any]], folder: Path) -> tuple[Any, ...]:
         return roots.pop()
     if not roots and not tops:
         return ()
-    if not roots and len(tops) == 1 and all(len(path) > 1 for path in paths):
+    if not roots and len(tops) == 1 and all(len(path) > 1 for path in paths) and "optim" not in str(tops):
         return (tops.pop(),)
     raise CheckpointError(
         f"{folder}: distributed checkpoint must hold the weights under one of {', '.join(_ROOTS)}, or nothing else, "
