@@ -60,8 +60,9 @@ def average_adapters(
     total = math.fsum(weight for _, weight in members)
     layers = lora_layers(first)
     of_layers = {key for layer in layers for key in (layer.a, layer.b, layer.bias)}
-    for key in first.specs.keys() - of_layers:
-        soup[key] = _mean(key, members, lambda _: 1.0)
+    for key in first.specs:
+        if key not in of_layers:
+            soup[key] = _mean(key, members, lambda _: 1.0)
     ranks: dict[str, tuple[int, float]] = {}
     lost, whole, changed = 0.0, 0.0, False
     for layer in layers:
@@ -88,8 +89,6 @@ def average_adapters(
     soup.error = math.sqrt(lost / whole) if whole else 0.0
     if changed:
         soup.config.update(_config_of(ranks))
-    for alias, owner in first.ties.items():
-        soup[alias] = soup[owner]
     for adapter, _ in members:
         adapter.close()
     return soup

@@ -38,11 +38,16 @@ def open_ingredients(ingredients: Sequence[Source]) -> list[Ingredient]:
     opened = under_same_names(opened)
     for other in opened[1:]:
         _check_alike(opened[0], other)
+    configured = [item for item in opened if item.config and item.kind != ADAPTER]
+    for other in configured[1:]:
+        _check_configs(configured[0], other)
     return opened
 
 
+_REMEDY = "only checkpoints of one architecture can be averaged: leave one of them out"
+
+
 def _check_alike(first: Ingredient, other: Ingredient) -> None:
-    remedy = "only checkpoints of one architecture can be averaged: leave one of them out"
     adapters = [item for item in (first, other) if item.kind == ADAPTER]
     if len(adapters) == 1:
         raise CheckpointError(
@@ -56,7 +61,7 @@ def _check_alike(first: Ingredient, other: Ingredient) -> None:
         if missing is not None:
             raise CheckpointError(
                 f"soup: ingredients must have the same tensors, got {missing!r} in {one.name} but not in {two.name}; "
-                f"{remedy}"
+                f"{_REMEDY}"
             )
     odd = first.tied_groups ^ other.tied_groups
     if odd:
@@ -64,28 +69,30 @@ def _check_alike(first: Ingredient, other: Ingredient) -> None:
         tied, free = (first, other) if any(key in group for group in first.tied_groups) else (other, first)
         raise CheckpointError(
             f"soup: {key!r} must be tied in all ingredients or in none, got it tied in {tied.name} and not, or to "
-            f"another tensor, in {free.name}; {remedy}"
+            f"another tensor, in {free.name}; {_REMEDY}"
         )
     for key, spec in first.specs.items():
         its = other.spec(key)
         if _shape(spec.shape, key, first) != _shape(its.shape, key, other):
             raise CheckpointError(
                 f"soup: {key!r} must have the same shape in all ingredients, got {spec.shape} in {first.name} and "
-                f"{its.shape} in {other.name}; {remedy}"
+                f"{its.shape} in {other.name}; {_REMEDY}"
             )
         if averaged(spec.dtype) != averaged(its.dtype):
             raise CheckpointError(
                 f"soup: {key!r} must be floating-point in all ingredients or in none, got {spec.dtype} in "
-                f"{first.name} and {its.dtype} in {other.name}; {remedy}"
+                f"{first.name} and {its.dtype} in {other.name}; {_REMEDY}"
             )
-    if not adapters and first.config and other.config:
-        for field in sorted(first.config.keys() | other.config.keys()):
-            one, two = first.config.get(field), other.config.get(field)  # type: ignore[assignment]
-            if one != two and not _FREE_CONFIG_FIELD.search(field):
-                raise CheckpointError(
-                    f"soup: config field {field!r} must be the same in all ingredients, got {one!r} in {first.name} "
-                    f"and {two!r} in {other.name}; {remedy}"
-                )
+
+
+def _check_configs(first: Ingredient, other: Ingredient) -> None:
+    for field in sorted(first.config.keys() | other.config.keys()):
+        one, two = first.config.get(field), other.config.get(field)
+        if one != two and not _FREE_CONFIG_FIELD.search(field):
+            raise CheckpointError(
+                f"soup: config field {field!r} must be the same in all ingredients, got {one!r} in {first.name} "
+                f"and {two!r} in {other.name}; {_REMEDY}"
+            )
 
 
 def _shape(shape: tuple[int, ...], key: str, ingredient: Ingredient) -> tuple[int, ...]:

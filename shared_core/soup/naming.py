@@ -51,9 +51,9 @@ def _without_prefix(other: Ingredient, first: Ingredient) -> Ingredient:
 def _with_found_ties(item: Ingredient, shared: set[str]) -> Ingredient:
     """Return an ingredient whose further copies of a tensor, under names that others lack, are ties."""
     ties = {}
-    for name in item.specs.keys() - shared:
+    for name in (name for name in item.specs if name not in shared):
         twin = next(
-            (key for key in shared if item.has(key) and item.spec(key) == item.spec(name)
+            (key for key in item.specs if key in shared and item.spec(key) == item.spec(name)
              and torch.equal(item.tensor(key), item.tensor(name))), None,
         )  # fmt: skip
         if twin is not None:
@@ -72,7 +72,7 @@ def _with_ties_of(first: Ingredient, other: Ingredient) -> Ingredient:
         if not held or len({other.ties.get(name, name) for name in held}) > 1:
             return other  # of another model, or not tied: the check says which
         names[owner] = held[0]
-        ties.update(dict.fromkeys(group - {owner}, owner))
+        ties.update(dict.fromkeys(sorted(group - {owner}), owner))
     taken = {other.ties.get(name, name) for name in names.values()}
     if len(taken) < len(names) or taken != set(other.specs):
         return other

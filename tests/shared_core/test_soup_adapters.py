@@ -5,14 +5,15 @@ import json
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
+from typer.testing import CliRunner
 
+from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.soup import AdapterWeights, greedy_soup, open_ingredient, save_soup, uniform_soup
 from shared_core.soup.path_report import path_json
-from tests.shared_core.test_soup_cli import eff
 
 
 class Net(nn.Module):
@@ -155,11 +156,10 @@ def test_greedy_evaluates_what_it_writes(tmp_path):
 
     def evaluate(weights):
         assert isinstance(weights, AdapterWeights)
-        config = LoraConfig(**weights.config)
         seen.append((weights.config["r"], weights["base_model.model.inner.0.lora_A.weight"].shape[0]))
-        save_soup(weights, open_ingredient(folders[0]), tmp_path / f"trial{len(seen)}")
-        assert PeftModel.from_pretrained(base(), tmp_path / f"trial{len(seen)}").peft_config["default"].r == config.r
-        return -float((merged(tmp_path / f"trial{len(seen)}")["inner.0.weight"] - goal).norm())
+        model = get_peft_model(base(), LoraConfig(**weights.config))
+        set_peft_model_state_dict(model, weights)
+        return -float((model.merge_and_unload().inner[0].weight - goal).norm())
 
     result = greedy_soup(folders, evaluate, journal=tmp_path / "journal.json")
     assert sorted(result.ingredients) == [str(folder) for folder in folders[:2]]
@@ -238,6 +238,10 @@ def test_damaged_and_misplaced_adapters_are_refused(tmp_path):
 def test_the_command_takes_a_run_of_adapters(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folders = [adapter(tmp_path / "run" / f"checkpoint-{i}", i) for i in (1, 2)]
+
+    def eff(*arguments):
+        return CliRunner().invoke(app, ["soup", *arguments], catch_exceptions=False)
+
     result = eff("run", "--uniform", "--out", "soup")
     check_mean(tmp_path / "soup", folders, [1, 1])
     assert "rank" not in result.stdout

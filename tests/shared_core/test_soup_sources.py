@@ -89,6 +89,9 @@ def test_configs_of_other_networks_are_refused_and_free_fields_are_not(folders, 
     tiny_gpt2(7, n_head=4).save_pretrained(tmp_path / "heads")
     with pytest.raises(CheckpointError, match=r"config field 'n_head' must be the same.* 2 in .* 4 in"):
         uniform_soup([*folders, tmp_path / "heads"])
+    torch.save(tiny_gpt2(8).state_dict(), tmp_path / "first.pt")  # has no config; the others' are compared all the same
+    with pytest.raises(CheckpointError, match="config field 'n_head'"):
+        uniform_soup([tmp_path / "first.pt", folders[0], tmp_path / "heads"])
     tiny_gpt2(7, attn_pdrop=0.3).save_pretrained(tmp_path / "dropout")
     uniform_soup([*folders, tmp_path / "dropout"])
 

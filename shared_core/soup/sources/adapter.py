@@ -74,7 +74,7 @@ def open_adapter(folder: Path) -> Ingredient:
         content = load_torch_file(file)
         if not isinstance(content, Mapping):
             raise CheckpointError(f"{file}: file must hold a state dict, got {type(content).__name__}; leave it out")
-        return content
+        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in content.items()}  # no ties
 
     adapter = Ingredient(str(folder), ADAPTER, folder, load, config)
     adapter.shards = dict.fromkeys([*adapter.specs, *adapter.ties], file.name)

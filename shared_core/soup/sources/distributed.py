@@ -77,7 +77,8 @@ class DistributedWeights(Mapping[str, Tensor]):
             self._keys = {
                 ".".join(map(str, path[depth:])): key for key, path in paths.items() if tuple(path[:depth]) == self.root
             }
-            self._entries, self._places = index.state_dict_metadata, index.storage_data
+            self._entries = index.state_dict_metadata
+            self._places = {(place.fqn, place.offset): where for place, where in index.storage_data.items()}
             other = next((name for name, key in self._keys.items() if key not in tensors), None)
             if other is not None:
                 raise CheckpointError(f"{folder}: {other!r} must be a tensor, got an object; save weights alone")
@@ -110,16 +111,7 @@ class DistributedWeights(Mapping[str, Tensor]):
         return spec
 
     def _shards(self, key: str) -> Iterator[tuple[Any, Any]]:
-        by_offset = {index.offset: place for index, place in self._by_name().get(key, ())}
-        for chunk in self._entries[key].chunks:
-            yield chunk, by_offset[chunk.offsets]
-
-    def _by_name(self) -> dict[str, list[tuple[Any, Any]]]:
-        if not hasattr(self, "_grouped"):
-            self._grouped: dict[str, list[tuple[Any, Any]]] = {}
-            for index, place in self._places.items():
-                self._grouped.setdefault(index.fqn, []).append((index, place))
-        return self._grouped
+        return ((chunk, self._places[key, chunk.offsets]) for chunk in self._entries[key].chunks)
 
     def __getitem__(self, name: str) -> Tensor:
         key, spec = self._keys[name], self.specs[name]

@@ -130,7 +130,8 @@ class Ingredient:
 
     def digest(self) -> str:
         """Return a hash of names, shapes and the two ends of every tensor, to tell ingredients apart cheaply."""
-        digest = hashlib.sha256()
+        # the factor of BA is in the config
+        digest = hashlib.sha256(repr(sorted(self.config.items())).encode() if self.kind == ADAPTER else b"")
         for key in sorted(self.specs):
             flat = self.tensor(key).reshape(-1)
             ends = torch.cat([flat[:1024], flat[-1024:]]).cpu().contiguous().view(torch.uint8).numpy()
