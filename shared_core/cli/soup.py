@@ -117,7 +117,7 @@ def _greedy(
 
         result = greedy_soup(usable, evaluated, **search)
     best = next(item for item in usable if item.name == result.ingredients[0])
-    like = best if all((item.kind, item.suffix) == (first.kind, first.suffix) for item in usable) else first
+    like = best if _is_like(best, first) else first
     save_soup(result.state_dict, like, out, lambda target: write_path(target, path_json(result)))
     if plot is not None:
         path_plot(result, plot)
@@ -127,6 +127,11 @@ def _greedy(
         Console().print(path_table(result))
         _say_rank_errors(result.state_dict)
         typer.echo(f"wrote {out}")
+
+
+def _is_like(item: Any, first: Any) -> bool:
+    """Return whether a soup, which has the names of the first ingredient, can be written as this one is."""
+    return (item.kind, item.suffix) == (first.kind, first.suffix) and not item.is_renamed
 
 
 def _say_rank_errors(state_dict: Any) -> None:
@@ -152,7 +157,7 @@ def _uniform(
 
     state_dict = uniform_soup(usable, shares, **options)
     path = json.dumps({"ingredients": [item.name for item in usable], "weights": shares, **rank_errors(state_dict)})
-    like = usable[0] if (usable[0].kind, usable[0].suffix) == (first.kind, first.suffix) else first
+    like = usable[0] if _is_like(usable[0], first) else first
     save_soup(state_dict, like, out, lambda target: write_path(target, path))
     if not as_json:
         _say_rank_errors(state_dict)

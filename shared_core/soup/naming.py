@@ -16,7 +16,7 @@ def under_same_names(ingredients: Sequence[Ingredient]) -> list[Ingredient]:
     a safetensors folder holds a tied tensor once, a ``.ckpt`` under all names, a distributed checkpoint as copies.
     """
     first, *others = ingredients
-    if first.kind == ADAPTER:
+    if any(item.kind == ADAPTER for item in ingredients):
         return list(ingredients)
     opened = [first, *(_without_prefix(other, first) for other in others)]
     if len({frozenset((*item.specs, *item.ties)) for item in opened}) == 1:

@@ -92,6 +92,12 @@ def save_soup(
         CheckpointError: If it cannot be written.
     """
     target = check_target(target, like)
+    lacking = next((key for key in (*like.specs, *like.ties, *like.shards) if key not in state_dict), None)
+    if lacking is not None:
+        raise CheckpointError(
+            f"soup: weights must have the names of {like.name}, whose format they are to take, got no {lacking!r}; "
+            "give the first ingredient, whose names a soup of several formats has"
+        )
     if like.kind in (HF_FOLDER, ADAPTER, DISTRIBUTED) and like.path is not None:
         with atomic_folder(target) as folder:
             _write_folder(state_dict, like, like.path, folder)

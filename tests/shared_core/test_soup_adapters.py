@@ -194,11 +194,13 @@ def test_a_nan_leaves_an_adapter_out(tmp_path):
         ({"modules_to_save": ["head"]}, "same modules_to_save"),
         ({"base_model_name_or_path": "other"}, "same base_model_name_or_path"),
         ({"peft_type": "IA3"}, "peft_type must be LORA"),
+        ({"rank_pattern": [3]}, r"rank_pattern must be a .*got \[3\]"),
         ({"r": 9}, r"rank 9 as the config says, got 4 in A"),
     ],
 )
 def test_what_is_no_mean_is_refused_by_name(tmp_path, options, match):
-    edits = {key: options.pop(key) for key in ("base_model_name_or_path", "peft_type", "task_type", "r")
+    edits = {key: options.pop(key) for key in ("base_model_name_or_path", "peft_type", "task_type", "r",
+                                               "rank_pattern")
              if key in options}  # fmt: skip
     folders = [adapter(tmp_path / "plain", 0), adapter(tmp_path / "odd", 1, **options)]
     for folder, changed in zip(folders, ({"base_model_name_or_path": "mine"}, edits), strict=True):
@@ -219,9 +221,9 @@ def test_damaged_and_misplaced_adapters_are_refused(tmp_path):
         uniform_soup([folder], rank=0)
     with pytest.raises(ConfigError, match="into must be None for adapters"):
         uniform_soup([folder], into={})
-    with pytest.raises(CheckpointError, match="must be `AdapterWeights`"):
-        save_soup({}, open_ingredient(folder), tmp_path / "soup")
     state = load_file(folder / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="must be `AdapterWeights`"):
+        save_soup(state, open_ingredient(folder), tmp_path / "soup")
     lacking = copy.copy(state)
     lacking.pop("base_model.model.inner.0.lora_B.weight")
     save_file(lacking, folder / "adapter_model.safetensors")

@@ -207,6 +207,8 @@ def test_an_index_that_lies_is_refused(tmp_path):
 def test_what_is_no_model_is_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match=r"weights under one of model, .*got 'net', 'optimizer'"):
         open_ingredient(write(tmp_path / "names", {"net": weights(0), "optimizer": OPTIMIZER}))
+    with pytest.raises(CheckpointError, match="got 'net'"):  # `head` would be lost
+        open_ingredient(write(tmp_path / "part", {"net": {"model": weights(0), "head": weights(1)}}))
     with pytest.raises(CheckpointError, match="got 'optimizer'"):
         open_ingredient(write(tmp_path / "optimizer_0", {"optimizer": OPTIMIZER}))
     with pytest.raises(CheckpointError, match="'extra' must be a tensor"):
@@ -232,6 +234,8 @@ def test_formats_mix_under_the_names_of_the_first(tmp_path):
         assert soup.keys() == {prefix + name for name in names}
         assert all(torch.allclose(soup[prefix + name], mean) for name in names & {"wte", "head"})
         assert soup.keys() == greedy_soup([*others[::-1], first][::-1], lambda state: 0.0).state_dict.keys()
+    with pytest.raises(CheckpointError, match=r"names of .*hf, .* got no '.+'.*give the first"):
+        save_soup(uniform_soup([light, hf]), open_ingredient(hf), tmp_path / "soup")
     out = save_soup(uniform_soup([shards, hf]), open_ingredient(shards), tmp_path / "soup")
     assert content_of(out)["model"].keys() == {"wte", "h", "z", "head"}
     assert load_file(save_soup(uniform_soup([hf, shards]), open_ingredient(hf), tmp_path / "folder")

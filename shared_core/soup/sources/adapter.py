@@ -64,6 +64,10 @@ def open_adapter(folder: Path) -> Ingredient:
     config = read_json(folder / ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"{folder}: peft_type must be LORA, got {config.get('peft_type')!r}; leave it out")
+    for field, kind in (("r", int), ("lora_alpha", int | float), ("rank_pattern", dict | None),
+                        ("alpha_pattern", dict | None)):  # fmt: skip
+        if field in config and not isinstance(config[field], kind):
+            raise CheckpointError(f"{folder}: {field} must be a {kind}, got {config[field]!r}; it is damaged")
     file = next((folder / name for name in _FILES if (folder / name).exists()), None)
     if file is None:
         raise CheckpointError(f"{folder}: folder must hold one of {', '.join(_FILES)}, got none; check the path")

@@ -9,7 +9,7 @@ import warnings
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -39,13 +39,19 @@ _ADMITTED = {
 class _IndexUnpickler(pickle.Unpickler):
     """The index is a pickle: this admits the classes that DCP writes into it, none of which runs code of the file's."""
 
+    def __init__(self, stream: BinaryIO) -> None:
+        super().__init__(stream)
+        self._name = stream.name
+
     def find_class(self, module: str, name: str) -> Any:
         if module in ("pathlib", "pathlib._local"):  # a path of the machine that wrote it
             return PurePath
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) not in _ADMITTED:
-            raise CheckpointError(f"it names {module}.{name}")
+            raise CheckpointError(
+                f"{self._name}: index must name only what DCP writes, got {module}.{name}; no code was run"
+            )
         return getattr(importlib.import_module(module), name)
 
 
@@ -83,11 +89,7 @@ class DistributedWeights(Mapping[str, Tensor]):
             if other is not None:
                 raise CheckpointError(f"{folder}: {other!r} must be a tensor, got an object; save weights alone")
             self.specs = {name: self._spec(key) for name, key in self._keys.items()}
-        except CheckpointError as error:
-            if str(error).startswith("it names"):
-                raise CheckpointError(
-                    f"{folder}/{INDEX}: index must name only what DCP writes, got {str(error)[9:]}; no code was run"
-                ) from error
+        except CheckpointError:
             raise
         except Exception as error:  # a damaged pickle raises anything
             raise CheckpointError(
@@ -149,10 +151,13 @@ def _root(paths: Sequence[Sequence[Any]], folder: Path) -> tuple[Any, ...]:
     }
     tops = {path[0] for path in paths if len(path) > 1}
     if len(roots) == 1:
-        return roots.pop()
-    if not roots and not tops:
+        root = roots.pop()
+        beside = [path for path in paths if tuple(path[: len(root)]) != root]
+        if len(root) == 1 or all("optim" in str(path).lower() for path in beside):  # else a part named `model`
+            return root
+    elif not roots and not tops:
         return ()
-    if not roots and len(tops) == 1 and all(len(path) > 1 for path in paths) and "optim" not in str(tops):
+    elif not roots and len(tops) == 1 and all(len(path) > 1 for path in paths) and "optim" not in str(tops):
         return (tops.pop(),)
     raise CheckpointError(
         f"{folder}: distributed checkpoint must hold the weights under one of {', '.join(_ROOTS)}, or nothing else, "

@@ -104,6 +104,11 @@ class Ingredient:
         return other
 
     @property
+    def is_renamed(self) -> bool:
+        """Whether its tensors have other names here than on disk."""
+        return any(new != old for new, old in self._stored.items())
+
+    @property
     def suffix(self) -> str:
         """The suffix of its file, empty for a folder and in memory."""
         return "" if self.path is None or self.path.is_dir() else self.path.suffix
