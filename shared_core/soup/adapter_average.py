@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +62,7 @@ def average_adapters(
     of_layers = {key for layer in layers for key in (layer.a, layer.b, layer.bias)}
     for key in first.specs:
         if key not in of_layers:
-            soup[key] = _mean(key, members, lambda _: 1.0)
+            soup[key] = _mean(key, members, [1.0] * len(members))
     ranks: dict[str, tuple[int, float]] = {}
     lost, whole, changed = 0.0, 0.0, False
     for layer in layers:
@@ -80,12 +80,8 @@ def average_adapters(
         soup[layer.b] = factors.b.to(first.spec(layer.b).dtype, copy=True).contiguous()
         ranks[layer.module] = (factors.a.shape[0], factors.scale)
         if first.has(layer.bias):
-            scale = factors.scale
-
-            def share(config: Mapping[str, Any], module: str = layer.module, scale: float = scale) -> float:
-                return scaling(config, module) / scale
-
-            soup[layer.bias] = _mean(layer.bias, members, share)
+            shares = [scaling(adapter.config, layer.module) / factors.scale for adapter, _ in members]
+            soup[layer.bias] = _mean(layer.bias, members, shares)
     soup.error = math.sqrt(lost / whole) if whole else 0.0
     if changed:
         soup.config.update(_config_of(ranks))
@@ -94,17 +90,16 @@ def average_adapters(
     return soup
 
 
-def _mean(
-    key: str, members: Sequence[tuple[Ingredient, float]], factor: Callable[[Mapping[str, Any]], float]
-) -> Tensor:
+def _mean(key: str, members: Sequence[tuple[Ingredient, float]], scales: Sequence[float]) -> Tensor:
+    """Return the mean of ``scale * tensor``."""
     first = members[0][0]
     if not averaged(first.spec(key).dtype):
         return first.tensor(key).clone()
     mean: Tensor | None = None
     total = 0.0
-    for adapter, weight in members:
+    for (adapter, weight), scale in zip(members, scales, strict=True):
         tensor = adapter.tensor(key)
-        tensor = tensor.to(accumulator_dtype(tensor.dtype), copy=True) * factor(adapter.config)
+        tensor = tensor.to(accumulator_dtype(tensor.dtype)) * scale
         total += weight
         mean = tensor if mean is None else mean_with_(mean, mean, tensor, weight, total)
     return torch.as_tensor(mean).to(first.spec(key).dtype)
