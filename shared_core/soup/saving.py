@@ -17,8 +17,15 @@ from shared_core.atomic import atomic_folder, atomic_write
 from shared_core.errors import CheckpointError
 from shared_core.soup.adapter_average import AdapterWeights
 from shared_core.soup.sources import (
-    ADAPTER, DISTRIBUTED, HF_FOLDER, LIGHTNING, SAFETENSORS, Ingredient, load_torch_file, read_json,
-)  # fmt: skip
+    ADAPTER,
+    DISTRIBUTED,
+    HF_FOLDER,
+    LIGHTNING,
+    SAFETENSORS,
+    Ingredient,
+    load_torch_file,
+    read_json,
+)
 from shared_core.soup.sources.adapter import ADAPTER_CONFIG
 from shared_core.soup.sources.distributed import LIGHTNING_META, index_folder, write_distributed
 

@@ -19,7 +19,7 @@ from shared_core.soup.sources.ingredient import (
     SAFETENSORS,
     STATE_DICT,
     Ingredient,
-)  # fmt: skip
+)
 
 _WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
