@@ -95,7 +95,7 @@ def check_outputs(trainer: Trainer, recipe: Recipe) -> None:
     if is_peft(trainer.model):
         raise CompatibilityError(
             "soup: model must be saved whole, got a PEFT model, whose checkpoints hold A and B apart, and averaging "
-            "these is not averaging BA; merge the adapters first"
+            "these is not averaging BA; average the checkpoints with `eff soup` afterwards, which averages BA"
         )
     if recipe["soup"].to_dict()["kind"] == "greedy" and trainer.eval_dataset is None:
         raise ConfigError("soup: eval_dataset must be given for a greedy soup, got None; pass one to the trainer")

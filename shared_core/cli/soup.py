@@ -20,19 +20,23 @@ if TYPE_CHECKING:
 def soup(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(help="Checkpoints: Hugging Face folders, Lightning .ckpt, state dict files, or a run's folder."),
+        typer.Argument(
+            help="Checkpoints: Hugging Face folders, Lightning .ckpt, state dict files, distributed checkpoints, or a "
+            "run's folder; or PEFT adapters."
+        ),
     ] = None,
     evaluate: Annotated[
         str | None,
         typer.Option("--eval", help="module:function that takes a state dict and returns the metric."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write the soup, in the ingredients' format.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write, in the first ingredient's format.")] = None,
     uniform: Annotated[bool, typer.Option("--uniform", help="Average all instead of searching greedily.")] = False,
     weights: Annotated[str | None, typer.Option(help="With --uniform: a weight for each, as 1,2,3.")] = None,
     mode: Annotated[str, typer.Option(help="Whether the metric is better when larger (max) or smaller (min).")] = "max",
     strict: Annotated[bool, typer.Option("--strict", help="Accept only averages that improve the metric.")] = False,
     journal: Annotated[Path | None, typer.Option(help="Keep scores here; a killed search goes on from it.")] = None,
     max_ingredients: Annotated[int | None, typer.Option(help="Stop when the soup has so many members.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Cut averages of adapters to this rank (SVD).")] = None,
     unpruned: Annotated[
         bool,
         typer.Option("--unpruned", help="Also take checkpoints from before their pruning schedule ended."),
@@ -65,12 +69,6 @@ def soup(
     if len(found) < 2:
         raise CheckpointError(f"eff soup: PATH must name at least two checkpoints, got {len(found)}; give more")
     opened = open_ingredients(found)
-    odd = next((item for item in opened if (item.kind, item.suffix) != (opened[0].kind, opened[0].suffix)), None)
-    if odd is not None:
-        raise CheckpointError(
-            f"eff soup: ingredients must have one format, got {opened[0].name} ({opened[0].kind}) and {odd.name} "
-            f"({odd.kind}); convert one"
-        )
     check_target(out, opened[0])
     for file in (journal, plot):
         if file is not None:
@@ -86,17 +84,18 @@ def soup(
     for note in notes:
         typer.echo(note, err=True)
     if uniform:
-        _uniform(usable, shares, remask, out, as_json)
+        _uniform(usable, shares, {"after_average": remask, "rank": rank}, opened[0], out, as_json)
     else:
-        search = {"mode": mode, "strict": strict, "journal": journal, "max_ingredients": max_ingredients}
-        _greedy(usable, function(str(evaluate), "eff soup: --eval"), search, remask, out, as_json, plot)
+        search = {"mode": mode, "strict": strict, "journal": journal, "max_ingredients": max_ingredients,
+                  "after_average": remask, "rank": rank}  # fmt: skip
+        _greedy(usable, function(str(evaluate), "eff soup: --eval"), search, opened[0], out, as_json, plot)
 
 
 def _greedy(
     usable: list[Any],
     evaluate: Evaluate,
     search: dict[str, Any],
-    remask: Any,
+    first: Any,
     out: Path,
     as_json: bool,
     plot: Path | None,
@@ -116,27 +115,52 @@ def _greedy(
             progress.advance(task)
             return score
 
-        result = greedy_soup(usable, evaluated, after_average=remask, **search)
+        result = greedy_soup(usable, evaluated, **search)
     best = next(item for item in usable if item.name == result.ingredients[0])
-    save_soup(result.state_dict, best, out, lambda target: write_path(target, path_json(result)))
+    like = best if _is_like(best, first) else first
+    save_soup(result.state_dict, like, out, lambda target: write_path(target, path_json(result)))
     if plot is not None:
         path_plot(result, plot)
     if as_json:
         typer.echo(path_json(result))
     else:
         Console().print(path_table(result))
+        _say_rank_errors(result.state_dict)
         typer.echo(f"wrote {out}")
 
 
-def _uniform(usable: list[Any], shares: list[float] | None, remask: Any, out: Path, as_json: bool) -> None:
+def _is_like(item: Any, first: Any) -> bool:
+    """Return whether a soup, which has the names of the first ingredient, can be written as this one is."""
+    return (item.kind, item.suffix) == (first.kind, first.suffix) and not item.is_renamed
+
+
+def _say_rank_errors(state_dict: Any) -> None:
+    from shared_core.soup.path_report import rank_errors
+
+    lost = rank_errors(state_dict)
+    if lost:
+        worst = max(lost["rank_errors"], key=lost["rank_errors"].get)
+        typer.echo(
+            f"cut to the rank asked for: relative error {lost['rank_error']:.3g} in all, at most "
+            f"{lost['rank_errors'][worst]:.3g} ({worst})"
+        )
+
+
+def _uniform(
+    usable: list[Any], shares: list[float] | None, options: dict[str, Any], first: Any, out: Path, as_json: bool
+) -> None:
     import json
 
+    from shared_core.soup.path_report import rank_errors
     from shared_core.soup.saving import save_soup, write_path
     from shared_core.soup.uniform import uniform_soup
 
-    state_dict = uniform_soup(usable, shares, after_average=remask)
-    path = json.dumps({"ingredients": [item.name for item in usable], "weights": shares})
-    save_soup(state_dict, usable[0], out, lambda target: write_path(target, path))
+    state_dict = uniform_soup(usable, shares, **options)
+    path = json.dumps({"ingredients": [item.name for item in usable], "weights": shares, **rank_errors(state_dict)})
+    like = usable[0] if _is_like(usable[0], first) else first
+    save_soup(state_dict, like, out, lambda target: write_path(target, path))
+    if not as_json:
+        _say_rank_errors(state_dict)
     typer.echo(path if as_json else f"uniform average of {len(usable)} ingredients\nwrote {out}")
 
 

@@ -1,5 +1,6 @@
 """Soups: averages of checkpoints of one architecture, uniform, weighted, or greedy by a held-out metric."""
 
+from shared_core.soup.adapter_average import AdapterWeights as AdapterWeights
 from shared_core.soup.config import SoupConfig as SoupConfig
 from shared_core.soup.greedy import SoupResult as SoupResult
 from shared_core.soup.greedy import greedy_soup as greedy_soup

@@ -11,7 +11,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from shared_core.errors import CheckpointError, ConfigError
-from shared_core.soup.averaging import Candidate, non_finite_tensor
+from shared_core.soup.averaging import non_finite_tensor
+from shared_core.soup.candidates import candidate_for
 from shared_core.soup.ingredients import Source, open_ingredients
 from shared_core.soup.journal import Journal
 from shared_core.soup.sources import Ingredient
@@ -54,6 +55,7 @@ def greedy_soup(
     max_ingredients: int | None = None,
     after_average: Callable[[dict[str, Tensor]], None] | None = None,
     into: dict[str, Tensor] | None = None,
+    rank: int | None = None,
 ) -> SoupResult:
     r"""Return the greedy soup of checkpoints of one architecture.
 
@@ -65,7 +67,8 @@ def greedy_soup(
 
     Args:
         ingredients: Paths (see `open_ingredient`) or state dicts. Equal metrics keep this order.
-        evaluate: Returns the held-out metric of a state dict. Quality is then to be told on other data.
+        evaluate: Returns the held-out metric of a state dict (of adapters: `AdapterWeights`, whose rank differs from
+            call to call). Quality is then to be told on other data.
         mode: Whether the metric is better when larger (``"max"``) or smaller (``"min"``).
         strict: Accept only what improves the metric (the authors' code), not what keeps it (the paper).
         journal: A JSON file that takes every score at once; a killed search started again with it evaluates nothing
@@ -75,6 +78,7 @@ def greedy_soup(
         after_average: Called with every candidate before it is evaluated, single ones and the result included;
             changes it in place (masks, BatchNorm).
         into: Tensors to write candidates into, for example ``model.state_dict()``; by default new ones.
+        rank: Cut averages of adapters to this rank by SVD; one alone stays as it is. See `AdapterWeights.errors`.
 
     Returns:
         `SoupResult`. An ingredient with a non-finite metric or weight is left out; its history row says so.
@@ -100,8 +104,8 @@ def greedy_soup(
     opened = open_ingredients(ingredients)
     if scores is not None and len(scores) != len(opened):
         raise ConfigError(f"soup: scores must be one for each of {len(opened)} ingredients, got {len(scores)}")
-    diary = Journal(journal, opened, mode, strict)
-    candidate = Candidate(opened[0], into, after_average)
+    candidate = candidate_for(opened, into, after_average, rank)
+    diary = Journal(journal, opened, mode, strict, rank)
     sign = 1.0 if mode == "max" else -1.0
 
     def score_of(members: list[int]) -> float:

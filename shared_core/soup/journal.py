@@ -21,12 +21,20 @@ class Journal:
         ingredients: All candidates, in the order given.
         mode: ``"max"`` or ``"min"``.
         strict: Whether an average must improve.
+        rank: What averages of adapters are cut to.
 
     Raises:
         CheckpointError: If the file is damaged, cannot be written, or belongs to another search.
     """
 
-    def __init__(self, path: str | Path | None, ingredients: Sequence[Ingredient], mode: str, strict: bool) -> None:
+    def __init__(
+        self,
+        path: str | Path | None,
+        ingredients: Sequence[Ingredient],
+        mode: str,
+        strict: bool,
+        rank: int | None = None,
+    ) -> None:
         self._path = None if path is None else Path(path)
         self._scores: dict[str, float] = {}
         if self._path is None:
@@ -35,6 +43,7 @@ class Journal:
             "format": _FORMAT,
             "mode": mode,
             "strict": strict,
+            "rank": rank,
             "ingredients": [[item.name, item.digest()] for item in ingredients],
         }
         if self._path.exists():

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
+from torch import Tensor
 
 from shared_core.errors import MissingExtraError
+from shared_core.soup.adapter_average import AdapterWeights
 from shared_core.soup.greedy import SoupResult
 
 
@@ -30,7 +34,17 @@ def path_json(result: SoupResult) -> str:
         >>> path_json(SoupResult({}, ["a"], 0.5, []))
         '{"score": 0.5, "ingredients": ["a"], "history": []}'
     """
-    return json.dumps({"score": result.score, "ingredients": result.ingredients, "history": result.history})
+    return json.dumps({
+        "score": result.score, "ingredients": result.ingredients, "history": result.history,
+        **rank_errors(result.state_dict),
+    })  # fmt: skip
+
+
+def rank_errors(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what cutting an average of adapters to a lower rank lost, relative to it: in all, and in each layer."""
+    if not isinstance(state_dict, AdapterWeights) or not state_dict.errors:
+        return {}
+    return {"rank_error": state_dict.error, "rank_errors": state_dict.errors}
 
 
 def path_plot(result: SoupResult, file: str | Path) -> Path:

@@ -8,6 +8,7 @@ import torch
 from fsdp2_runs import assert_two_trained_what_one_did, run_by_one_and_by_two
 
 from hf_eff._checkpoints import newest_whole
+from shared_core.soup import open_ingredient, save_soup, uniform_soup
 
 SCRIPT = Path(__file__).parents[1] / "support" / "hf_fsdp2.py"
 
@@ -65,6 +66,13 @@ def test_a_damaged_checkpoint_is_passed_over(runs, tmp_path, kind, file):
     newest, damaged = newest_whole(tmp_path / "run")
     assert newest.name == "checkpoint-3"
     assert len(damaged) == 1
+
+
+def test_a_soup_reads_the_shards_of_both_processes(runs, tmp_path):
+    whole, shards = (runs["folder"] / f"{kind}_STATE_DICT" / "checkpoint-6" for kind in ("FULL", "SHARDED"))
+    soup, expected = uniform_soup([shards, whole]), open_ingredient(whole)
+    assert all(torch.equal(soup[name], expected.tensor(name)) for name in expected.specs)
+    assert (save_soup(soup, open_ingredient(shards), tmp_path / "soup") / "pytorch_model_fsdp_0").is_dir()
 
 
 def test_no_process_holds_the_whole_teacher(runs):
