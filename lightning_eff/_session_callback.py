@@ -105,6 +105,7 @@ class EffCallback(Callback):
             ("on_load_checkpoint", self._load_weights),
         )
         self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
+        self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
         step = Wrapped(pl_module, "training_step", self._training_step, keep_signature=True)
         self._wrapped.append(step)
 
@@ -258,6 +259,10 @@ class EffCallback(Callback):
                 self.session.evaluated(trainer.callback_metrics)
 
     # -- checkpoints
+
+    def _save_checkpoint(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        with self._session.saving():
+            original(*args, **kwargs)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add what an exact resume needs; files with weights alone do without."""

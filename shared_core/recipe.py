@@ -110,6 +110,24 @@ class Recipe(Mapping[str, TechniqueConfig]):
             raise ConfigError(f"recipe: {', '.join(sorted(twice))} must be given once, got it twice; keep one of them")
         return Recipe({**self, **other})
 
+    def differences(self, saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Return in words how this recipe differs from the one that a run was saved with, as `to_dict` gave it.
+
+        Example:
+            >>> Recipe.from_dict({"prune": {"sparsity": 0.8}}).differences({})
+            ['with prune, which the saved run did not have']
+        """
+        mine, lines = self.to_dict(), []
+        for key in sorted({*saved, *mine}):
+            if key not in saved:
+                lines.append(f"with {key}, which the saved run did not have")
+            elif key not in mine:
+                lines.append(f"without {key}, which the saved run had")
+            elif saved[key] != mine[key]:
+                changed = {name: value for name, value in mine[key].items() if saved[key].get(name) != value}
+                lines.append(f"with other options of {key} than the saved run's: {changed}")
+        return lines
+
     def __getitem__(self, key: str) -> TechniqueConfig:
         return self._configs[key]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -28,7 +29,7 @@ from shared_core.technique import (
 )
 
 _STEP = ("before_optimizer_step", "after_optimizer_step", "skipped_optimizer_step")
-_VERBS = ("loss", *_STEP, "before_eval", "after_eval", "evaluated")
+_VERBS = ("loss", *_STEP, "before_eval", "after_eval", "before_save", "after_save", "evaluated")
 
 
 class Session:
@@ -76,14 +77,12 @@ class Session:
         self.notes: list[str] = []
         self._seconds = dict.fromkeys(self.techniques, 0.0)
         self._eval_depth = 0
+        self._is_saving = False
         self._plain: PlainKeys | None = None
         self._begun = self._finished = False
         self._final_reports: dict[str, Any] = {}
         self._started = time.perf_counter()
-        self._driven = self._driven_verbs()
-
-    def _driven_verbs(self) -> dict[str, list[tuple[str, Technique]]]:
-        return {
+        self._driven = {
             verb: [(key, technique) for key, technique in self.techniques.items() if overrides(technique, verb)]
             for verb in _VERBS
         }
@@ -140,7 +139,8 @@ class Session:
         self._plain = PlainKeys(model)
         context = Context(model=model, front_end=self._front_end, services=self._services)
         context.generator.manual_seed(self._seed)
-        context.weights_replaced = self._weights_replaced
+        context.weights_replaced = functools.partial(self._tell_all, "weights_replaced", context)
+        context.constrain = functools.partial(self._tell_all, "constrain")
         attached: list[Technique] = []
         try:
             for key, technique in self.techniques.items():
@@ -254,6 +254,19 @@ class Session:
         if self._eval_depth == 0:
             self._drive("after_eval")
 
+    @contextlib.contextmanager
+    def saving(self, *, baked: bool = False) -> Iterator[None]:
+        """Surround saving, on every process: of the user's model, or of weights to go on from; the outermost counts."""
+        is_outermost, self._is_saving = not self._is_saving, True
+        try:
+            if is_outermost:
+                self._drive("before_save", baked)
+            yield
+        finally:
+            if is_outermost:
+                self._is_saving = False
+                self._drive("after_save")
+
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Tell what the user's own validation of the present weights found; nothing happens before `begin`."""
         self._drive("evaluated", metrics)
@@ -286,8 +299,8 @@ class Session:
         baked = dict(state_dict)
         if not self.is_attached:
             return baked
-        for technique in self.techniques.values():
-            baked = technique.bake(baked)
+        for key in in_order(self.techniques, FINISH_ORDER):
+            baked = self.techniques[key].bake(baked)
         if self._plain is not None:
             self._plain.check(baked)
         return baked
@@ -321,15 +334,8 @@ class Session:
             context.generator.set_state(state["generator"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"session: state must be one that a session saved, got {error!r}") from error
-        mine = self.recipe.to_dict()
-        for key in sorted({*recipe, *mine}):
-            if key not in recipe:
-                self.note(f"resumed with {key}, which the saved run did not have")
-            elif key not in mine:
-                self.note(f"resumed without {key}, which the saved run had")
-            elif recipe[key] != mine[key]:
-                changed = {name: value for name, value in mine[key].items() if recipe[key].get(name) != value}
-                self.note(f"resumed with other options of {key} than the saved run's: {changed}")
+        for difference in self.recipe.differences(recipe):
+            self.note(f"resumed {difference}")
         for key, technique in self.techniques.items():
             if key in saved:
                 technique.load_state_dict(saved[key])
@@ -349,17 +355,14 @@ class Session:
 
     def receipt(self) -> Receipt:
         """Return what was asked, touched and run so far, and what it cost."""
+        planned = self.context.total_steps if self.context else None
         return Receipt(
             {
                 "recipe": self.recipe.to_dict(),
                 "front_end": self._front_end,
                 "finished": self._finished,
                 "environment": environment(),
-                "steps": {
-                    "applied": self.step,
-                    "skipped": self.skipped,
-                    "planned": self.context.total_steps if self.context else None,
-                },
+                "steps": {"applied": self.step, "skipped": self.skipped, "planned": planned},
                 "wall_seconds": round(time.perf_counter() - self._started, 3),
                 "seconds": {key: round(spent, 4) for key, spent in self._seconds.items()},
                 "techniques": self._final_reports or self._reports(),
@@ -370,10 +373,9 @@ class Session:
     def _reports(self) -> dict[str, Any]:
         return {key: technique.report() for key, technique in self.techniques.items()}
 
-    def _weights_replaced(self) -> None:
-        context = self._attached("weights_replaced")
+    def _tell_all(self, verb: str, told: Any) -> None:
         for technique in self.techniques.values():
-            technique.weights_replaced(context)
+            getattr(technique, verb)(told)
 
     def _attached(self, verb: str) -> Context:
         if self.context is None:
@@ -381,11 +383,10 @@ class Session:
         return self.context
 
     def _drive(self, verb: str, *told: Any) -> None:
-        driven = self._driven[verb]
-        if not driven or not self._begun or self._finished:
+        if not self._driven[verb] or not self._begun or self._finished:
             return
         context = self._attached(verb)
-        for key, technique in driven:
+        for key, technique in self._driven[verb]:
             with self._timed(key):
                 getattr(technique, verb)(context, *told)
 
