@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, cast
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
-from shared_core.ranks import broadcast_, local_part
+from shared_core.ranks import broadcast_
 from shared_core.sharded import part_of, whole_of
 from shared_core.soup.average.config import AverageConfig
 from shared_core.soup.average.running import RunningAverage
+from shared_core.soup.average.stand_in import StandIn, is_trained, writing
 from shared_core.soup.batch_norms import batch_norms, estimate_norms_
 from shared_core.technique import Context, Technique
-
-_STATISTICS = ("running_mean", "running_var")
 
 
 class WeightAverage(Technique):
@@ -59,21 +57,16 @@ class WeightAverage(Technique):
     def __init__(self, config: AverageConfig) -> None:
         super().__init__(config)
         self._running = self._new()
-        self._model: nn.Module = nn.Module()
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._norms: dict[str, Tensor] = {}
-        """Mean, variance and count of batches of every batch norm; the count is not averaged."""
+        self._model: nn.Module | None = None
+        self._stand_in = StandIn(nn.Module())
         self._estimated: dict[str, Tensor] = {}
         self._estimated_at = 0
         """After which update the norms were estimated."""
-        self._aside: dict[str, Tensor] = {}
-        """While the average is in the model: what was there. For tensors of the average's dtype it is the average's
-        own memory, otherwise a copy."""
-        self._is_paused = self._is_lent = self._is_over = False
+        self._is_lent = self._is_over = False
         self._gathered: RunningAverage | None = None
         self._saved: Mapping[str, Any] | None = None
         self._first = 0
-        self._told: dict[str, Any] = {"validations": {"average": 0, "weights": 0}}
+        self._told: dict[str, Any] = {"validations_of_average": 0, "validations_of_weights": 0}
 
     def _new(self) -> RunningAverage:
         config = self.config
@@ -87,7 +80,7 @@ class WeightAverage(Technique):
         Raises:
             MatchError: If no parameter is trained, or `bn_batches` is given without BatchNorm.
         """
-        if not any(map(_is_trained, model.parameters())):
+        if not any(map(is_trained, model.parameters())):
             raise MatchError("average: model must have a trainable parameter, got none; unfreeze what is to be trained")
         if self.config.bn_batches and not batch_norms(model):
             raise MatchError(
@@ -112,20 +105,7 @@ class WeightAverage(Technique):
             )
         saved, self._saved = self._saved, None
         if saved is not None:
-            self._restore(saved)
-
-    def _find(self) -> None:
-        self._parameters = {name: value for name, value in self._model.named_parameters() if _is_trained(value)}
-        self._norms = {
-            name: buffer
-            for name, buffer in self._model.named_buffers()
-            if name.rpartition(".")[2] in (*_STATISTICS, "num_batches_tracked")
-        }
-
-    def _live(self) -> dict[str, Tensor]:
-        """Return what is averaged, as it is in the model; of sharded parameters this process's part."""
-        statistics = {name: buffer for name, buffer in self._norms.items() if name.endswith(_STATISTICS)}
-        return {name: local_part(parameter.detach()) for name, parameter in self._parameters.items()} | statistics
+            self._restore(saved, context)
 
     # -- one step
 
@@ -137,17 +117,18 @@ class WeightAverage(Technique):
         """
         if context.step < self._first or (context.step - self._first) % self.config.every:
             return
-        if not self._parameters:
-            self._find()
-        elif len(self._parameters) != sum(map(_is_trained, self._model.parameters())):
+        trained = sum(map(is_trained, self._model.parameters())) if self._model is not None else 0
+        if not self._running.kept:
+            self._stand_in = StandIn(context.model)
+        elif len(self._stand_in.parameters) != trained:
             raise TrainingError(
-                f"average: the same {len(self._parameters)} parameters must be trainable from the first update on, got "
-                f"{sum(map(_is_trained, self._model.parameters()))}; begin after the last (un)freezing"
+                f"average: the same {len(self._stand_in.parameters)} parameters must be trainable from the first "
+                f"update on, got {trained}; begin after the last (un)freezing"
             )
         with torch.no_grad():
-            self._running.update(self._live())
+            self._running.update(self._stand_in.live())
             for kept in self._running.kept:
-                context.constrain({parameter: kept[name] for name, parameter in self._parameters.items()})
+                context.constrain({parameter: kept[name] for name, parameter in self._stand_in.parameters.items()})
 
     # -- in the weights' place
 
@@ -155,39 +136,39 @@ class WeightAverage(Technique):
         """Put the average into the model, if there is one yet."""
         if not self.config.evaluate or self._is_over:
             return
-        found = "average" if self._running.kept else "weights"
-        if found == "weights" and not self._told["validations"][found]:
+        found = "validations_of_average" if self._running.kept else "validations_of_weights"
+        if not self._running.kept and not self._told[found]:
             context.services.say(
                 f"efftrain: average: validation sees the weights in training, as no average begins before step "
                 f"{self._first}"
             )
-        self._told["validations"][found] += 1
+        self._told[found] += 1
         if self._running.kept:
             self._put_in()
             try:
                 self._settle_norms(context)
             except BaseException:
-                self._put_out()
+                self._stand_in.put_out()
                 raise
 
     def after_eval(self, context: Context) -> None:
         """Put the weights back."""
-        self._put_out()
+        self._stand_in.put_out()
 
     def before_save(self, context: Context, baked: bool) -> None:
         """See to it that the model holds what is to be saved, and gather what is sharded: every process must call."""
         if self._is_over or not self._running.kept:
             return
-        if self._aside and not baked:
-            self._exchange()
-            self._is_paused = True
-        elif baked and not self._aside:
+        stand_in = self._stand_in
+        if stand_in.is_in and not baked:
+            stand_in.exchange(average=False)
+        elif baked and not stand_in.is_in:
             self._put_in()
             self._is_lent = True
-        if not baked and any(hasattr(parameter, "device_mesh") for parameter in self._parameters.values()):
+        if not baked and any(hasattr(parameter, "device_mesh") for parameter in stand_in.parameters.values()):
             self._gathered = self._new()
             self._gathered.kept = [
-                {name: whole_of(value, self._parameters.get(name)).cpu() for name, value in kept.items()}
+                {name: whole_of(value, stand_in.parameters.get(name)).cpu() for name, value in kept.items()}
                 for kept in self._running.kept
             ]
 
@@ -195,54 +176,25 @@ class WeightAverage(Technique):
         """Undo `before_save`."""
         self._gathered = None
         if self._is_lent:
-            self._put_out()
-        if self._is_paused:
-            self._exchange()
-        self._is_paused = self._is_lent = False
+            self._stand_in.put_out()
+            self._is_lent = False
+        elif self._stand_in.has_average:
+            self._stand_in.exchange(average=True)
 
     def _put_in(self) -> None:
-        with _writing():
-            for name, value in self._live().items():
-                self._aside[name] = self._running.average(name)
-                if name in self._norms or self._aside[name].dtype != value.dtype:
-                    self._aside[name] = self._aside[name].to(value.dtype, copy=True)
-            for name, buffer in self._norms.items():
-                self._aside.setdefault(name, buffer.clone())
-            for name, value in self._estimates().items():
-                self._aside[name].copy_(value)
-        self._exchange()
-
-    def _put_out(self) -> None:
-        if self._aside:
-            if not self._is_paused:
-                self._exchange()
-            self._aside, self._is_paused = {}, False
-
-    def _exchange(self) -> None:
-        with _writing():
-            for name, value in {**self._live(), **self._norms}.items():
-                other = self._aside[name]
-                held = value.clone()
-                value.copy_(other)
-                other.copy_(held)
-        self._reshard()
-
-    def _reshard(self) -> None:
-        # FSDP2 keeps the outermost module gathered after forward, and would compute with the weights of before
-        for module in self._model.modules():
-            if hasattr(module, "set_reshard_after_forward"):
-                cast(Any, module).reshard()
+        self._stand_in.put_in(self._running, self._estimates())
 
     def _estimates(self) -> dict[str, Tensor]:
         return self._estimated if self._estimated_at == self._running.num_updates else {}
 
     def _settle_norms(self, context: Context) -> None:
         """Let every process have the same statistics of batch norms for the average that is in the model."""
+        norms = self._stand_in.norms
         if self.config.bn_batches and not self._estimates():
-            estimate_norms_(self._model, context.services.calibrate, self.config.bn_batches)
-            self._estimated = {name: buffer.clone() for name, buffer in self._norms.items()}
+            estimate_norms_(context.model, context.services.calibrate, self.config.bn_batches)
+            self._estimated = {name: buffer.clone() for name, buffer in norms.items()}
             self._estimated_at = self._running.num_updates
-        for buffer in self._norms.values():
+        for buffer in norms.values():
             broadcast_(buffer)  # under DDP the first process's are the model's
 
     # -- end
@@ -254,44 +206,41 @@ class WeightAverage(Technique):
         if not running.kept:
             context.services.say("efftrain: average: it was never updated, so the model holds the weights in training")
             return
-        self._told["bytes"] = running.nbytes
-        with _writing():
-            live = self._live()
-            self._told["distance"] = _distance(live, {name: running.average(name) for name in self._parameters})
+        stand_in = self._stand_in
+        self._told |= self._size()
+        with writing():
+            live = stand_in.live()
+            self._told["distance"] = _distance(live, {name: running.average(name) for name in stand_in.parameters})
             self._put_in()
-            norms = {name: buffer.clone() for name, buffer in self._norms.items()}
+            norms = {name: buffer.clone() for name, buffer in stand_in.norms.items()}
             context.weights_replaced()
             for name, buffer in norms.items():  # ranges are estimated in train mode
-                self._norms[name].copy_(buffer)
+                stand_in.norms[name].copy_(buffer)
             self._settle_norms(context)
-        self._aside, running.kept = {}, []
+        stand_in.stay_in()
+        running.kept = []
 
     def detach(self, model: nn.Module) -> None:
         """Leave the weights in training in the model, if the run was cut short."""
-        self._put_out()
-        self._model, self._parameters, self._norms = nn.Module(), {}, {}
+        self._stand_in.put_out()
+        self._model, self._stand_in = None, StandIn(nn.Module())
 
     def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the average in place of the weights, if there is one and it is not in the model already."""
-        if not self._running.kept or (self._aside and not self._is_paused):
+        if self._model is None or not self._running.kept or self._stand_in.is_in:
             return state_dict
-        averages, baked = self._gathered or self._running, dict(state_dict)
-        names = {id(value): name for name, value in {**self._parameters, **self._norms}.items()}
-        model = self._model
-        own = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
-        for key in own.keys() & state_dict.keys():
-            name = names.get(id(own[key]))
-            if name in averages.kept[0]:
-                average = self._estimates().get(name, averages.average(name))
-                baked[key] = average.to(state_dict[key].dtype)
+        averages, own, baked = self._gathered or self._running, self._stand_in.own_names(), dict(state_dict)
+        for key, value in state_dict.items():
+            name = own.get(key, "")
+            if name in self._estimates():
+                baked[key] = self._estimates()[name]
+            elif name in averages.kept[0]:
+                baked[key] = averages.average(name).to(value.dtype)
         # adapters are merged into weights that the model has not as parameters
         merged = [key for key, value in state_dict.items() if isinstance(value, Tensor) and key not in own]
         if merged:
-            self._put_in()
-            try:
-                baked |= {key: value.clone() for key, value in model.state_dict().items() if key in merged}
-            finally:
-                self._put_out()
+            with self._stand_in.lent(self._put_in):
+                baked |= {key: value.clone() for key, value in self._model.state_dict().items() if key in merged}
         return baked
 
     # -- saved state
@@ -299,13 +248,10 @@ class WeightAverage(Technique):
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept, whole tensors by name, and statistics that were estimated for it."""
         kept = (self._gathered or self._running).kept
-        if self._aside and not self._is_paused and kept:
-            live = self._live()
-            kept = [{name: live[name] if self._aside[name] is value else value for name, value in kept[0].items()}]
         return {
             "kind": self.config.kind,
             "updates": self._running.num_updates,
-            "kept": kept if self.config.kind == "last_k" else kept[:1],
+            "kept": [self._stand_in.kept(values) for values in kept],
             "norms": self._estimates(),
         }
 
@@ -313,9 +259,9 @@ class WeightAverage(Technique):
         """Keep a saved state until `begin`."""
         self._saved = dict(state)
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        self._find()
-        like = {**self._parameters, **self._norms}
+    def _restore(self, state: Mapping[str, Any], context: Context) -> None:
+        stand_in = StandIn(context.model)
+        like = {**stand_in.parameters, **stand_in.norms}
         try:
             kind, updates, kept, norms = state["kind"], int(state["updates"]), list(state["kept"]), state["norms"]
             shapes = {name: tensor.shape for values in kept for name, tensor in values.items()}
@@ -325,13 +271,14 @@ class WeightAverage(Technique):
             raise CheckpointError(
                 f"average: saved average must be of kind {self.config.kind}, got {kind}; resume with that kind"
             )
-        odd = sorted(set(shapes) ^ set(self._live())) if kept else []
+        odd = sorted(set(shapes) ^ set(stand_in.live())) if kept else []
         odd = odd or sorted(name for name, shape in shapes.items() if shape != like[name].shape)
         if odd:
             raise CheckpointError(
                 f"average: saved average must be of the parameters trained now, got a difference at {odd[0]}; resume "
                 "with the model and recipe that wrote the checkpoint"
             )
+        self._stand_in = stand_in
         self._running.num_updates = updates if kept else 0
         self._running.kept = [
             {name: part_of(tensor.to(like[name].device, copy=True), like[name]) for name, tensor in values.items()}
@@ -339,8 +286,6 @@ class WeightAverage(Technique):
         ]
         self._estimated = {name: tensor.to(like[name].device, copy=True) for name, tensor in norms.items()}
         self._estimated_at = updates
-        if not kept:
-            self._parameters, self._norms = {}, {}
 
     # -- figures
 
@@ -354,23 +299,18 @@ class WeightAverage(Technique):
             "kind": self.config.kind,
             "updates": self._running.num_updates,
             "first_update_step": self._first,
-            "parameters": len(self._parameters),
-            "elements": sum(parameter.numel() for parameter in self._parameters.values()),
-            "norm_statistics": sum(name.endswith(_STATISTICS) for name in self._norms),
-            "bytes": self._running.nbytes,
+            **self._size(),
             **self._told,
         }
 
-
-def _is_trained(parameter: Tensor) -> bool:
-    return parameter.requires_grad and (parameter.is_floating_point() or parameter.is_complex())
-
-
-@contextlib.contextmanager
-def _writing() -> Iterator[None]:
-    """Allow writing into weights, and make tensors that may be written later: Lightning validates in inference mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+    def _size(self) -> dict[str, int]:
+        parameters = self._stand_in.parameters
+        return {
+            "parameters": len(parameters),
+            "elements": sum(parameter.numel() for parameter in parameters.values()),
+            "norms": sum(name.endswith("running_mean") for name in self._stand_in.norms),
+            "bytes": self._running.nbytes,
+        }
 
 
 def _distance(live: Mapping[str, Tensor], averages: Mapping[str, Tensor]) -> float:
