@@ -86,7 +86,9 @@ def test_an_exception_in_validation_leaves_the_weights_in_training(error, tmp_pa
 def test_norms_are_estimated_for_every_validation_and_saved_with_it(tmp_path):
     watch = Watch(tmp_path)
     recipe = {"average": {**EMA["average"], "bn_batches": 2}}
-    result = run_lightning(recipe, tmp_path, save_every=2, callbacks=[watch], **VALIDATING)
+    saver = pl.callbacks.ModelCheckpoint(tmp_path, monitor="eval_loss", filename="{step}", save_top_k=-1)
+    result = run_lightning(recipe, tmp_path, callbacks=[watch, saver], enable_checkpointing=True, **VALIDATING)
+    assert len(result.checkpoints) == 4
     for step, path in result.checkpoints.items():
         saved = torch.load(path, weights_only=True)
         assert saved["state_dict"]["net.norm.num_batches_tracked"] == 2

@@ -229,6 +229,8 @@ class WeightAverage(Technique):
         """Return the average in place of the weights, if there is one and it is not in the model already."""
         if self._model is None or not self._running.kept or self._stand_in.is_in:
             return state_dict
+        if any(hasattr(value, "device_mesh") for value in state_dict.values()):
+            return state_dict  # each process saves its parts: a checkpoint to go on from
         averages, own, baked = self._gathered or self._running, self._stand_in.own_names(), dict(state_dict)
         for key, value in state_dict.items():
             name = own.get(key, "")
