@@ -196,6 +196,12 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
             "prune with movement, recompute or sr_ste cannot be combined with primary_weights: both keep other weights "
             "than the model holds for the optimizer; load the model in float32"
         )
+    average = recipe.get("average")
+    if prune is not None and prune.criterion == "wanda" and average is not None and average.bn_batches:
+        lines.append(
+            "prune with criterion wanda cannot be combined with bn_batches of average: it would count the batches on "
+            "which statistics are estimated; leave bn_batches at 0, which averages them"
+        )
     fp8, qat, ticket = recipe.get("fp8"), recipe.get("qat"), recipe.get("ticket")
     if qat is not None and ticket is not None and ticket.rewind != "weights":
         lines.append(

@@ -184,8 +184,10 @@ def sharded_only(folder):
         tensors[name] = found(trainer, session)
         told[name] = {"skipped": session.skipped, "applied": session.step, "finite": trainer.finite_when_poisoned}
         told[name]["rate"] = trainer.lr_scheduler.last_epoch
+    for name, validated in (("validated", {"eval_strategy": "steps", "eval_steps": 2}), ("unseen", {})):
+        tensors[name] = found(*train(folder / name, {**AVERAGE, **PRUNE}, save_strategy="no", **validated))
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3}
-    trainer, session = train(folder / "best", FP8["delayed"], **best)
+    trainer, session = train(folder / "best", {**FP8["delayed"], **AVERAGE}, **best)
     tensors["best"] = found(trainer, session)
     told["best"] = Path(trainer.state.best_model_checkpoint).name
     recipe = distilled()

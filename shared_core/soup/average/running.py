@@ -41,7 +41,8 @@ class RunningAverage:
         warmup: Of ``ema``, as of `ema_decay`.
         k: Of ``last_k``.
 
-    Source: ``swa``: Izmailov et al., 2018, arXiv:1803.05407; ``ema``: Polyak and Juditsky, 1992.
+    Source: ``swa``: Izmailov et al., 2018, arXiv:1803.05407; ``ema``: Tarvainen and Valpola, 2017, arXiv:1703.01780;
+    ``last_k``: Kaddour, 2022, arXiv:2209.14981.
 
     Example:
         >>> means = {kind: RunningAverage(kind, decay=0.5, warmup=False, k=2) for kind in ("ema", "swa", "last_k")}

@@ -192,7 +192,8 @@ class WeightAverage(Technique):
         norms = self._stand_in.norms
         if self.config.bn_batches and not self._estimates():
             estimate_norms_(context.model, context.services.calibrate, self.config.bn_batches)
-            self._estimated = {name: buffer.clone() for name, buffer in norms.items()}
+            with writing():
+                self._estimated = {name: buffer.clone() for name, buffer in norms.items()}
             self._estimated_at = self._running.num_updates
         for buffer in norms.values():
             broadcast_(buffer)  # under DDP the first process's are the model's
