@@ -204,6 +204,14 @@ def test_a_resumed_average_goes_on_bit_for_bit(kind, stop):
     assert_equal(whole.weights(), again.weights())
 
 
+def test_fewer_weights_are_kept_after_a_resume_that_asks_for_fewer():
+    first = Run(kind="last_k", k=4).step(6)
+    again = Run(first.model, kind="last_k", k=2, state=first.session.state_dict())
+    assert_equal(again.technique._running.kept[0], first.technique._running.kept[2])
+    again.step()
+    assert len(again.technique._running.kept) == 2
+
+
 def test_a_saved_average_of_another_kind_or_of_other_weights_is_refused():
     state = Run().step(3).session.state_dict()
     with pytest.raises(CheckpointError, match="must be of kind swa, got ema"):
@@ -360,10 +368,9 @@ def test_what_cannot_be_right_is_refused():
         Run(make_model().requires_grad_(False))
     with pytest.raises(MatchError, match="without BatchNorm"):
         Run(make_model(norm=False), bn_batches=2)
-    with pytest.raises(ConfigError, match="never be updated"):
-        Run(every=30)
-    with pytest.raises(ConfigError, match="must lie within the 20 steps"):
-        Run(begin=30)
+    for options in ({"every": 30}, {"begin": 30}):
+        with pytest.raises(ConfigError, match="must come within the 20 steps of this run, got step 30"):
+            Run(**options)
     with pytest.raises(ConfigError, match=r"decay must be in \[0\.0, 1\.0\), got 1\.0"):
         AverageConfig(kind="ema", decay=1.0)
     with pytest.raises(CompatibilityError, match="learned scales"):

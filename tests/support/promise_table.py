@@ -105,7 +105,6 @@ VARIANTS = {
     "ticket-late": Row("ticket", {"rewind_to": 2}, needs_ticket=True),
     "ticket-rate": Row("ticket", {"rewind_to": 2, "rewind": "learning_rate"}, needs_ticket=True),
     "ticket-tuned": Row("ticket", {"rewind_to": 2, "rewind": "none"}, needs_ticket=True),
-    "average-swa": Row("average", {"kind": "swa", "begin": 3}),
     "average-last": Row("average", {"kind": "last_k", "k": 2, "every": 3}),
     "primary-copy": Row("primary_weights", {"kind": "fp32_copy"}, in_16_bit=True),
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
-from shared_core.ranks import broadcast_
+from shared_core.ranks import all_reduce_, broadcast_
 from shared_core.sharded import part_of, whole_of
 from shared_core.soup.average.config import AverageConfig
 from shared_core.soup.average.running import RunningAverage
@@ -96,12 +96,11 @@ class WeightAverage(Technique):
             CheckpointError: If a saved average is of another kind, or of other weights.
         """
         config = self.config
-        self._first, _ = context.resolve_range(config.start, config.start, "average")
-        self._first = self._first or config.every
+        self._first = context.resolve(config.start, "average.begin") or config.every
         if context.total_steps is not None and self._first > context.total_steps:
             raise ConfigError(
-                f"average: every must be at most the {context.total_steps} steps of this run, got {config.every}; "
-                "the average would never be updated"
+                f"average: first update must come within the {context.total_steps} steps of this run, got step "
+                f"{self._first} from begin {config.start!r} and every {config.every}; begin earlier"
             )
         saved, self._saved = self._saved, None
         if saved is not None:
@@ -117,13 +116,13 @@ class WeightAverage(Technique):
         """
         if context.step < self._first or (context.step - self._first) % self.config.every:
             return
-        trained = sum(map(is_trained, self._model.parameters())) if self._model is not None else 0
         if not self._running.kept:
             self._stand_in = StandIn(context.model)
-        elif len(self._stand_in.parameters) != trained:
+        known, trained = len(self._stand_in.parameters), sum(map(is_trained, context.model.parameters()))
+        if known != trained:
             raise TrainingError(
-                f"average: the same {len(self._stand_in.parameters)} parameters must be trainable from the first "
-                f"update on, got {trained}; begin after the last (un)freezing"
+                f"average: the same {known} parameters must be trainable from the first update on, got {trained}; "
+                "begin after the last (un)freezing"
             )
         with torch.no_grad():
             self._running.update(self._stand_in.live())
@@ -267,6 +266,7 @@ class WeightAverage(Technique):
         like = {**stand_in.parameters, **stand_in.norms}
         try:
             kind, updates, kept, norms = state["kind"], int(state["updates"]), list(state["kept"]), state["norms"]
+            kept = kept[-self.config.k :]
             shapes = {name: tensor.shape for values in kept for name, tensor in values.items()}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(f"average: state must be one that average saved, got {error!r}") from error
@@ -317,7 +317,9 @@ class WeightAverage(Technique):
 
 
 def _distance(live: Mapping[str, Tensor], averages: Mapping[str, Tensor]) -> float:
-    """Return ``‖average − weights‖ / ‖weights‖`` over all parameters."""
+    """Return ``‖average − weights‖ / ‖weights‖`` over all parameters, of all processes; all must call it."""
     apart = sum(float((mean - live[name]).double().square().sum()) for name, mean in averages.items())
     size = sum(float(live[name].double().square().sum()) for name in averages)
+    device = next(iter(averages.values())).device
+    apart, size = all_reduce_(torch.tensor([apart, size], dtype=torch.float64, device=device), "sum").tolist()
     return (apart / size) ** 0.5 if size else 0.0
