@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -88,8 +89,9 @@ class SessionCallback(TrainerCallback):
             "compute_loss": self._compute_loss,
             "_clip_grad_norm": self._clip_grad_norm,
             "_get_grad_norm": self._before_norm,
-            "evaluate": self._evaluate,
-            "predict": self._evaluate,
+            "evaluate": functools.partial(self._within, "evaluating"),
+            "predict": functools.partial(self._within, "evaluating"),
+            "_save_checkpoint": functools.partial(self._within, "saving"),
             "save_model": self._save_model,
             "_save": self._save,
             "_load_from_checkpoint": self._load_from_checkpoint,
@@ -332,8 +334,8 @@ class SessionCallback(TrainerCallback):
 
     # --- evaluation, saving, logging
 
-    def _evaluate(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.session.evaluating():
+    def _within(self, what: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with getattr(self.session, what)():
             return method(*args, **kwargs)
 
     def on_evaluate(self, *args: Any, metrics: dict[str, float] | None = None, **kwargs: Any) -> None:
@@ -346,7 +348,8 @@ class SessionCallback(TrainerCallback):
         # The trainer's own checkpoints keep the latent weights that training goes on from; what a user saves is baked.
         self._baking = not _internal_call and self.session.is_attached and not is_peft(self._trainer.model)
         try:
-            method(output_dir, _internal_call)
+            with self.session.saving(baked=not _internal_call):
+                method(output_dir, _internal_call)
         finally:
             self._baking = False
         if not _internal_call and self._trainer.args.should_save and self.session.has_begun:

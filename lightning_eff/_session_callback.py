@@ -18,7 +18,6 @@ from lightning_eff._services import RAW_KEY, RUN_KEY, LightningServices
 from lightning_eff._wrapped import Wrapped
 from lightning_eff.loss_scaling import precision_class
 from shared_core.compatibility import check
-from shared_core.distillation import Distillation
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.plain_checkpoint import DEPLOYMENT_KEY
 from shared_core.receipt import Receipt
@@ -108,6 +107,7 @@ class EffCallback(Callback):
         if (config := recipe.get("distill")) is not None and config.mutual:  # type: ignore[attr-defined]
             around += (("configure_gradient_clipping", self._clip_gradients),)
         self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
+        self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
         step = Wrapped(pl_module, "training_step", self._training_step, keep_signature=True)
         self._wrapped.append(step)
 
@@ -209,8 +209,8 @@ class EffCallback(Callback):
         self._applied = self._discarded = False
 
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        distillation = self._session.techniques.get("distill")
-        if isinstance(distillation, Distillation) and distillation.config.unlabelled_field:
+        distillation: Any = self._session.techniques.get("distill")
+        if distillation is not None and distillation.config.unlabelled_field:
             args = (distillation.prepare_batch(args[0]), *args[1:])  # Lightning gives the batch by position
         self._services.step_arguments = (args, kwargs)
         output = original(*args, **kwargs)
@@ -271,6 +271,10 @@ class EffCallback(Callback):
                 self.session.evaluated(trainer.callback_metrics)
 
     # -- checkpoints
+
+    def _save_checkpoint(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        with self._session.saving():
+            original(*args, **kwargs)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add what an exact resume needs; files with weights alone do without."""

@@ -128,6 +128,12 @@ REFUSED: dict[tuple[str, str], str] = {
     ): "LBFGS evaluates its closure many times a step, and the teacher with it; use another optimizer",
     ("distill", "deepspeed"): _OWN,
     ("distill", "fsdp1"): "the teacher is not prepared under FSDP1; use DDP",
+    ("average", "ticket"): (
+        "weights are rewound at step k, and the next masks come from those that were trained; average the winning "
+        "ticket's own run"
+    ),
+    ("average", "deepspeed"): "DeepSpeed keeps the weights in parts of its own; use DDP or FSDP version 2",
+    ("average", "fsdp1"): _FLAT,
     ("soup", "deepspeed"): _OWN,
     ("soup", "fsdp1"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
     ("soup", "fsdp2"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
@@ -197,6 +203,12 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
             "prune with movement, recompute or sr_ste cannot be combined with primary_weights: both keep other weights "
             "than the model holds for the optimizer; load the model in float32"
         )
+    average = recipe.get("average")
+    if prune is not None and prune.criterion == "wanda" and average is not None and average.bn_batches:
+        lines.append(
+            "prune with criterion wanda cannot be combined with bn_batches of average: it would count the batches on "
+            "which statistics are estimated; leave bn_batches at 0, which averages them"
+        )
     fp8, qat, ticket = recipe.get("fp8"), recipe.get("qat"), recipe.get("ticket")
     if qat is not None and ticket is not None and ticket.rewind != "weights":
         lines.append(
@@ -217,11 +229,13 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
             "qat with keep cannot be combined with lora: adapters are merged into plain layers at the end; "
             "apply_ranges puts quantisers back into these"
         )
-    if qat is not None and "soup" in recipe and qat.range in ("lsq", "lsq_plus", "pact"):
-        lines.append(
-            f"qat with range {qat.range} cannot be combined with soup: the average of weights has no learned scales of "
-            "its own; use an observed range, such as ema, which a soup estimates anew"
-        )
+    if qat is not None and qat.range in ("lsq", "lsq_plus", "pact"):
+        lines += [
+            f"qat with range {qat.range} cannot be combined with {key}: the average of weights has no learned scales "
+            "of its own; use an observed range, such as ema, which is estimated anew for it"
+            for key in ("average", "soup")
+            if key in recipe
+        ]
     return lines
 
 

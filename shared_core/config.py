@@ -116,7 +116,9 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
         ('a', 'b')
     """
     name = where.rsplit(".", 1)[-1]
-    if hint == Position:
+    if hint in (Position, Position | None):
+        if value is None and hint != Position:
+            return None
         parse_position(value, where)
         return value
     if hint is Any:

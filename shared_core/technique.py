@@ -160,6 +160,8 @@ class Context:
     """``normalise(total, count)``: a sum over counted positions, averaged as this trainer averages the task loss."""
     weights_replaced: Callable[[], None] = lambda: None
     """Tells every technique that the weights came from elsewhere: masks are re-applied, ranges re-estimated."""
+    constrain: Callable[[Mapping[Tensor, Tensor]], None] = lambda values: None
+    """Makes what must hold of parameters hold of other values for them: masks, shared values."""
     widen_gradients: Callable[[torch.optim.Optimizer], None] | None = None
     """Set by a technique that updates 16-bit parameters in float32: makes an optimizer's gradients float32, so that a
     scaler can unscale them."""
@@ -243,6 +245,15 @@ class Technique:
 
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
         """The user's own validation reported these metrics, by the trainer's names, for the weights of this step."""
+
+    def before_save(self, context: Context, baked: bool) -> None:
+        """Weights are about to be saved on every process: as the user gets them (`baked`), or to go on from."""
+
+    def after_save(self, context: Context) -> None:
+        """Saving ended, also by an exception."""
+
+    def constrain(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Make what must hold of parameters hold of these values for them, in place; of a sharded one, its part."""
 
     def weights_replaced(self, context: Context) -> None:
         """Weights came from elsewhere (a soup's candidate): restore what must hold of them."""

@@ -9,6 +9,7 @@ from fsdp2_runs import assert_two_trained_what_one_did, run_by_one_and_by_two
 
 from hf_eff._checkpoints import newest_whole
 from shared_core.soup import open_ingredient, save_soup, uniform_soup
+from shared_core.state_file import load_state
 
 SCRIPT = Path(__file__).parents[1] / "support" / "hf_fsdp2.py"
 
@@ -81,12 +82,20 @@ def test_no_process_holds_the_whole_teacher(runs):
         assert told["batches"] == 6
 
 
+def test_training_sees_nothing_of_averages_that_were_validated(runs):
+    for found in runs["ranks"]:
+        assert all(torch.equal(value, found["unseen"][name]) for name, value in found["validated"].items())
+
+
 def test_the_best_model_comes_back(runs):
     first, second = (found["best"] for found in runs["ranks"])
     assert runs["told"][0]["best"] == runs["told"][1]["best"]
     assert all(torch.equal(value, second[name]) for name, value in first.items())
-    saved = torch.load(runs["folder"] / "best" / runs["told"][0]["best"] / "pytorch_model_fsdp.bin", weights_only=True)
-    assert all(torch.equal(value, first[name]) for name, value in saved.items())
+    folder = runs["folder"] / "best" / runs["told"][0]["best"]
+    saved = torch.load(folder / "pytorch_model_fsdp.bin", weights_only=True)
+    (average,) = load_state(folder)["techniques"]["average"]["kept"]
+    assert all(torch.equal(value, first[name]) for name, value in average.items())
+    assert not all(torch.equal(value, saved[name]) for name, value in average.items())
 
 
 def test_what_is_not_proven_on_shards_is_refused(runs):

@@ -268,8 +268,8 @@ def test_two_processes_of_which_one_has_no_label(tmp_path):
 
 
 if __name__ == "__main__":
-    rank, port, folder = sys.argv[1:]
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    rank, folder = sys.argv[1:]
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
     # batches of two take turns, so that the second process has none but unlabelled examples
     flags = [0, 0, 1, 1, 0, 0, 1, 1]

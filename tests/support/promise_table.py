@@ -51,6 +51,7 @@ TECHNIQUES = {
         Row("share", {"bits": 3, "begin": 6, "min_size": 64}),
         Row("distill", {"temperature": 2.0, "alpha": 0.4}, needs_teacher=True),
         Row("loss_scale", {"kind": "dynamic", "init_scale": 1024.0, "growth_interval": 3}),
+        Row("average", {"kind": "ema", "decay": 0.7, "begin": 2, "every": 2}),
         # A soup looks at saved checkpoints after training: no step of training is changed by it.
         Row(
             "soup",
@@ -106,6 +107,7 @@ VARIANTS = {
     "ticket-late": Row("ticket", {"rewind_to": 2}, needs_ticket=True),
     "ticket-rate": Row("ticket", {"rewind_to": 2, "rewind": "learning_rate"}, needs_ticket=True),
     "ticket-tuned": Row("ticket", {"rewind_to": 2, "rewind": "none"}, needs_ticket=True),
+    "average-last": Row("average", {"kind": "last_k", "k": 2, "every": 3}),
     "primary-copy": Row("primary_weights", {"kind": "fp32_copy"}, in_16_bit=True),
 }
 EVERYTHING = tuple(TECHNIQUES)
