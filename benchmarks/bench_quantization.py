@@ -59,16 +59,19 @@ def by_torch_ao(width: int) -> nn.Module:
     return torch.ao.quantization.prepare_qat(model)
 
 
-def step_of(model: nn.Module, width: int, tokens: int, recipe: dict[str, Any] | None = None) -> Callable[[], None]:
+def step_of(
+    model: nn.Module, width: int, tokens: int, recipe: dict[str, Any] | None = None, compiled: bool = False
+) -> Callable[[], None]:
     session = Session(Recipe.from_dict(recipe or {}))
     session.attach(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     session.begin([optimizer], total_steps=1_000_000)
     inputs = torch.randn(tokens // 64, 64, width)
+    forward = torch.compile(model) if compiled else model  # a model of its own for each step: nothing is shared
 
     def step() -> None:
         optimizer.zero_grad()
-        session.loss(model(inputs).square().mean()).backward()
+        session.loss(forward(inputs).square().mean()).backward()
         session.before_optimizer_step()
         optimizer.step()
         session.after_optimizer_step()
@@ -101,16 +104,23 @@ def cost(width: int, tokens: int, rounds: int) -> Row:
 SCHEMES = {"int8": (1.28, 1.10), "int4_weight": (1.20, 1.04), "int8_dynamic_int4_weight": (1.33, 1.13)}
 
 
-def cost_of_schemes(width: int, tokens: int, rounds: int) -> list[Row]:
-    steps = {scheme: step_of(transformer(width), width, tokens, {"qat": {"scheme": scheme}}) for scheme in SCHEMES}
-    times = interleaved({"plain": step_of(transformer(width), width, tokens), **steps}, rounds=rounds, warmup=2)
+NEAR = 1.05  # largest ratio of a compiled step to the compiled plain one
+
+
+def cost_of_schemes(width: int, tokens: int, rounds: int, compiled: bool = False) -> list[Row]:
+    """Return a row for each scheme, beside the plain step of the same kind: both eager, or both compiled."""
+    torch._dynamo.reset()
+    recipes = {"plain": {}, **{scheme: {"qat": {"scheme": scheme}} for scheme in SCHEMES}}
+    steps = {name: step_of(transformer(width), width, tokens, recipe, compiled) for name, recipe in recipes.items()}
+    # the second step of a run has ranges for the first time and is compiled anew
+    times = interleaved(steps, rounds=rounds, warmup=3 if compiled else 2)
     rows = []
     for scheme, targets in SCHEMES.items():
-        target, found = targets[tokens > 256], ratio(times, scheme, "plain")
+        target, found = NEAR if compiled else targets[tokens > 256], ratio(times, scheme, "plain")
         rows.append(
             Row(
-                f"{scheme} quantization-aware training, one step at {tokens} tokens "
-                f"(plain: {milliseconds(times, 'plain')})",
+                f"{scheme} quantization-aware training{', torch.compile' if compiled else ''}, one step at {tokens} "
+                f"tokens (plain{', compiled too' if compiled else ''}: {milliseconds(times, 'plain')})",
                 milliseconds(times, scheme),
                 ratio=found.text(3),
                 target=f"<= {target:.2f}",
@@ -179,7 +189,8 @@ def measure(quick: bool) -> list[Row]:
     if quick:
         return [cost(96, 128, rounds=2), *inference(96, 128, rounds=2, compiled=False)]
     rows = [cost(384, 256, rounds=15), cost(384, 2048, rounds=5)]
-    rows += [*cost_of_schemes(384, 256, rounds=15), *cost_of_schemes(384, 2048, rounds=5)]
+    for compiled in (False, True):
+        rows += [*cost_of_schemes(384, 256, 15, compiled), *cost_of_schemes(384, 2048, 5, compiled)]
     for tokens in (64, 512):
         for compiled in (False, True):
             rows += inference(384, tokens, rounds=15, compiled=compiled)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hf_eff.training_args import EffFlags as EffFlags
     from hf_eff.training_args import EffTrainingArguments as EffTrainingArguments
     from hf_eff.training_args import with_eff as with_eff
+    from hf_eff.weight_average import WeightAverage as WeightAverage
     from hf_eff.weight_sharing import WeightSharing as WeightSharing
 
 _HOMES = {
@@ -41,6 +42,7 @@ _HOMES = {
     "QuantizationAwareTraining": "quantization",
     "attach": "_attach",
     "with_eff": "training_args",
+    "WeightAverage": "weight_average",
     "WeightSharing": "weight_sharing",
 }
 

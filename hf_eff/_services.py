@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from hf_eff._checkpoints import ModelWeights, checkpoint_folder
-from hf_eff._teacher import load_teacher
+from hf_eff._teacher import check_tokenizer, load_teacher
 from shared_core.errors import TrainingError
 from shared_core.state_file import rng_state, set_rng_state
 from shared_core.technique import SavedCheckpoint
@@ -34,10 +34,14 @@ class TrainerServices:
         """Steps at which this run saved; resumed runs go on with the list of the run that they resume."""
         self.metric: str | None = None
         """The validation metric that `checkpoints` reports."""
+        self.compute_loss: Callable[[nn.Module], Any] | None = None
+        """The trainer's `compute_loss` on the present micro-batch, of any model."""
 
     def load_teacher(self, name: str, student: nn.Module) -> nn.Module:
         """Return the teacher in a folder or on the Hub."""
-        return load_teacher(name, student)
+        teacher = load_teacher(name, student)
+        check_tokenizer(name, self._trainer.processing_class)
+        return teacher
 
     def checkpoints(self) -> list[SavedCheckpoint]:
         """Return the checkpoints of this run that still exist, oldest first; older runs' in the folder are left out."""
@@ -84,6 +88,14 @@ class TrainerServices:
             # a loader left before its end stays registered, and accelerate would take it for the training one
             accelerator._dataloaders[:] = loaders
             accelerator.gradient_state.dataloader_references = references
+
+    def task_loss(self, model: nn.Module, forward: Callable[[], Any]) -> Tensor:
+        """Return what the trainer's `compute_loss` makes of this model and the present micro-batch."""
+        if self.compute_loss is None:
+            raise TrainingError("hf: compute_loss must have run before another model's loss is asked for")
+        loss = self.compute_loss(model)
+        found: Tensor = loss[0] if isinstance(loss, tuple) else loss
+        return found
 
     def say(self, text: str) -> None:
         """Show a line above the progress bar, on the main process."""

@@ -14,9 +14,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from hf_eff._checkpoints import damage, load_renamed_, newest_whole, step_of
 from hf_eff._services import TrainerServices
 from hf_eff._surroundings import check_outputs, inner_optimizer, is_peft, lost_sharding, surroundings
+from hf_eff._unlabelled import UnlabelledExamples
 from hf_eff._window import Window
+from hf_eff._wrapped import Wrapped
 from shared_core import compatibility
-from shared_core.distillation import Distillation
 from shared_core.errors import CheckpointError, TrainingError
 from shared_core.loss_scaling import LossScaler, LossScaling
 from shared_core.plain_checkpoint import write_deployment
@@ -24,23 +25,6 @@ from shared_core.recipe import Recipe
 from shared_core.session import Session
 from shared_core.state_file import load_state, save_state
 from shared_core.technique import overrides
-
-
-class Wrapped:
-    """A bound method of the trainer with something around it; an instance, so that it can be pickled.
-
-    Args:
-        method: The trainer's own method, a subclass's included.
-        around: Called as ``around(method, *args, **kwargs)``.
-    """
-
-    def __init__(self, method: Callable[..., Any], around: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, method)
-        self._method, self._around = method, around
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what is around the method."""
-        return self._around(self._method, *args, **kwargs)
 
 
 class SessionCallback(TrainerCallback):
@@ -56,6 +40,7 @@ class SessionCallback(TrainerCallback):
         self.took_args_recipe = False
         self._services = TrainerServices(trainer)
         self._window = Window(trainer)
+        self._unlabelled = UnlabelledExamples(trainer, self._window)
         self._own_scaler: tuple[Any, bool] | None = None
         self._training = self._baking = self._complete = self._unscaled = False
         self._scale_before: float | None = None
@@ -67,6 +52,7 @@ class SessionCallback(TrainerCallback):
     def _new_session(self, recipe: Recipe) -> None:
         self.session = Session(recipe, front_end="hf", services=self._services, seed=self._trainer.args.seed)
         self._services.metric = recipe["soup"].to_dict()["metric"] if "soup" in recipe else None
+        self._unlabelled.session = self.session
         self._adds_loss = any(overrides(technique, "loss") for technique in self.session.techniques.values())
         self._attach()
 
@@ -97,12 +83,15 @@ class SessionCallback(TrainerCallback):
             "train": self.train,
             "_inner_training_loop": self._inner_training_loop,
             "call_model_init": self._call_model_init,
-            "get_batch_samples": self._get_batch_samples,
+            "get_batch_samples": self._unlabelled.batches,
+            "_set_signature_columns_if_needed": self._unlabelled.keep_column,
+            "_prepare_inputs": self._unlabelled.prepare,
             "compute_loss": self._compute_loss,
-            "_clip_grad_norm": self._before_norm,
+            "_clip_grad_norm": self._clip_grad_norm,
             "_get_grad_norm": self._before_norm,
-            "evaluate": self._evaluate,
-            "predict": self._evaluate,
+            "evaluate": functools.partial(self._within, "evaluating"),
+            "predict": functools.partial(self._within, "evaluating"),
+            "_save_checkpoint": functools.partial(self._within, "saving"),
             "save_model": self._save_model,
             "_save": self._save,
             "_load_from_checkpoint": self._load_from_checkpoint,
@@ -125,6 +114,7 @@ class SessionCallback(TrainerCallback):
         self._training = True
         try:
             self._attach()
+            self._unlabelled.check()
             resume = args[0] if args else kwargs.pop("resume_from_checkpoint", None)
             path = self._resolve(resume, args[1] if len(args) > 1 else kwargs.get("trial"))
             if args:
@@ -249,25 +239,19 @@ class SessionCallback(TrainerCallback):
 
     # --- loss
 
-    def _get_batch_samples(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        batches, num_items = method(*args, **kwargs)
-        if self._adds_loss:
-            self._window.open(batches, num_items)
-        return batches, num_items
-
     def _compute_loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         session = self.session
         if not (model.training and session.is_attached and session.has_begun and self._adds_loss):
             return method(model, inputs, *args, **kwargs)
-        distillation = session.techniques.get("distill")
-        if isinstance(distillation, Distillation):
-            distillation.labels = inputs.get("labels")  # label smoothing and compute_loss_func take them out
-        result = method(model, inputs, *args, **kwargs)
+        if "distill" in session.techniques:
+            whole = dict(inputs)  # label smoothing and compute_loss_func take labels out
+            self._services.compute_loss = lambda other: method(other, dict(whole), *args, **kwargs)
+        result = self._unlabelled.loss(method, model, inputs, *args, **kwargs)
         # accelerate puts the student's forward alone under autocast; the teacher's belongs there too
         with self._trainer.accelerator.autocast():
-            if isinstance(result, tuple):
-                return (session.loss(result[0], self._window.normalise), *result[1:])
-            return session.loss(result, self._window.normalise)
+            loss = session.loss(result[0] if isinstance(result, tuple) else result, self._window.normalise)
+        self._services.compute_loss = None  # holds the batch
+        return (loss, *result[1:]) if isinstance(result, tuple) else loss
 
     # --- optimizer step
 
@@ -280,6 +264,12 @@ class SessionCallback(TrainerCallback):
                 self._unscaled = True
             self.session.before_optimizer_step()
         return method(*args, **kwargs)
+
+    def _clip_grad_norm(self, method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        norm = self._before_norm(method, model, *args, **kwargs)
+        for peer in getattr(self.session.techniques.get("distill"), "peers", ()):
+            method(peer, *args, **kwargs)  # each by its own norm: how far the student goes is not the peers' business
+        return norm
 
     def _unscale_gradients(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         accelerator = self._trainer.accelerator
@@ -344,8 +334,8 @@ class SessionCallback(TrainerCallback):
 
     # --- evaluation, saving, logging
 
-    def _evaluate(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.session.evaluating():
+    def _within(self, what: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with getattr(self.session, what)():
             return method(*args, **kwargs)
 
     def on_evaluate(self, *args: Any, metrics: dict[str, float] | None = None, **kwargs: Any) -> None:
@@ -358,7 +348,8 @@ class SessionCallback(TrainerCallback):
         # The trainer's own checkpoints keep the latent weights that training goes on from; what a user saves is baked.
         self._baking = not _internal_call and self.session.is_attached and not is_peft(self._trainer.model)
         try:
-            method(output_dir, _internal_call)
+            with self.session.saving(baked=not _internal_call):
+                method(output_dir, _internal_call)
         finally:
             self._baking = False
         if not _internal_call and self._trainer.args.should_save and self.session.has_begun:

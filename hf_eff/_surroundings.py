@@ -84,11 +84,8 @@ def check_outputs(trainer: Trainer, recipe: Recipe) -> None:
             raise CheckpointError(
                 f"hf: output_dir must be a writable folder, got {args.output_dir!r}: {error}"
             ) from error
-    if "distill" in recipe and _hides_logits(trainer):
-        raise CompatibilityError(
-            "distill: trainer must compute logits, but TRL's SFTTrainer fuses its loss into the head and returns none; "
-            "give its arguments a label_smoothing_factor (1e-9 will do), for which it computes them"
-        )
+    if "distill" in recipe:
+        _check_distillation(trainer, chunked=recipe["distill"].to_dict()["chunked"])
     if "soup" not in recipe:
         return
     if args.save_strategy == SaveStrategy.NO:
@@ -98,10 +95,33 @@ def check_outputs(trainer: Trainer, recipe: Recipe) -> None:
     if is_peft(trainer.model):
         raise CompatibilityError(
             "soup: model must be saved whole, got a PEFT model, whose checkpoints hold A and B apart, and averaging "
-            "these is not averaging BA; merge the adapters first"
+            "these is not averaging BA; average the checkpoints with `eff soup` afterwards, which averages BA"
         )
     if recipe["soup"].to_dict()["kind"] == "greedy" and trainer.eval_dataset is None:
         raise ConfigError("soup: eval_dataset must be given for a greedy soup, got None; pass one to the trainer")
+
+
+def _check_distillation(trainer: Trainer, *, chunked: bool) -> None:
+    if _hides_logits(trainer):
+        way_out = (
+            "train with transformers' own Trainer, or without chunked and with a label_smoothing_factor"
+            if chunked
+            else "give its arguments a label_smoothing_factor (1e-9 will do), for which it computes them"
+        )
+        raise CompatibilityError(
+            "distill: trainer must compute logits, but TRL's SFTTrainer fuses its loss into the head and returns none; "
+            f"{way_out}"
+        )
+    if chunked and trainer.label_smoother is not None:
+        raise CompatibilityError(
+            f"distill: label_smoothing_factor must be 0 with chunked, got {trainer.args.label_smoothing_factor}: the "
+            "trainer smooths the log-probabilities of all classes, which do not exist; drop one of the two"
+        )
+    if chunked and trainer.args.torch_compile:
+        raise CompatibilityError(
+            "distill: torch_compile must be False with chunked, got True: a compiled head computes logits; drop one of "
+            "the two"
+        )
 
 
 def _hides_logits(trainer: Trainer) -> bool:

@@ -11,7 +11,8 @@ import transformers
 from torch import nn
 from transformers import AutoConfig
 
-from shared_core.errors import CheckpointError
+from shared_core.distillation.cache.fingerprints import tokenizer_vocabulary
+from shared_core.errors import CheckpointError, ConfigError
 from shared_core.same_class_teacher import is_bare_weights, teacher_from_weights
 
 
@@ -51,6 +52,33 @@ def load_teacher(name: str, student: nn.Module) -> nn.Module:
             f"({len(lacking)} in all); it would teach from random weights"
         )
     return teacher.to(device)  # type: ignore[no-any-return]
+
+
+def check_tokenizer(name: str, tokenizer: Any) -> None:
+    """Refuse a teacher whose folder tells that its token numbers mean other tokens than the student's.
+
+    A vocabulary may lack tokens of the other, and a hundredth may be renamed, as reserved ones are.
+
+    Args:
+        name: As of `load_teacher`; where it is no folder with a ``tokenizer.json``, nothing is compared.
+        tokenizer: The student's, or the processor that holds it; None where the trainer has none.
+
+    Raises:
+        ConfigError: With an example.
+    """
+    ours, theirs = tokenizer_vocabulary(tokenizer), tokenizer_vocabulary(Path(name).expanduser())
+    if not ours or not theirs:
+        return
+    meant = {number: token for token, number in theirs.items()}
+    shared = [(number, token, meant[number]) for token, number in ours.items() if number in meant]
+    others = sorted((number, mine, other) for number, mine, other in shared if mine != other)
+    if len(others) > len(shared) / 100:
+        number, mine, other = others[0]
+        raise ConfigError(
+            f"distill: teacher must have the student's tokenizer, got one in {name!r} where {len(others)} of "
+            f"{len(shared)} numbers mean other tokens, such as {number}: {mine!r} and {other!r}; take a teacher of the "
+            "student's tokenizer, or train on text that this one generates"
+        )
 
 
 def _check_path(name: str) -> None:

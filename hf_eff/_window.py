@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
-
-from shared_core.ranks import all_reduce_
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -26,38 +23,13 @@ class Window:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._count: Tensor | None = None
-        self._divides = False
+        self.divides = False
+        """Whether the trainer divides the loss by the number of micro-batches."""
 
-    def open(self, batches: list[Any], num_items: Tensor | int | None) -> None:
-        """Note the positions of these micro-batches, over all processes; `num_items` is the trainer's own count."""
-        trainer = self._trainer
-        if num_items is not None:
-            # the trainer has gathered it: with average_tokens_across_devices=False several processes are refused
-            self._count = torch.as_tensor(num_items, device=trainer.args.device)
-        else:
-            self._count = self._counted(batches)
-        self._divides = self._trainer_divides(num_items)
-
-    def _counted(self, batches: list[Any]) -> Tensor | None:
-        labels = [self._labels(batch) for batch in batches]
-        if any(found is None for found in labels):
-            return None
-        count = torch.zeros((), dtype=torch.int64, device=self._trainer.args.device)
-        for found in labels:
-            if found is not None:
-                count += (found != -100).sum().to(count.device)
-        return all_reduce_(count, "sum")
-
-    def _labels(self, batch: Any) -> Tensor | None:
-        if "shift_labels" in batch:
-            found: Tensor = batch["shift_labels"]
-            return found
-        labels = batch.get("labels") if hasattr(batch, "get") else None
-        if not isinstance(labels, Tensor):
-            return None
-        if labels.is_floating_point():
-            return labels.reshape(len(labels), -1)[:, 0]  # regression and multi-label: one position an example
-        return labels[..., 1:] if self._trainer._loss_shifts_labels else labels
+    def open(self, count: Tensor | None, num_items: Tensor | int | None) -> None:
+        """Note the soft term's positions in the window, over all processes, and the trainer's own count of labels."""
+        self._count = count
+        self.divides = self._trainer_divides(num_items)
 
     def _trainer_divides(self, num_items: Tensor | int | None) -> bool:
         declared = getattr(self._trainer, "loss_is_scaled_for_ga", None)  # since transformers 5.19
@@ -73,7 +45,7 @@ class Window:
         if self._count is None:
             # nothing tells how many positions the window has: average as a trainer without counts does
             total = total / max(int(count), 1)
-            return total if self._divides else total / micro_batches
+            return total if self.divides else total / micro_batches
         processes = trainer.accelerator.num_processes // trainer.get_tp_size()
         mean: Tensor = total * processes / self._count.clamp(min=1)
-        return mean * micro_batches if self._divides else mean
+        return mean * micro_batches if self.divides else mean

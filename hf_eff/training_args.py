@@ -37,7 +37,7 @@ def flag_type(hint: Any, metadata: typing.Mapping[str, Any]) -> Any:
         >>> flag_type(tuple[str, ...], {})
         list[str] | None
     """
-    if hint == Position or hint is Any:
+    if hint in (Position, Position | None, Any):
         return metadata.get("flag_type", str) | None
     origin = get_origin(hint)
     if origin in (typing.Union, types.UnionType):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_eff.quantization import QuantizationAwareTraining as QuantizationAwareTraining
     from lightning_eff.soup import ModelSoup as ModelSoup
     from lightning_eff.ticket import LotteryTicket as LotteryTicket
+    from lightning_eff.weight_average import WeightAverage as WeightAverage
     from lightning_eff.weight_sharing import WeightSharing as WeightSharing
 
 _HOME = {
@@ -30,6 +31,7 @@ _HOME = {
     "Pruning": "pruning",
     "QLora": "lora",
     "QuantizationAwareTraining": "quantization",
+    "WeightAverage": "weight_average",
     "WeightSharing": "weight_sharing",
 }
 __all__ = sorted(_HOME)

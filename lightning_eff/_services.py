@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared_core.errors import CheckpointError, CompatibilityError, MissingExtraError
+from shared_core.errors import CheckpointError, CompatibilityError, MissingExtraError, TrainingError
 from shared_core.ranks import is_main
 from shared_core.same_class_teacher import is_bare_weights, same_class_teacher, teacher_from_weights
-from shared_core.soup.logged import RUN_KEY
-from shared_core.soup.sources import RAW_KEY, load_torch_file
+from shared_core.soup.sources import RAW_KEY, RUN_KEY, load_torch_file
 from shared_core.state_file import rng_state, set_rng_state
 from shared_core.technique import SavedCheckpoint
 
@@ -32,6 +31,8 @@ class LightningServices:
 
     def __init__(self, trainer: Any, run: str, metric: str | None = None) -> None:
         self._trainer, self.run, self._metric = trainer, run, metric
+        self.step_arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+        """What `training_step` is called with at present."""
 
     def load_teacher(self, name: str, student: nn.Module) -> nn.Module:
         """Return the teacher in a ``.ckpt`` of this LightningModule, or under a Transformers folder or Hub name.
@@ -149,6 +150,28 @@ class LightningServices:
         finally:
             model.train(training)
             set_rng_state(random)
+
+    def task_loss(self, model: Any, forward: Callable[[], Any]) -> Tensor:
+        """Return the loss of that module's ``training_step`` on the present batch; what it logs is dropped."""
+        kind, (args, kwargs) = type(model), self.step_arguments
+        if not hasattr(kind, "training_step"):
+            raise TrainingError(
+                f"distill: peers must be LightningModules with a training_step, got {kind.__name__}; or set "
+                "distill.student to the submodule that a peer takes the place of"
+            )
+        model.trainer = self._trainer
+        try:
+            with _no_logging(model):
+                # the copied instance's attribute would be the original's wrapper
+                output = kind.training_step.__get__(model)(*args, **kwargs)
+        finally:
+            model.trainer = None
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            raise TrainingError(
+                f"distill: a peer's training_step must return a loss wherever the student's does, got {loss!r}"
+            )
+        return loss
 
     def say(self, text: str) -> None:
         """Print one line on the main process."""

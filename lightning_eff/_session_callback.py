@@ -23,8 +23,7 @@ from shared_core.plain_checkpoint import DEPLOYMENT_KEY
 from shared_core.receipt import Receipt
 from shared_core.recipe import Recipe
 from shared_core.session import Session
-from shared_core.soup.logged import RUN_KEY
-from shared_core.soup.sources import RAW_KEY
+from shared_core.soup.sources import RAW_KEY, RUN_KEY
 
 _STATE_KEY, _RESUME_KEY = "eff_state", "eff_resume"
 _SHORT = 20
@@ -101,14 +100,16 @@ class EffCallback(Callback):
         self._resume = ExactResume(trainer, self.session.note)
         check(recipe, _surroundings.surroundings(trainer, pl_module))
         self._use_scaling_precision(trainer)
-        around = (
+        around: tuple[tuple[str, Callable[..., Any]], ...] = (
             ("configure_model", self._configure_model),
             ("on_save_checkpoint", self._save_weights),
             ("on_load_checkpoint", self._load_weights),
         )
+        if (config := recipe.get("distill")) is not None and config.mutual:  # type: ignore[attr-defined]
+            around += (("configure_gradient_clipping", self._clip_gradients),)
         self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
-        step = Wrapped(pl_module, "training_step", self._training_step, keep_signature=True)
-        self._wrapped.append(step)
+        self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
+        self._wrapped.append(Wrapped(pl_module, "training_step", self._training_step, keep_signature=True))
 
     def _joined(self, trainer: Any, callbacks: list[EffCallback]) -> Recipe:
         recipe = Recipe({})
@@ -208,17 +209,27 @@ class EffCallback(Callback):
         self._applied = self._discarded = False
 
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        distillation: Any = self._session.techniques.get("distill")
+        if distillation is not None and distillation.config.unlabelled_field:
+            args = (distillation.prepare_batch(args[0]), *args[1:])  # Lightning gives the batch by position
+        self._services.step_arguments = (args, kwargs)
         output = original(*args, **kwargs)
         if isinstance(output, Tensor):
-            return self._session.loss(output)
-        if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
-            return {**output, "loss": self._session.loss(output["loss"])}
+            output = self._session.loss(output)
+        elif isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+            output = {**output, "loss": self._session.loss(output["loss"])}
+        self._services.step_arguments = (), {}  # they hold the batch
         return output
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Gradients are unscaled, not yet clipped."""
         if self.session is not None:
             self.session.before_optimizer_step()
+
+    def _clip_gradients(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        distillation: Any = self._session.techniques["distill"]
+        # Lightning's norm is over the optimizer's parameters, and the peers' are among them.
+        distillation.one_by_one(lambda: original(*args, **kwargs))
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._applied = self._session.after_optimizer_step()
@@ -260,6 +271,10 @@ class EffCallback(Callback):
                 self.session.evaluated(trainer.callback_metrics)
 
     # -- checkpoints
+
+    def _save_checkpoint(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        with self._session.saving():
+            original(*args, **kwargs)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add what an exact resume needs; files with weights alone do without."""

@@ -128,6 +128,12 @@ REFUSED: dict[tuple[str, str], str] = {
     ): "LBFGS evaluates its closure many times a step, and the teacher with it; use another optimizer",
     ("distill", "deepspeed"): _OWN,
     ("distill", "fsdp1"): "the teacher is not prepared under FSDP1; use DDP",
+    ("average", "ticket"): (
+        "weights are rewound at step k, and the next masks come from those that were trained; average the winning "
+        "ticket's own run"
+    ),
+    ("average", "deepspeed"): "DeepSpeed keeps the weights in parts of its own; use DDP or FSDP version 2",
+    ("average", "fsdp1"): _FLAT,
     ("soup", "deepspeed"): _OWN,
     ("soup", "fsdp1"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
     ("soup", "fsdp2"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
@@ -161,6 +167,13 @@ ALLOWED_IF: dict[tuple[str, str], Callable[[Mapping[str, Any]], bool]] = {
 }
 
 
+_NOT_MUTUAL = {
+    "lora": "peers train whole models from newly drawn weights, which adapters over a frozen base do not",
+    "primary_weights": "peers have no float32 copies, and updates of their 16-bit weights would round away; load the "
+    "model in float32",
+}
+
+
 def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[str]:
     """Return a line for each technique that is refused, or needs another, because of an option of its own."""
     lines = []
@@ -181,14 +194,20 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
     distill = recipe.get("distill")
     if distill is not None and "fsdp2" in surroundings and not distill.works_sharded:
         lines.append(
-            f"distill with these options cannot be combined with {SURROUNDINGS['fsdp2']}: averages, projections and "
-            "copied layers are made of whole weights; leave out teacher ema, hidden, attention and init_layers, or use "
-            "DDP"
+            f"distill with these options cannot be combined with {SURROUNDINGS['fsdp2']}: averages, other "
+            "students, projections, copied layers and heads in chunks need whole weights; leave out teacher ema and "
+            "mutual, hidden, attention, init_layers and chunked, or use DDP"
         )
     if prune is not None and prune.straight_through and "primary_weights" in recipe:
         lines.append(
             "prune with movement, recompute or sr_ste cannot be combined with primary_weights: both keep other weights "
             "than the model holds for the optimizer; load the model in float32"
+        )
+    average = recipe.get("average")
+    if prune is not None and prune.criterion == "wanda" and average is not None and average.bn_batches:
+        lines.append(
+            "prune with criterion wanda cannot be combined with bn_batches of average: it would count the batches on "
+            "which statistics are estimated; leave bn_batches at 0, which averages them"
         )
     fp8, qat, ticket = recipe.get("fp8"), recipe.get("qat"), recipe.get("ticket")
     if qat is not None and ticket is not None and ticket.rewind != "weights":
@@ -201,16 +220,22 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
             f"fp8 with recipe {fp8.recipe} needs loss_scale: gradients are cast without a scale of their own, and "
             "small ones would vanish; add --loss_scale_kind dynamic --loss_scale_format fp8_e5m2"
         )
+    distill = recipe.get("distill")
+    for key, reason in _NOT_MUTUAL.items():
+        if distill is not None and distill.mutual and key in recipe:
+            lines.append(f"distill with teacher mutual cannot be combined with {key}: {reason}")
     if qat is not None and qat.keep and "lora" in recipe:
         lines.append(
             "qat with keep cannot be combined with lora: adapters are merged into plain layers at the end; "
             "apply_ranges puts quantisers back into these"
         )
-    if qat is not None and "soup" in recipe and qat.range in ("lsq", "lsq_plus", "pact"):
-        lines.append(
-            f"qat with range {qat.range} cannot be combined with soup: the average of weights has no learned scales of "
-            "its own; use an observed range, such as ema, which a soup estimates anew"
-        )
+    if qat is not None and qat.range in ("lsq", "lsq_plus", "pact"):
+        lines += [
+            f"qat with range {qat.range} cannot be combined with {key}: the average of weights has no learned scales "
+            "of its own; use an observed range, such as ema, which is estimated anew for it"
+            for key in ("average", "soup")
+            if key in recipe
+        ]
     return lines
 
 

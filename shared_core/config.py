@@ -17,7 +17,9 @@ from shared_core.positions import Position, parse_position
 def option(default: Any = dataclasses.MISSING, *, help: str, **extra: Any) -> Any:
     """Return a dataclass field with help text; `extra` goes into its metadata.
 
-    ``low``/``high`` bound a number inclusively, ``above``/``below`` exclusively.
+    ``low``/``high`` bound a number inclusively, ``above``/``below`` exclusively. With
+    ``only_with={"range": ("ema",)}`` a value other than the default needs one of these values of that option: elsewhere
+    it would be ignored without a word.
     """
     return dataclasses.field(default=default, metadata={"help": help, **extra})
 
@@ -41,6 +43,11 @@ class TechniqueConfig:
             value = coerce(getattr(self, field.name), hints[field.name], where)
             _check_bounds(value, field.metadata, where)
             object.__setattr__(self, field.name, value)
+        for field in dataclasses.fields(self):
+            for other, allowed in field.metadata.get("only_with", {}).items():
+                if getattr(self, field.name) != field.default and (found := getattr(self, other)) not in allowed:
+                    rule = f"must come with {other}={' or '.join(allowed)}, without which it does nothing"
+                    raise ConfigError(f"{self._error(field.name, rule)} and {other}={found}; leave it out")
         self.validate()
 
     def validate(self) -> None:
@@ -109,7 +116,9 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
         ('a', 'b')
     """
     name = where.rsplit(".", 1)[-1]
-    if hint == Position:
+    if hint in (Position, Position | None):
+        if value is None and hint != Position:
+            return None
         parse_position(value, where)
         return value
     if hint is Any:

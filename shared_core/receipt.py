@@ -6,7 +6,7 @@ import io
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -50,16 +50,17 @@ class Receipt:
 
     Args:
         values: See `Session.receipt`.
+        writers: What techniques write into the same folder, such as the other students of a distillation.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = dict(values)
+    def __init__(self, values: Mapping[str, Any], writers: Iterable[Callable[[Path], None]] = ()) -> None:
+        self.values, self._writers = dict(values), tuple(writers)
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
 
     def write(self, folder: Path | str) -> Path:
-        """Write ``eff_receipt.json`` into `folder`, which is made if need be, and return its path.
+        """Write ``eff_receipt.json`` into `folder`, made if need be, and what belongs beside it; return its path.
 
         The file that the environment variable ``EFF_RECEIPT`` names gets the same: whoever runs a script that nobody
         edits need not know where it writes.
@@ -69,6 +70,8 @@ class Receipt:
         for file in (path, *map(Path, filter(None, [os.environ.get(VARIABLE)]))):
             with atomic_write(file) as temporary:
                 temporary.write_text(json_text(self.values) + "\n", encoding="utf-8")
+        for write in self._writers:
+            write(path.parent)
         return path
 
     @classmethod

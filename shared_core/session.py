@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -28,7 +29,7 @@ from shared_core.technique import (
 )
 
 _STEP = ("before_optimizer_step", "after_optimizer_step", "skipped_optimizer_step")
-_VERBS = ("loss", *_STEP, "before_eval", "after_eval", "evaluated")
+_VERBS = ("loss", *_STEP, "before_eval", "after_eval", "before_save", "after_save", "evaluated")
 
 
 class Session:
@@ -61,10 +62,8 @@ class Session:
     def __init__(
         self, recipe: Recipe, *, front_end: str = "bare", services: Services | None = None, seed: int = 0
     ) -> None:
-        self.recipe = recipe
-        self._front_end = front_end
+        self.recipe, self._front_end, self._seed = recipe, front_end, seed
         self._services = services or BareServices()
-        self._seed = seed
         self._reset()
 
     def _reset(self) -> None:
@@ -76,15 +75,13 @@ class Session:
         self.notes: list[str] = []
         self._seconds = dict.fromkeys(self.techniques, 0.0)
         self._eval_depth = 0
+        self._is_saving = False
         self._plain: PlainKeys | None = None
         self._begun = self._finished = False
         self._final_reports: dict[str, Any] = {}
         self._validation: dict[str, float] = {}
         self._started = time.perf_counter()
-        self._driven = self._driven_verbs()
-
-    def _driven_verbs(self) -> dict[str, list[tuple[str, Technique]]]:
-        return {
+        self._driven = {
             verb: [(key, technique) for key, technique in self.techniques.items() if overrides(technique, verb)]
             for verb in _VERBS
         }
@@ -141,8 +138,11 @@ class Session:
         self._plain = PlainKeys(model)
         context = Context(model=model, front_end=self._front_end, services=self._services)
         context.generator.manual_seed(self._seed)
-        context.weights_replaced = self._weights_replaced
+        context.weights_replaced = functools.partial(self._tell_all, "weights_replaced", context)
+        context.constrain = functools.partial(self._tell_all, "constrain")
         attached: list[Technique] = []
+        for technique in self.techniques.values():
+            technique.before_attach(model, context)
         try:
             for key, technique in self.techniques.items():
                 attached.append(technique)
@@ -255,6 +255,19 @@ class Session:
         if self._eval_depth == 0:
             self._drive("after_eval")
 
+    @contextlib.contextmanager
+    def saving(self, *, baked: bool = False) -> Iterator[None]:
+        """Surround saving, on every process: of the user's model, or of weights to go on from; the outermost counts."""
+        is_outermost, self._is_saving = not self._is_saving, True
+        try:
+            if is_outermost:
+                self._drive("before_save", baked)
+            yield
+        finally:
+            if is_outermost:
+                self._is_saving = False
+                self._drive("after_save")
+
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Tell what the user's own validation of the present weights found; nothing happens before `begin`."""
         self._validation |= figures(metrics) if self._begun else {}
@@ -268,7 +281,6 @@ class Session:
             for key in in_order(self.techniques, FINISH_ORDER):
                 with self._timed(key):
                     self.techniques[key].finish(self.context.model, self.context)
-            self._final_reports = self._reports()
         self.detach()
 
     def detach(self) -> None:
@@ -291,27 +303,24 @@ class Session:
         baked = dict(state_dict)
         if not self.is_attached:
             return baked
-        for technique in self.techniques.values():
-            baked = technique.bake(baked)
+        for key in in_order(self.techniques, FINISH_ORDER):
+            baked = self.techniques[key].bake(baked)
         if self._plain is not None:
             self._plain.check(baked)
         return baked
 
     def deployment(self) -> dict[str, Any]:
         """Return what a deployment needs beside the plain weights, by technique; also after `finish`."""
-        found = {key: technique.deployment() for key, technique in self.techniques.items()}
-        return {key: values for key, values in found.items() if values}
+        return {key: values for key, technique in self.techniques.items() if (values := technique.deployment())}
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that an exact resume needs, beside what the trainer saves itself."""
         context = self._attached("state_dict")
         return {
-            "step": context.step,
-            "skipped": self.skipped,
-            "recipe": self.recipe.to_dict(),
+            "step": context.step, "skipped": self.skipped, "recipe": self.recipe.to_dict(),
             "generator": context.generator.get_state(),
             "techniques": {key: technique.state_dict() for key, technique in self.techniques.items()},
-        }
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back a saved state, after `attach` and before `begin`. A changed recipe is told, not hidden.
@@ -334,10 +343,8 @@ class Session:
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of all techniques for progress bar and logger."""
-        metrics: dict[str, float] = {}
-        for technique in self.techniques.values():
-            metrics.update(technique.metrics())
-        return metrics
+        found = (technique.metrics() for technique in self.techniques.values())
+        return {name: value for metrics in found for name, value in metrics.items()}
 
     def note(self, text: str) -> None:
         """Tell the user one line now, and keep it for the receipt; the same line only once."""
@@ -347,31 +354,29 @@ class Session:
 
     def receipt(self) -> Receipt:
         """Return what was asked, touched and run so far, and what it cost."""
+        planned = self.context.total_steps if self.context else None
         return Receipt(
             {
                 "recipe": self.recipe.to_dict(),
                 "front_end": self._front_end,
                 "finished": self._finished,
                 "environment": environment(),
-                "steps": {
-                    "applied": self.step,
-                    "skipped": self.skipped,
-                    "planned": self.context.total_steps if self.context else None,
-                },
+                "steps": {"applied": self.step, "skipped": self.skipped, "planned": planned},
                 "wall_seconds": round(time.perf_counter() - self._started, 3),
                 "seconds": {key: round(spent, 4) for key, spent in self._seconds.items()},
                 "techniques": self._final_reports or self._reports(),
                 "validation": self._validation,
                 "notes": list(self.notes),
-            }
+            },
+            [technique.write for technique in self.techniques.values()] if self._begun else (),
         )
 
     def _reports(self) -> dict[str, Any]:
         return {key: technique.report() for key, technique in self.techniques.items()}
 
-    def _weights_replaced(self) -> None:
+    def _tell_all(self, verb: str, told: Any) -> None:
         for technique in self.techniques.values():
-            technique.weights_replaced(self._attached("weights_replaced"))
+            getattr(technique, verb)(told)
 
     def _attached(self, verb: str) -> Context:
         if self.context is None:
@@ -379,11 +384,10 @@ class Session:
         return self.context
 
     def _drive(self, verb: str, *told: Any) -> None:
-        driven = self._driven[verb]
-        if not driven or not self._begun or self._finished:
+        if not self._driven[verb] or not self._begun or self._finished:
             return
         context = self._attached(verb)
-        for key, technique in driven:
+        for key, technique in self._driven[verb]:
             with self._timed(key):
                 getattr(technique, verb)(context, *told)
 

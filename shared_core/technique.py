@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.config import TechniqueConfig
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.positions import Position, parse_position
 
 # Attach: a factorised layer can be pruned, a pruned one quantised; what is left is cast and then checkpointed.
@@ -71,6 +71,15 @@ class Services(Protocol):
         """Run the model in train mode, without gradients, on that many training batches."""
         ...
 
+    def task_loss(self, model: nn.Module, forward: Callable[[], Any]) -> Tensor:
+        """Return the trainer's own loss of the present micro-batch for a module that stands for the user's model.
+
+        Args:
+            model: The module.
+            forward: Runs it on the inputs that the user's model just had, for a loop without a trainer.
+        """
+        ...
+
     def say(self, text: str) -> None:
         """Show one line to the user, on the main process, where the trainer shows its own."""
         ...
@@ -106,6 +115,22 @@ class BareServices:
         """Refuse."""
         raise self._needs_trainer("calibration")
 
+    def task_loss(self, model: nn.Module, forward: Callable[[], Any]) -> Tensor:
+        """Return the loss that the model itself computes from labels among its inputs.
+
+        Raises:
+            TrainingError: If it returns none: then give `Session` services of your own, whose `task_loss` computes it.
+        """
+        output = forward()
+        found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if not isinstance(found, Tensor):
+            raise TrainingError(
+                f"bare loop: {type(model).__name__} must return its loss (output.loss or output['loss']), got "
+                f"{type(output).__name__} without; pass labels to the model, or Session(services=...) with a subclass "
+                "of BareServices whose task_loss(model, forward) returns the loss of forward()"
+            )
+        return found
+
     def say(self, text: str) -> None:
         """Print the line."""
         print(text, flush=True)  # noqa: T201
@@ -135,6 +160,8 @@ class Context:
     """``normalise(total, count)``: a sum over counted positions, averaged as this trainer averages the task loss."""
     weights_replaced: Callable[[], None] = lambda: None
     """Tells every technique that the weights came from elsewhere: masks are re-applied, ranges re-estimated."""
+    constrain: Callable[[Mapping[Tensor, Tensor]], None] = lambda values: None
+    """Makes what must hold of parameters hold of other values for them: masks, shared values."""
     widen_gradients: Callable[[torch.optim.Optimizer], None] | None = None
     """Set by a technique that updates 16-bit parameters in float32: makes an optimizer's gradients float32, so that a
     scaler can unscale them."""
@@ -182,6 +209,9 @@ class Technique:
     def __init__(self, config: TechniqueConfig) -> None:
         self.config = config
 
+    def before_attach(self, model: nn.Module, context: Context) -> None:
+        """No technique has touched the model yet: the moment to copy it."""
+
     def attach(self, model: nn.Module, context: Context) -> None:
         """Prepare the model: before the optimizer exists and before any wrapping. Matching nothing is an error."""
 
@@ -216,6 +246,15 @@ class Technique:
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
         """The user's own validation reported these metrics, by the trainer's names, for the weights of this step."""
 
+    def before_save(self, context: Context, baked: bool) -> None:
+        """Weights are about to be saved on every process: as the user gets them (`baked`), or to go on from."""
+
+    def after_save(self, context: Context) -> None:
+        """Saving ended, also by an exception."""
+
+    def constrain(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Make what must hold of parameters hold of these values for them, in place; of a sharded one, its part."""
+
     def weights_replaced(self, context: Context) -> None:
         """Weights came from elsewhere (a soup's candidate): restore what must hold of them."""
 
@@ -229,6 +268,9 @@ class Technique:
     def deployment(self) -> dict[str, Any]:
         """Return what a deployment needs beside the plain weights, such as activation ranges, as plain values."""
         return {}
+
+    def write(self, folder: Path) -> None:
+        """Write what the run leaves beside the model into its folder; called once it is over, on the main process."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything an exact resume needs: tensors, numbers, strings, lists and dicts of them."""

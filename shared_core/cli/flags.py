@@ -28,7 +28,7 @@ def describe_flags() -> list[dict[str, str]]:
 def _type_text(hint: Any) -> str:
     from shared_core.positions import Position
 
-    if hint == Position:
+    if hint in (Position, Position | None):
         return "position"
     if typing.get_origin(hint) is typing.Literal:
         return " | ".join(str(choice) for choice in typing.get_args(hint))

@@ -122,7 +122,7 @@ def load_weights(model: nn.Module, path: Path, where: str) -> str:
 
 def state_dict_of(path: Path, where: str) -> dict[str, Tensor]:
     """Return the tensors that a folder, a ``.safetensors``, a ``.ckpt`` or another file of weights holds."""
-    from shared_core.soup.sources import load_torch_file, open_ingredient
+    from shared_core.soup.sources import ADAPTER, load_torch_file, open_ingredient
 
     if path.suffix == ".ckpt":  # opened as an ingredient it would give the latent weights
         content = load_torch_file(path)
@@ -130,4 +130,6 @@ def state_dict_of(path: Path, where: str) -> dict[str, Tensor]:
             raise CheckpointError(f"{where}: {path} must be a Lightning checkpoint, got no state_dict in it")
         return dict(content["state_dict"])
     opened = open_ingredient(path)
+    if opened.kind == ADAPTER:
+        raise CheckpointError(f"{where}: {path} must be a whole model, got a PEFT adapter; merge it into its model")
     return {key: opened.tensor(key) for key in (*opened.specs, *opened.ties)}

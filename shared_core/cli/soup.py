@@ -18,7 +18,10 @@ _TASK = ("--data", "--text", "--batch-size", "--max-length", "--device")
 def soup(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(help="Checkpoints: Hugging Face folders, Lightning .ckpt, state dict files, or a run's folder."),
+        typer.Argument(
+            help="Checkpoints: Hugging Face folders, Lightning .ckpt, state dict files, distributed checkpoints, or a "
+            "run's folder; or PEFT adapters."
+        ),
     ] = None,
     evaluate: Annotated[
         str | None,
@@ -37,7 +40,7 @@ def soup(
         int | None, typer.Option(help="Tokens of an example; default what model and tokenizer allow.", min=2)
     ] = None,
     device: Annotated[str, typer.Option(help="Where --task runs the model: auto, cpu, cuda, cuda:1, ...")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Where to write the soup, in the ingredients' format.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write, in the first ingredient's format.")] = None,
     uniform: Annotated[bool, typer.Option("--uniform", help="Average all instead of searching greedily.")] = False,
     weighted: Annotated[
         str | None,
@@ -74,6 +77,7 @@ def soup(
     max_ingredients: Annotated[int | None, typer.Option(help="Stop when the soup has so many members.")] = None,
     jobs: Annotated[int, typer.Option(help="Evaluate ingredients alone in so many processes.", min=1)] = 1,
     journal: Annotated[Path | None, typer.Option(help="Keep scores here; a killed search goes on from it.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Cut averages of adapters to this rank (SVD).")] = None,
     unpruned: Annotated[
         bool,
         typer.Option("--unpruned", help="Also take checkpoints from before their pruning schedule ended."),
@@ -98,6 +102,7 @@ def soup(
         "--rank-by": rank_by is not None, "--seed": seed != 0, "--max-ingredients": max_ingredients is not None,
         "--no-repeat": not repeat, "--data": data is not None, "--text": text is not None,
         "--batch-size": batch_size != 32, "--max-length": max_length is not None, "--device": device != "auto",
+        "--rank": rank is not None,
     }  # fmt: skip
     _check(asked)
     if mode not in (None, "max", "min"):
@@ -110,12 +115,6 @@ def soup(
     if len(found) < 2:
         raise CheckpointError(f"eff soup: PATH must name at least two checkpoints, got {len(found)}; give more")
     opened = open_ingredients(found)
-    odd = next((item for item in opened if (item.kind, item.suffix) != (opened[0].kind, opened[0].suffix)), None)
-    if odd is not None:
-        raise CheckpointError(
-            f"eff soup: ingredients must have one format, got {opened[0].name} ({opened[0].kind}) and {odd.name} "
-            f"({odd.kind}); convert one"
-        )
     if out is not None:
         check_target(out, opened[0])
     for file in (journal, plot):
@@ -132,7 +131,7 @@ def soup(
     for note in notes:
         typer.echo(note, err=True)
     if out is not None and (uniform or shares is not None):
-        average(usable, shares, remask, out, as_json)
+        average(usable, shares, {"after_average": remask, "rank": rank}, opened[0], out, as_json)
         return
     if evaluate is not None:
         judge = Judge.of_function(evaluate, mode)
@@ -154,9 +153,9 @@ def soup(
         judge.about["rank_by"], order = rank_by, "given"
     options = {
         "strict": strict, "min_delta": min_delta, "order": order, "seed": seed, "repeat": repeat, "jobs": jobs,
-        "journal": journal, "max_ingredients": max_ingredients,
+        "journal": journal, "max_ingredients": max_ingredients, "rank": rank, "after_average": remask,
     }  # fmt: skip
-    search(usable, judge, options, remask, out, as_json, plot, logged)
+    search(usable, judge, options, opened[0], out, as_json, plot, logged)
 
 
 def _check(asked: dict[str, bool]) -> None:
@@ -168,6 +167,8 @@ def _check(asked: dict[str, bool]) -> None:
         if asked["--out"]:
             raise ConfigError("eff soup: --diagnose must stand without --out, as it writes no soup; leave one out")
         raise ConfigError("eff soup: --out must be given, got none; name the folder or file to write")
+    if asked["--rank"] and asked["--diagnose"]:
+        raise ConfigError("eff soup: --rank must stand without --diagnose, which writes no average; leave it out")
     useless = (*_SEARCH, *(() if asked["--diagnose"] else (*_JUDGED, *_TASK))) if kinds else ()
     given = [name for name in useless if asked[name]]
     if given:

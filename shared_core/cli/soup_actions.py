@@ -73,7 +73,7 @@ def search(
     usable: list[Any],
     judge: Judge,
     options: dict[str, Any],
-    remask: Any,
+    first: Any,
     out: Path,
     as_json: bool,
     plot: Path | None,
@@ -93,14 +93,18 @@ def search(
             judge.evaluate,
             mode=judge.mode,
             about=judge.about,
-            after_average=remask,
             progress=advance,
             **options,
         )
     for row in result.history if logged else ():
         row["logged"] = logged[row["name"]]
     best = next(item for item in usable if item.name == result.ingredients[0])
-    save_soup(result.state_dict, best, out, lambda target: write_path(target, path_json(result)))
+    save_soup(
+        result.state_dict,
+        best if _is_like(best, first) else first,
+        out,
+        lambda target: write_path(target, path_json(result)),
+    )
     if plot is not None:
         path_plot(result, plot)
     if (noise := noise_of(result)) is not None:
@@ -109,17 +113,41 @@ def search(
         typer.echo(path_json(result))
     else:
         Console().print(path_table(result))
+        _say_rank_errors(result.state_dict)
         typer.echo(f"wrote {out}")
 
 
-def average(usable: list[Any], shares: list[float] | None, remask: Any, out: Path, as_json: bool) -> None:
+def _is_like(item: Any, first: Any) -> bool:
+    """Return whether a soup, which has the names of the first ingredient, can be written as this one is."""
+    return (item.kind, item.suffix) == (first.kind, first.suffix) and not item.is_renamed
+
+
+def _say_rank_errors(state_dict: Any) -> None:
+    from shared_core.soup.path_report import rank_errors
+
+    lost = rank_errors(state_dict)
+    if lost:
+        worst = max(lost["rank_errors"], key=lost["rank_errors"].get)
+        typer.echo(
+            f"cut to the rank asked for: relative error {lost['rank_error']:.3g} in all, at most "
+            f"{lost['rank_errors'][worst]:.3g} ({worst})"
+        )
+
+
+def average(
+    usable: list[Any], shares: list[float] | None, options: dict[str, Any], first: Any, out: Path, as_json: bool
+) -> None:
     """Write the uniform or weighted average of all."""
+    from shared_core.soup.path_report import rank_errors
     from shared_core.soup.saving import save_soup, write_path
     from shared_core.soup.uniform import uniform_soup
 
-    state_dict = uniform_soup(usable, shares, after_average=remask)
-    path = json.dumps({"ingredients": [item.name for item in usable], "weights": shares})
-    save_soup(state_dict, usable[0], out, lambda target: write_path(target, path))
+    state_dict = uniform_soup(usable, shares, **options)
+    path = json.dumps({"ingredients": [item.name for item in usable], "weights": shares, **rank_errors(state_dict)})
+    like = usable[0] if _is_like(usable[0], first) else first
+    save_soup(state_dict, like, out, lambda target: write_path(target, path))
+    if not as_json:
+        _say_rank_errors(state_dict)
     kind = "uniform" if shares is None else "weighted"
     typer.echo(path if as_json else f"{kind} average of {len(usable)} ingredients\nwrote {out}")
 

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shared_core.distillation.heads import check_sizes
+from shared_core.distillation.unlabelled import rows_that_count
 from shared_core.errors import ConfigError, TrainingError
-
-IGNORED = -100
-"""Label of a position that does not count: ``ignore_index`` of torch's cross-entropy."""
 
 # A teacher that saw the labels would compute a loss nobody wants, or reject the trainers' own arguments.
 _FOR_THE_LOSS = ("labels", "num_items_in_batch")
@@ -37,9 +35,8 @@ class ForwardHook:
         self.latest: Forward | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Keep a forward that trains; one inside a backward is activation checkpointing's recomputation."""
-        recomputed = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        if self.active and module.training and torch.is_grad_enabled() and not recomputed:
+        """Keep a forward that trains."""
+        if self.active and trains(module):
             self.latest = Forward(args, kwargs, output)
 
     def take(self) -> Forward | None:
@@ -50,6 +47,12 @@ class ForwardHook:
     def __getstate__(self) -> dict[str, Any]:
         # graph tensors cannot be copied, and the copy's owner (an average, a saved model) does not distil
         return {"active": False, "latest": None}
+
+
+def trains(module: nn.Module) -> bool:
+    """Return whether a forward of this module trains; inside a backward it is activation checkpointing's repetition."""
+    repeated = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return module.training and torch.is_grad_enabled() and not repeated
 
 
 def named_inputs(student: nn.Module, forward: Forward) -> dict[str, Any]:
@@ -81,6 +84,12 @@ def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any
         for name, value in forward.kwargs.items()
         if name not in _FOR_THE_LOSS and (accepted is None or name in accepted)
     }
+    # what an encoder-decoder model makes of its labels for its decoder (Transformers' naming)
+    shift = getattr(student, "prepare_decoder_input_ids_from_labels", None)
+    named = named_inputs(student, forward) if shift else {}
+    given = any(named.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    if shift and not given and isinstance(named.get("labels"), Tensor):
+        kwargs["decoder_input_ids"] = _on(shift(named["labels"]), like)
     with torch.no_grad():
         return teacher(*args, **kwargs)
 
@@ -118,51 +127,44 @@ def is_causal(student: nn.Module) -> bool:
     return getattr(config, "is_decoder", False) is True
 
 
-def check_classes(student: Tensor, teacher: Tensor, *, of_classes: bool = True) -> None:
-    """Raise `ConfigError` unless both logits have the same classes (two at least, if they are such) and positions."""
-    if of_classes and (student.ndim < 2 or student.shape[-1] == 1):
+def check_classes(student: Tensor, teacher: Tensor, *, of_classes: bool = True, vocab_size: int | None = None) -> None:
+    """Raise `ConfigError` unless both logits have the classes that count (two at least) and the same positions."""
+    if (of_classes or vocab_size) and (student.ndim < 2 or student.shape[-1] == 1):
         raise ConfigError(
             "distill: the student must be a classifier or language model with logits (..., classes), "
             f"got logits of shape {tuple(student.shape)}; take divergence logit_mse for regression"
         )
-    if student.shape[-1:] != teacher.shape[-1:]:
-        raise ConfigError(
-            f"distill: teacher must have the student's {student.shape[-1]} classes, got {teacher.shape[-1]}; "
-            "both must share labels or vocabulary"
-        )
-    if student.shape != teacher.shape:
+    if student.ndim and teacher.ndim:
+        check_sizes(student.shape[-1], teacher.shape[-1], vocab_size)
+    if student.shape[: -1 if vocab_size else None] != teacher.shape[: -1 if vocab_size else None]:
         raise ConfigError(
             f"distill: teacher must return logits of the student's shape {tuple(student.shape)}, "
             f"got {tuple(teacher.shape)}"
         )
 
 
-def counted_positions(logits: Tensor, labels: Any, attention_mask: Any, *, causal: bool) -> Tensor | None:
+def counted_positions(
+    logits: Tensor, labels: Any, attention_mask: Any, *, causal: bool, unlabelled: Tensor | None = None
+) -> Tensor | None:
     """Return which rows of the logits count, True = it does; None for all of them.
 
-    A row counts if its label is not -100. In a causal LM the logits at i answer for label i + 1, so the last
-    position never counts. Without labels, the attention mask tells padding.
+    A position counts if its label is not -100. In a causal LM the logits at i answer for label i + 1, so the last
+    position never counts. Of an unlabelled example, and without labels, all count that the attention mask does not call
+    padding. With one label an example each example counts: one whose label is -100 is unlabelled.
 
     Raises:
         ConfigError: If the labels are not class indices, one for each row of the logits.
     """
     shape = tuple(logits.shape[:-1])
-    if labels is not None:
-        if not isinstance(labels, Tensor) or labels.is_floating_point() or tuple(labels.shape) != shape:
-            is_tensor = isinstance(labels, Tensor)
-            got = f"{labels.dtype} {tuple(labels.shape)}" if is_tensor else type(labels).__name__
-            raise ConfigError(
-                f"distill: labels must be class indices of shape {shape}, one for each row of the logits "
-                f"{tuple(logits.shape)}, got {got}; take divergence bernoulli_kl for multi-label targets"
-            )
-        counts = (labels != IGNORED).to(logits.device)
-    elif logits.ndim == 3 and isinstance(attention_mask, Tensor) and tuple(attention_mask.shape) == shape:
-        counts = (attention_mask != 0).to(logits.device)
-    elif causal and logits.ndim == 3:
-        counts = torch.ones(shape, dtype=torch.bool, device=logits.device)
-    else:
-        return None
-    return F.pad(counts[:, 1:], (0, 1), value=False) if causal and logits.ndim == 3 else counts
+    is_tensor = isinstance(labels, Tensor)
+    if labels is not None and (not is_tensor or labels.is_floating_point() or tuple(labels.shape) != shape):
+        got = f"{labels.dtype} {tuple(labels.shape)}" if is_tensor else type(labels).__name__
+        raise ConfigError(
+            f"distill: labels must be class indices of shape {shape}, one for each row of the logits "
+            f"{tuple(logits.shape)}, got {got}; take divergence bernoulli_kl for multi-label targets"
+        )
+    counts = rows_that_count(shape, labels, attention_mask, causal=causal, unlabelled=unlabelled)
+    return None if counts is None else counts.to(logits.device)
 
 
 def _positional_names(module: nn.Module) -> list[str]:

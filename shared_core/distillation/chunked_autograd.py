@@ -153,7 +153,7 @@ def _chunks(
     dtype, classes, device = student.dtype, student.classes, hidden.device
     # two buffers and the scratch beside them weigh what two chunks do
     scratch = scratch_rows(chunk_rows, classes, dtype, terms.temperature, device)
-    size = _even(count, max(1, chunk_rows - (scratch + 1) // 2))
+    size = even_rows(count, max(1, chunk_rows - (scratch + 1) // 2))
     (weight, bias), (teacher_weight, teacher_bias) = student.used, teacher.used
     # a logit is -inf where its bias is
     ruled_out = bias is not None or teacher_bias is not None
@@ -164,7 +164,7 @@ def _chunks(
     teacher_logits = torch.empty(size, classes, dtype=teacher.dtype, device=device)
     losses = torch.zeros(2, count, dtype=arithmetic_dtype(dtype, terms.temperature), device=device)
     hidden_grad = torch.zeros_like(hidden, dtype=dtype) if needs[0] else None
-    weight_grad = _WeightGradient(student.weight, classes, count > size) if needs[1] else None
+    weight_grad = WeightGradient(student.weight, classes, count > size) if needs[1] else None
     bias_grad = None
     if needs[2] and student.bias is not None:
         bias_grad = torch.zeros_like(student.bias, dtype=torch.promote_types(student.bias.dtype, torch.float32))
@@ -173,9 +173,9 @@ def _chunks(
         here = slice(first, min(first + size, count))
         index = here if rows is None else rows[here]
         inputs, n = hidden[index].to(dtype), here.stop - first
-        _product(inputs, weight, bias, logits[:n])
+        product(inputs, weight, bias, logits[:n])
         index_there = index if isinstance(index, slice) else index.to(teacher_hidden.device)
-        _product(teacher_hidden[index_there].to(teacher.dtype), teacher_weight, teacher_bias, teacher_logits[:n])
+        product(teacher_hidden[index_there].to(teacher.dtype), teacher_weight, teacher_bias, teacher_logits[:n])
         losses[0, here], losses[1, here] = kd_rows_(
             logits[:n],
             teacher_logits[:n],
@@ -191,7 +191,7 @@ def _chunks(
         )
         grad = logits[:n]
         if hidden_grad is not None:
-            hidden_grad[index] = _scaled_product(grad, weight, 1 / lift)
+            hidden_grad[index] = scaled_product(grad, weight, 1 / lift)
         if weight_grad is not None:
             weight_grad.add(grad, inputs, 1 / lift)
         if bias_grad is not None:
@@ -207,13 +207,14 @@ def _chunks(
     return (soft * soft_factor).to(out), hard.to(out), grads
 
 
-def _even(count: int, most: int) -> int:
+def even_rows(count: int, most: int) -> int:
     """Return the rows of chunks of nearly one size: a short last one would take nearly as long as a full one."""
     chunks = max(1, -(-count // most))
     return max(1, -(-count // chunks))
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Put ``rows weightᵀ + bias`` into `out`."""
     if rows.device != out.device:
         out.copy_(F.linear(rows, weight, bias))
     elif bias is None:
@@ -222,12 +223,13 @@ def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> 
         torch.addmm(bias, rows, weight.t(), out=out)
 
 
-def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """Return ``scale * left right``."""
     # scaled before it is rounded to float16, where a lifted product could overflow
     return left @ right if scale == 1.0 else torch.addmm(left.new_zeros(1), left, right, beta=0, alpha=scale)
 
 
-class _WeightGradient:
+class WeightGradient:
     """Sums the weight's gradient over chunks, in float32 where the weight's type would lose small addends."""
 
     def __init__(self, weight: Tensor, classes: int, several: bool) -> None:
@@ -244,9 +246,9 @@ class _WeightGradient:
             # beta 0 ignores what is there
             total.addmm_(grad.t(), inputs, beta=float(self._begun), alpha=scale)
         elif self._begun:
-            total.add_(_scaled_product(grad.t(), inputs, scale))
+            total.add_(scaled_product(grad.t(), inputs, scale))
         else:
-            total.copy_(_scaled_product(grad.t(), inputs, scale))
+            total.copy_(scaled_product(grad.t(), inputs, scale))
         self._begun = True
 
     def value(self) -> Tensor:

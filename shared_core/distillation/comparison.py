@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from shared_core.distillation.batch import (
@@ -18,7 +19,7 @@ from shared_core.distillation.batch import (
 from shared_core.distillation.cache import TeacherCache
 from shared_core.distillation.config import EMA, DistillConfig
 from shared_core.distillation.divergences import DIVERGENCES
-from shared_core.distillation.heads import check_heads, num_classes
+from shared_core.distillation.heads import check_heads, check_sizes, num_classes
 from shared_core.distillation.teacher_dtype import change_dtype_
 from shared_core.distillation.teacher_mean import mean_logits, mean_teacher
 from shared_core.distillation.teachers import StudentAverage, Teachers, check_separate
@@ -36,6 +37,8 @@ class StudentBatch:
     labels: Any
     causal: bool
     temperature: float
+    unlabelled: Tensor | None = None
+    """Which examples are unlabelled, where that is told; all of their positions count."""
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -47,14 +50,15 @@ class StudentBatch:
         numbers = (
             isinstance(self.labels, Tensor) and self.labels.is_floating_point()
         )  # regression, multi-label: no -100
-        if not of_classes and (self.labels is None or numbers):
+        if not of_classes and numbers:
             return None
-        return counted_positions(logits, self.labels, self.inputs.get("attention_mask"), causal=self.causal)
+        mask = self.inputs.get("attention_mask")
+        return counted_positions(logits, self.labels, mask, causal=self.causal, unlabelled=self.unlabelled)
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The sum of the divergence over the positions that count, their number, and which they are (None: all)."""
+    """The sum of the divergence, the number of positions it is a mean over, and which add to it (None: all)."""
 
     total: Tensor
     count: Tensor
@@ -78,7 +82,10 @@ class Comparison:
         config, weights = self.config, self.teachers.weights
         logits = find_logits(batch.forward.output, config.logits, "student")
         mask = batch.counted(logits, of_classes=config.of_classes)
-        targets = self._targets(batch, logits)
+        # a trainer counts positions before the teacher is asked, so unsure ones take part in the mean with 0
+        candidates = torch.tensor(logits.shape[:-1].numel(), device=logits.device) if mask is None else mask.sum()
+        targets = [self._cut(target) for target in self._targets(batch, logits)]
+        logits = self._cut(logits)
         if config.confidence:
             sure = mean_teacher(targets, weights, 1.0).amax(-1).exp() >= config.confidence
             sure = sure.to(logits.device)
@@ -88,17 +95,32 @@ class Comparison:
         compare = DIVERGENCES[config.divergence]
         if len(targets) == 1 or config.divergence == "logit_mse":
             target = mean_logits(targets, weights) if len(targets) > 1 else targets[0]
-            return Compared(*compare(logits, target, **options), mask)
+            return Compared(compare(logits, target, **options)[0], candidates, mask)
         said = mean_teacher(targets, weights, batch.temperature, multi_label=config.divergence == "bernoulli_kl")
-        return Compared(*compare(logits, teacher_log_probs=said, **options), mask)
+        return Compared(compare(logits, teacher_log_probs=said, **options)[0], candidates, mask)
 
     def _targets(self, batch: StudentBatch, logits: Tensor) -> list[Tensor]:
         self.teachers.follow(batch.student)
         answers = self.teachers.ask(batch.student, batch.forward)
         targets = [find_logits(output, self.config.logits, "teacher") for output in answers]
         for target in targets:
-            check_classes(logits, target, of_classes=self.config.of_classes)
+            check_classes(logits, target, of_classes=self.config.of_classes, vocab_size=self.config.vocab_size)
         return targets
+
+    def begin(self, context: Context) -> None:
+        """The optimizers exist, and their saved state has been loaded."""
+
+    def join(self, mixed: Tensor, task_loss: Tensor, alpha: float, count: Tensor, context: Context) -> Tensor:
+        """Return the student's loss with what else this batch trains."""
+        return mixed
+
+    def metrics(self) -> dict[str, float]:
+        """Return figures beside those of the student."""
+        return {}
+
+    def _cut(self, logits: Tensor) -> Tensor:
+        """Return the classes that count."""
+        return logits if self.config.vocab_size is None else logits[..., : self.config.vocab_size]
 
     def activate(self, active: bool) -> None:
         """Do from now on what the next forward needs, or no longer."""
@@ -118,7 +140,10 @@ class CachedComparison(Comparison):
     def __init__(self, config: DistillConfig, student: nn.Module) -> None:
         folder = config.cache or ""
         self._cache = TeacherCache.open(folder)
-        self._cache.check(temperature=config.temperature, vocabulary=num_classes(student))
+        ours = num_classes(student)
+        if config.vocab_size is not None and ours is not None:
+            check_sizes(ours, config.vocab_size, config.vocab_size)
+        self._cache.check(temperature=config.temperature, vocabulary=config.vocab_size or ours)
         manifest = self._cache.manifest
         told = {
             "teacher": f"cached in {folder}",
@@ -132,6 +157,7 @@ class CachedComparison(Comparison):
         config = self.config
         logits = find_logits(batch.forward.output, config.logits, "student")
         mask = batch.counted(logits, of_classes=True)
+        logits = self._cut(logits)
         found = self._cache.lookup(batch.inputs)
         total, count = kd_topk_sum(
             logits, found.indices, found.log_probs, temperature=config.temperature, mask=found.counted(mask),
@@ -159,18 +185,27 @@ def open_comparison(config: DistillConfig, model: nn.Module, student: nn.Module,
         return CachedComparison(config, student)
     if config.teacher == EMA:
         told = {"teacher": f"moving average of the student, decay {config.ema_decay}"}
-        return Comparison(config, StudentAverage(student, config.ema_decay), told)
-    modules = [_load(teacher, student, context) for teacher in config.teachers]
+        return _open(config, StudentAverage(student, config.ema_decay), told, student)
+    modules = [load_named(teacher, student, context) for teacher in config.teachers]
     for module in modules:
         check_separate(model, module)
-        check_heads(student, module, config.divergence)
+        check_heads(student, module, config.divergence, config.vocab_size)
     told = {**_told(modules, student, context), "teacher_dtype": config.teacher_dtype}
     for module in modules:
         change_dtype_(module, config.teacher_dtype)
-    return Comparison(config, Teachers(modules, config.teacher_weights), told)
+    return _open(config, Teachers(modules, config.teacher_weights), told, student)
 
 
-def _load(teacher: Any, student: nn.Module, context: Context) -> nn.Module:
+def _open(config: DistillConfig, teachers: Teachers, told: Mapping[str, Any], student: nn.Module) -> Comparison:
+    if not config.chunked:
+        return Comparison(config, teachers, told)
+    from shared_core.distillation.chunked_comparison import ChunkedComparison
+
+    return ChunkedComparison(config, teachers, told, student)
+
+
+def load_named(teacher: Any, student: nn.Module, context: Context) -> nn.Module:
+    """Return the module itself, or the one that the services find under a name."""
     if isinstance(teacher, str):
         if teacher.startswith("<"):  # what a saved recipe holds in place of a module
             raise ConfigError(

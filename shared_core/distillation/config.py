@@ -6,15 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from eff_kernels.distillation import DIVERGENCES as CHUNKED_DIVERGENCES
 from torch import nn
 
 from shared_core.config import TechniqueConfig, option
 from shared_core.distillation.layer_init import parse_layers
 from shared_core.distillation.teacher_dtype import TeacherDtype
-from shared_core.positions import Position
+from shared_core.positions import ParsedPosition, Position, parse_position
 
 EMA = "ema"
 """The teacher that is the student's own moving average."""
+MUTUAL = "mutual"
+"""In place of a teacher: students that teach each other."""
 CACHE = "cache:"
 """Before the folder of a cached teacher."""
 
@@ -36,7 +39,13 @@ class DistillConfig(TechniqueConfig):
     teacher: Any = option(
         flag_type=str,
         help="folder or Hub name of the teacher, or several with commas; ema: the student's own moving average; "
-        "cache:FOLDER: what eff cache-teacher wrote; from Python also modules",
+        "cache:FOLDER: what eff cache-teacher wrote; mutual: students that teach each other; from Python also modules",
+    )
+    peers: Any = option(
+        2,
+        flag_type=str,
+        help="of teacher mutual: how many students learn together, the others with newly drawn weights; or folders or "
+        "Hub names of the others, with commas; from Python also modules",
     )
     teacher_weights: tuple[float, ...] = option((), help="how much each of several teachers counts; none: equally")
     teacher_dtype: TeacherDtype = option(
@@ -56,6 +65,20 @@ class DistillConfig(TechniqueConfig):
     )
     confidence: float = option(
         0.0, low=0, below=1, help="only positions where the teacher's largest probability is at least this count"
+    )
+    unlabelled_field: str | None = option(
+        None,
+        help="key of a batch (column of a data set) that tells with a bool which examples have no label: the soft term "
+        "alone trains them",
+    )
+    vocab_size: int | None = option(
+        None, low=1, help="classes that count, the first ones, of heads padded to different sizes over one tokenizer"
+    )
+    chunked: bool = option(
+        False, help="compute the loss of a language model from head inputs in chunks: no logits of all positions exist"
+    )
+    budget_mib: float | None = option(
+        None, above=0, help="of chunked: MiB of logits that may exist at a time; none: 64 on CPU, 512 elsewhere"
     )
     begin: Position = option(
         0.0, help="first step with the soft term: a step, a fraction of the run, or epochs ('2ep')"
@@ -96,7 +119,11 @@ class DistillConfig(TechniqueConfig):
             raise self._error("teacher_weights", f"must be a number above 0 for each of {len(self.teachers)} teachers")
         if self.teacher_dtype != "as_saved" and self.teacher == EMA:
             raise self._error("teacher_dtype", "must be left out with teacher ema, which follows the student's weights")
+        if self.unlabelled_field in ("labels", "input_ids", "attention_mask"):
+            raise self._error("unlabelled_field", "must be a column of its own")
         self._validate_cache()
+        self._validate_mutual()
+        self._validate_chunked()
         several = len(self.teachers) > 1
         if self.confidence and not self.of_classes:
             raise self._error("confidence", f"must be 0 with divergence {self.divergence}")
@@ -123,6 +150,70 @@ class DistillConfig(TechniqueConfig):
         if any(getattr(self, name) for name in beyond):
             raise self._error("teacher", f"allows no {', '.join(beyond)} where it is cached")
 
+    def _validate_mutual(self) -> None:
+        if isinstance(self.peers, str) and self.peers.strip().isdigit():
+            object.__setattr__(self, "peers", int(self.peers))
+        if not self.mutual:
+            if MUTUAL in self.teachers:
+                raise self._error("teacher", "must be mutual alone, or others")
+            if self.peers != 2:
+                raise self._error("peers", "must be left out unless teacher is mutual")
+            return
+        named = all(isinstance(peer, nn.Module) or (isinstance(peer, str) and peer) for peer in self.given_peers)
+        if isinstance(self.peers, bool) or not named or not (self.given_peers or self.drawn_peers > 0):
+            raise self._error("peers", "must be at least 2 students in all, or names or modules of the others")
+        if self.teacher_dtype != "as_saved":
+            raise self._error("teacher_dtype", "must be left out with teacher mutual, whose students are all trained")
+        alone = (
+            "teacher_weights",
+            "hidden",
+            "attention",
+            "init_layers",
+            "confidence",
+            "unlabelled_field",
+            "chunked",
+            "vocab_size",
+        )
+        for name in alone:
+            if getattr(self, name):
+                raise self._error(name, "must be left out with teacher mutual, whose students are all equals")
+        for name, edge in (("begin", 0.0), ("end", 1.0)):
+            if parse_position(getattr(self, name)) != ParsedPosition(edge, "fraction"):
+                raise self._error(
+                    name, f"must be {edge} with teacher mutual: students learn together for the whole run"
+                )
+
+    @property
+    def mutual(self) -> bool:
+        """Whether students teach each other."""
+        return isinstance(self.teacher, str) and self.teacher.strip() == MUTUAL
+
+    @property
+    def drawn_peers(self) -> int:
+        """How many other students get newly drawn weights."""
+        return self.peers - 1 if isinstance(self.peers, int) else 0
+
+    @property
+    def given_peers(self) -> tuple[Any, ...]:
+        """The other students that are given: names, or modules."""
+        if isinstance(self.peers, str):
+            return tuple(name.strip() for name in self.peers.split(",") if name.strip())
+        if isinstance(self.peers, int):
+            return ()
+        return tuple(self.peers) if isinstance(self.peers, list | tuple) else (self.peers,)
+
+    def _validate_chunked(self) -> None:
+        if not self.chunked:
+            if self.budget_mib is not None:
+                raise self._error("budget_mib", "must be none without chunked")
+            return
+        if len(self.teachers) > 1 or self.cache is not None:
+            raise self._error("teacher", "must be one model with chunked, whose head is multiplied chunk by chunk")
+        if self.divergence not in CHUNKED_DIVERGENCES:
+            raise self._error("divergence", f"must be one of {', '.join(CHUNKED_DIVERGENCES)} with chunked")
+        if self.confidence:
+            raise self._error("confidence", "must be 0 with chunked, which knows no teacher's probabilities beforehand")
+
     @property
     def cache(self) -> str | None:
         """Folder of the cached teacher, None where there is none."""
@@ -139,7 +230,11 @@ class DistillConfig(TechniqueConfig):
     @property
     def works_sharded(self) -> bool:
         """Whether FSDP2 may shard the student: nothing is made of its whole weights."""
-        return self.teacher != EMA and not (self.hidden or self.attention or self.init_layers)
+        return (
+            self.teacher != EMA
+            and not self.mutual
+            and not (self.hidden or self.attention or self.init_layers or self.chunked)
+        )
 
     @property
     def of_classes(self) -> bool:

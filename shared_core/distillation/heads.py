@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from shared_core.errors import ConfigError
 
 
-def check_heads(student: nn.Module, teacher: nn.Module, divergence: str) -> None:
-    """Refuse, where the models tell before a batch, what the divergence is not for, and different widths.
+def check_heads(student: nn.Module, teacher: nn.Module, divergence: str, vocab_size: int | None = None) -> None:
+    """Refuse, where the models tell before a batch, what the divergence is not for, and widths that do not fit.
 
     Raises:
         ConfigError: If they do not fit.
@@ -22,17 +22,36 @@ def check_heads(student: nn.Module, teacher: nn.Module, divergence: str) -> None
                 f"{fitting}"
             )
     ours, theirs = num_classes(student), num_classes(teacher)
-    if ours is not None and theirs is not None and ours != theirs:
+    if ours is not None and theirs is not None:
+        check_sizes(ours, theirs, vocab_size)
+
+
+def check_sizes(student: int, teacher: int, vocab_size: int | None) -> None:
+    """Refuse different numbers of classes, or, of those that `vocab_size` lets count, too few.
+
+    Raises:
+        ConfigError: With both sizes.
+    """
+    if vocab_size is None and student != teacher:
         raise ConfigError(
-            f"distill: teacher must have the student's {ours} classes, got {theirs}; both must share labels "
-            "or vocabulary"
+            f"distill: teacher must have the student's {student} classes, got {teacher}; both must share labels or "
+            "vocabulary. With one tokenizer and vocabularies that are only padded differently, set distill.vocab_size "
+            "to the tokenizer's size; with different tokenizers take a teacher of the student's, distil "
+            "distill.hidden pairs, or train on text that the teacher generates"
+        )
+    if vocab_size is not None and vocab_size > min(student, teacher):
+        raise ConfigError(
+            f"distill: vocab_size must be at most {min(student, teacher)}, the smaller of the student's {student} and "
+            f"the teacher's {teacher} classes, got {vocab_size}"
         )
 
 
 def num_classes(module: nn.Module) -> int | None:
     """Return the width of the logits where a Transformers model tells it, else None."""
     head = getattr(module, "get_output_embeddings", lambda: None)()
-    weight = getattr(head, "weight", None)
+    weight, classes = getattr(head, "weight", None), getattr(head, "out_features", None)
+    if isinstance(classes, int):  # a quantised weight is packed
+        return classes
     if isinstance(weight, Tensor):
         return weight.shape[0]
     if "Classification" in type(module).__name__:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +13,25 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shared_core.distillation.attention_pairs import AttentionPairs
-from shared_core.distillation.batch import ForwardHook, is_causal, named_inputs
+from shared_core.distillation.batch import ForwardHook, find_logits, is_causal, named_inputs
 from shared_core.distillation.comparison import Comparison, StudentBatch, open_comparison
 from shared_core.distillation.config import DistillConfig
 from shared_core.distillation.hidden_pairs import HiddenPairs
 from shared_core.distillation.layer_init import copy_layers_
+from shared_core.distillation.mutual import MutualComparison, make_peers, mix
+from shared_core.distillation.peers import Peers
+from shared_core.distillation.unlabelled import (
+    ExampleCounts,
+    is_per_token,
+    labelled_part,
+    positions_ahead,
+    split_batch,
+    zero_of,
+)
 from shared_core.distillation.watched_pairs import WatchedPairs
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
 from shared_core.positions import ParsedPosition, Position, parse_position
+from shared_core.ranks import any_rank
 from shared_core.technique import Context, Technique
 
 # Students that began with their teacher's layers, and what was copied: training on must not begin again.
@@ -45,8 +57,12 @@ class Distillation(Technique):
         super().__init__(config)
         self.labels: Tensor | None = None
         """Labels of the next loss, where a trainer takes them out of the model's inputs; used once."""
+        self.unlabelled: Tensor | None = None
+        """Which examples of the next loss are unlabelled, ``(B,)`` bool, where that is told; used once."""
+        self._examples = ExampleCounts()
         self._comparison: Comparison | None = None
         self._pairs: dict[str, WatchedPairs] = {}
+        self._peers: Peers | None = None
         self._student: nn.Module | None = None
         self._hook = ForwardHook()
         self._handle: RemovableHandle | None = None
@@ -61,13 +77,37 @@ class Distillation(Technique):
         self._saved_pairs: dict[str, Any] = {}
         self._told: dict[str, Any] = {}
 
+    @property
+    def peers(self) -> list[nn.Module]:
+        """The other students of mutual learning, also after the run."""
+        return self._peers.modules if self._peers is not None else []
+
+    def one_by_one(self, clip: Callable[[], Any]) -> None:
+        """Call `clip` once for each student while no other has gradients, for a norm over an optimizer's parameters."""
+        if self._peers is not None:
+            self._peers.one_by_one(clip)
+
+    def before_attach(self, model: nn.Module, context: Context) -> None:
+        """Make the other students: no technique has touched the model that they are copies of."""
+        if self.config.mutual:
+            self._peers = make_peers(self.config, model, self._find_student(model), context)
+
     def attach(self, model: nn.Module, context: Context) -> None:
         """Load and freeze the teacher, compare it with the student, and hook the student's forward."""
         self.detach(model)
         student = self._find_student(model)
-        self._student, self._comparison = student, open_comparison(self.config, model, student, context)
+        if self._peers is not None:
+            comparison: Comparison = MutualComparison(self.config, model, self._peers, context)
+        else:
+            comparison = open_comparison(self.config, model, student, context)
+        self._student, self._comparison = student, comparison
         self._told = self._comparison.told
         self._causal = is_causal(student) if self.config.causal is None else self.config.causal
+        if self.config.unlabelled_field and getattr(getattr(student, "config", None), "is_encoder_decoder", False):
+            raise ConfigError(
+                "distill: unlabelled_field must be none for an encoder-decoder, which is fed its labels, got "
+                f"{self.config.unlabelled_field!r}; give the teacher's texts as labels"
+            )
         self._watch_pairs(student, self._comparison.teachers.modules, context)
         self._handle = student.register_forward_hook(self._hook, with_kwargs=True)
 
@@ -96,7 +136,7 @@ class Distillation(Technique):
         if self._comparison is not None:
             self._saved_teachers = self._comparison.teachers.state_dict()
             self._comparison.detach()
-        self._handle = self._student = self._comparison = self.labels = None
+        self._handle = self._student = self._comparison = self.labels = self.unlabelled = None
         self._hook.active = False
         self._hook.take()
 
@@ -106,6 +146,7 @@ class Distillation(Technique):
         self._switch(context)
         if self._student is not None and self._comparison is not None:
             self._comparison.teachers.follow(self._student)
+            self._comparison.begin(context)
             if self._saved_teachers:
                 self._comparison.teachers.load_state_dict(self._saved_teachers)
         for name, pairs in self._pairs.items():
@@ -116,6 +157,10 @@ class Distillation(Technique):
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
         """Return the mixed loss for the latest forward of the student, the task loss outside begin..end."""
         forward, labels, self.labels = self._hook.take(), self.labels, None
+        told, self.unlabelled = self.unlabelled, None
+        if labels is None and forward is not None and self._student is not None:
+            labels = named_inputs(self._student, forward).get("labels")
+        task_loss = labelled_part(task_loss, labels, causal=self._causal)
         if not self._is_active(context) or not torch.is_grad_enabled():
             return task_loss
         student, comparison = self._student, self._comparison
@@ -126,25 +171,69 @@ class Distillation(Technique):
                 "module, not its forward method"
             )
         config = self.config
-        labels = named_inputs(student, forward).get("labels") if labels is None else labels
+        if config.unlabelled_field and told is None:
+            raise TrainingError(
+                f"distill: unlabelled_field {config.unlabelled_field!r} must be told of every micro-batch, and was "
+                "not; in a loop of your own call batch = session.techniques['distill'].prepare_batch(batch) before the "
+                "student's forward"
+            )
         temperature = self._at(context, config.temperature, config.temperature_end)
-        batch = StudentBatch(student, forward, labels, self._causal, temperature)
-        compared = comparison.compare(batch)
-        total, count = compared.total, compared.count
-        self._batches += 1
-        self._positions = self._positions + count
-        self._soft, self._task = (total.detach(), count), task_loss.detach()
+        batch = StudentBatch(student, forward, labels, self._causal, temperature, told)
         alpha = self._at(context, config.alpha, config.alpha_end)
-        mixed = task_loss
-        if alpha != 1:  # 0 * inf would be NaN
-            soft = context.normalise(total, count).to(task_loss.device)
-            mixed = soft if alpha == 0 else alpha * task_loss + (1 - alpha) * soft
+        with torch.set_grad_enabled(alpha != 1 or config.mutual):
+            compared = comparison.compare(batch)
+        total, count = compared.total, compared.count
+        self._examples.add(labels, told, batch.inputs.get("attention_mask"), compared.mask, count)
+        self._batches += 1
+        self._positions = self._positions + (count if compared.mask is None else compared.mask.sum())
+        self._soft, self._task = (total.detach(), count), task_loss.detach()
+        mixed = mix(task_loss, context.normalise(total, count), alpha)
+        mixed = comparison.join(mixed, task_loss, alpha, count, context)
         weights = {"hidden": config.hidden_weight, "attention": config.attention_weight}
         for name, pairs in self._pairs.items():
             term = pairs.loss(compared.mask, batch.inputs, context.normalise)
             self._pair_losses[name] = term.detach()
             mixed = mixed + weights[name] * term.to(mixed.device)
         return mixed
+
+    def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a batch as the student may see it, and note for the next loss which of its examples are unlabelled.
+
+        Args:
+            batch: A mapping with ``labels``, or with none at all, and `unlabelled_field` if there is one. That key is
+                taken out, and the labels of unlabelled examples become -100 (float ones NaN).
+
+        Raises:
+            ConfigError: If it does not hold the field, or that is not one bool for each example.
+        """
+        prepared, self.unlabelled = split_batch(batch, self.config.unlabelled_field)
+        self.labels = prepared.get("labels")
+        return prepared
+
+    def positions_ahead(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return how many positions of a batch the soft term will count, before the student has seen it."""
+        prepared, told = split_batch(batch, self.config.unlabelled_field)
+        return positions_ahead(prepared, told, causal=self._causal, per_token=self._per_token)
+
+    def unlabelled_task(self, output: Any) -> Tensor:
+        """Return the task loss of a batch without labels: 0, connected to the student's output.
+
+        Raises:
+            TrainingError: If the logits are not what `positions_ahead` took them for.
+        """
+        latest = self._hook.latest
+        if latest is not None:
+            logits = find_logits(latest.output, self.config.logits, "student")
+            if (logits.ndim > 2) != self._per_token:
+                raise TrainingError(
+                    f"distill: a batch must have labels where the student's class does not tell what its logits "
+                    f"{tuple(logits.shape)} are of; give labels of -100, and unlabelled_field for sequences"
+                )
+        return zero_of(output)
+
+    @property
+    def _per_token(self) -> bool:
+        return self._student is not None and is_per_token(self._student, causal=self._causal)
 
     def _at(self, context: Context, first: float, last: float | None) -> float:
         """Return what an option is at this step, on its way from begin to end."""
@@ -161,6 +250,11 @@ class Distillation(Technique):
         if self._student is not None and self._comparison is not None:
             self._comparison.teachers.after_step(self._student)
 
+    def skipped_optimizer_step(self, context: Context) -> None:
+        """The gradients of this step are of no use to anyone."""
+        if self._peers is not None:
+            self._peers.drop_gradients()
+
     def _switch(self, context: Context) -> None:
         active = self._is_active(context)
         self._hook.active = active
@@ -172,11 +266,21 @@ class Distillation(Technique):
     def before_eval(self, context: Context) -> None:
         """Let go of the last batch."""
         self._hook.take()
-        self.labels = None
+        self.labels = self.unlabelled = None
 
     def finish(self, model: nn.Module, context: Context) -> None:
         """Detach: the student is a plain model already."""
+        field, seen = self.config.unlabelled_field, self._examples.state_dict().get("unlabelled_examples", 0)
+        device = next((parameter.device for parameter in model.parameters()), "cpu")
+        if field and not any_rank(seen > 0, device):
+            self._told["unlabelled_field"] = f"{field} called not one example unlabelled"
+            context.services.say(f"distill: {self._told['unlabelled_field']}; every one was trained on its label")
         self.detach(model)
+
+    def write(self, folder: Path) -> None:
+        """Write the other students' weights; the student is the user's model."""
+        if self._peers is not None:
+            self._peers.write(folder)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, projections, and an average; a frozen teacher is not part of a checkpoint."""
@@ -184,12 +288,13 @@ class Distillation(Technique):
             "teachers": self._comparison.teachers.state_dict() if self._comparison else dict(self._saved_teachers),
             "pairs": {name: pairs.state_dict() for name, pairs in self._pairs.items()} or dict(self._saved_pairs),
         }
-        counted = {"batches": self._batches, "positions": int(self._positions)}
+        counted = {"batches": self._batches, "positions": int(self._positions)} | self._examples.state_dict()
         return counted | {name: tensors for name, tensors in learned.items() if tensors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back the counters."""
         self._batches, self._positions = int(state["batches"]), int(state["positions"])
+        self._examples.load_state_dict(state)
         self._saved_teachers, self._saved_pairs = state.get("teachers", {}), dict(state.get("pairs", {}))
 
     def metrics(self) -> dict[str, float]:
@@ -201,10 +306,18 @@ class Distillation(Technique):
             "distill/soft_loss": float(total / count.clamp(min=1)),
             "distill/task_loss": float(self._task),
             **{f"distill/{name}_loss": float(term) for name, term in self._pair_losses.items()},
+            **self._share(),
+            **(self._comparison.metrics() if self._comparison else {}),
         }
+
+    def _share(self) -> dict[str, float]:
+        latest = self._examples.latest if self.config.unlabelled_field else None
+        return {} if latest is None else {"distill/unlabelled_share": float(latest.float().mean())}
 
     def report(self) -> dict[str, Any]:
         """Return who taught, how, and how much."""
+        examples = self._examples.state_dict()
+        weak = self.config.unlabelled_field or examples.get("unlabelled_examples")
         return {
             **self._told,
             "divergence": self.config.divergence,
@@ -212,6 +325,7 @@ class Distillation(Technique):
             "alpha": self.config.alpha,
             "batches": self._batches,
             "positions": int(self._positions),
+            **(examples if weak else {}),
         }
 
     def _find_student(self, model: nn.Module) -> nn.Module:

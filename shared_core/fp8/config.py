@@ -56,7 +56,13 @@ class Fp8Config(TechniqueConfig):
         "auto",
         help="hybrid: e4m3 forward, e5m2 gradients (tensorwise, delayed); e4m3: both; auto: what the recipe has",
     )
-    amax_history: int = option(16, help="steps whose largest magnitude sets the next scale (delayed)", low=1, high=1024)
+    amax_history: int = option(
+        16,
+        help="steps whose largest magnitude sets the next scale (delayed)",
+        low=1,
+        high=1024,
+        only_with={"recipe": ("delayed",)},
+    )
     backend: Literal["auto", "emulated", "scaled_mm", "torchao"] = option(
         "auto",
         help="auto: torch's scaled matmul on GPUs that multiply FP8, else the same numbers emulated; or always one; "

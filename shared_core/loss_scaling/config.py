@@ -38,13 +38,31 @@ class LossScaleConfig(TechniqueConfig):
     floor: str | None = option(
         None, help="enhanced: step:floor pairs, such as 40000:8192,150000:32768, or auto, which is also the default"
     )
-    floor_window: int = option(200, low=1, help="floor auto: steps after which the floor moves")
+    floor_window: int = option(
+        200, low=1, help="floor auto: steps after which the floor moves", only_with={"kind": ("enhanced",)}
+    )
     floor_overflows: float = option(
-        0.02, above=0, high=1, help="floor auto: share of overflowing steps at which the floor falls"
+        0.02,
+        above=0,
+        high=1,
+        help="floor auto: share of overflowing steps at which the floor falls",
+        only_with={"kind": ("enhanced",)},
     )
     format: Literal["fp16", "fp8_e5m2"] = option("fp16", help="format that gradients must fit into: auto, telemetry")
-    margin: float = option(2.0, low=0, high=14, help="auto: bits kept free between the largest gradient and the format")
-    smoothing: float = option(0.9, low=0, below=1, help="auto: share of the past in the smoothed largest gradient")
+    margin: float = option(
+        2.0,
+        low=0,
+        high=14,
+        help="auto: bits kept free between the largest gradient and the format",
+        only_with={"kind": ("auto",)},
+    )
+    smoothing: float = option(
+        0.9,
+        low=0,
+        below=1,
+        help="auto: share of the past in the smoothed largest gradient",
+        only_with={"kind": ("auto",)},
+    )
     telemetry_every: int = option(
         100, low=0, help="measure underflow of the gradients every so many applied steps; 0: never"
     )

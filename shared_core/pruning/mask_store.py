@@ -8,8 +8,8 @@ from eff_kernels.pruning import apply_mask_
 from torch import Tensor
 
 from shared_core.packed_masks import pack_mask, unpack_mask
-from shared_core.pruning.sharded import part_of
 from shared_core.ranks import local_part
+from shared_core.sharded import part_of
 
 
 class MaskStore(Mapping[str, Tensor]):
@@ -53,8 +53,10 @@ class MaskStore(Mapping[str, Tensor]):
         """Return all masks, eight weights to a byte, as they are saved."""
         return {name: pack_mask(mask) for name, mask in self.parts.items()} | self._packed
 
-    def apply(self) -> None:
-        """Set every pruned weight to exactly +0.0."""
-        if self.parts:
-            weights = [local_part(self.weights[name]) for name in self.parts]
-            apply_mask_(weights, list(self.parts.values()))
+    def apply(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
+        """Set every pruned weight to exactly +0.0, or what `values` has for it: this process's part of it."""
+        if values is None:
+            values = {weight: local_part(weight) for weight in self.weights.values()}
+        held = [name for name in self.parts if self.weights[name] in values]
+        if held:
+            apply_mask_([values[self.weights[name]] for name in held], [self.parts[name] for name in held])

@@ -16,7 +16,7 @@ from shared_core.pruning.distribution import erdos_renyi_sparsities
 from shared_core.pruning.masks import prune_mask, prune_masks
 from shared_core.pruning.n_m import nm_mask_of_scores
 from shared_core.pruning.scorers import Scorer, from_output_rows, output_rows
-from shared_core.pruning.sharded import whole
+from shared_core.sharded import whole
 
 
 class RankedScores(Sequence[Tensor]):

@@ -21,11 +21,11 @@ from shared_core.pruning.rigl import rigl_drop_share, rigl_mask
 from shared_core.pruning.schedules import scheduled_sparsity, update_is_due
 from shared_core.pruning.scorers import make_scorer
 from shared_core.pruning.selection import RankedScores, select_weights
-from shared_core.pruning.sharded import whole
 from shared_core.pruning.straight_through import StraightThrough
 from shared_core.pruning.targets import Targets, find_targets
 from shared_core.pruning.unit_pruning import UnitPruning
 from shared_core.ranks import local_part
+from shared_core.sharded import whole
 from shared_core.technique import Context, Technique
 
 
@@ -171,6 +171,10 @@ class Pruning(Technique):
             self._penalty.forget_step()
         if self._straight_through.is_shown:
             self._straight_through.hide(self._weights, dict(self._store))
+
+    def constrain(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Prune other values for the weights by the masks there are."""
+        self._store.apply(values)
 
     def weights_replaced(self, context: Context) -> None:
         """Prune the new weights by the masks there are."""

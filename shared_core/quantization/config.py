@@ -54,8 +54,16 @@ class QatConfig(TechniqueConfig):
         help="activation ranges: ema: moving average of each step's minimum and maximum; minmax, percentile, kl, mse: "
         "of all steps; learned with the weights: lsq, lsq_plus (with a zero point), pact",
     )
-    ema_constant: float = option(0.01, help="weight of a new step in the moving average", above=0.0, high=1.0)
-    percentile: float = option(99.99, help="share of the values inside the range, in percent", above=50.0, high=100.0)
+    ema_constant: float = option(
+        0.01, help="weight of a new step in the moving average", above=0.0, high=1.0, only_with={"range": ("ema",)}
+    )
+    percentile: float = option(
+        99.99,
+        help="share of the values inside the range, in percent",
+        above=50.0,
+        high=100.0,
+        only_with={"range": ("percentile",)},
+    )
     clip_gelu: float | None = option(
         None, help="largest value with a code where a layer reads the output of a GELU; 10 is usual", above=0.0
     )

@@ -28,7 +28,9 @@ class LoraConfig(TechniqueConfig):
         help="the frozen weights, through bitsandbytes: nf4: 4-bit normal float; fp4: 4-bit float; int8: LLM.int8(); "
         "none: as they are",
     )
-    double_quant: bool = option(True, help="quantise the scales of nf4 and fp4 blocks to 8 bits too")
+    double_quant: bool = option(
+        True, help="quantise the scales of nf4 and fp4 blocks to 8 bits too", only_with={"base": ("nf4", "fp4")}
+    )
     requantize: bool = option(
         False, help="after the adapters are merged in float, round the weights to the base's grid again"
     )

@@ -1,5 +1,8 @@
-"""Soups: averages of checkpoints of one architecture, uniform, weighted, or greedy by a held-out metric."""
+"""Averages of weights: of checkpoints (soups: uniform, weighted, greedy by a metric), and running ones in training."""
 
+from shared_core.soup.adapter_average import AdapterWeights as AdapterWeights
+from shared_core.soup.average import AverageConfig as AverageConfig
+from shared_core.soup.average import WeightAverage as WeightAverage
 from shared_core.soup.config import SoupConfig as SoupConfig
 from shared_core.soup.diagnosis import Diagnosis as Diagnosis
 from shared_core.soup.diagnosis import diagnose as diagnose

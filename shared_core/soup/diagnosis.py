@@ -17,7 +17,7 @@ from shared_core.soup.greedy import Mode
 from shared_core.soup.ingredients import Source, open_ingredients
 from shared_core.soup.journal import Journal
 from shared_core.soup.scoring import Evaluate, Scoring
-from shared_core.soup.sources import Ingredient, averaged
+from shared_core.soup.sources import ADAPTER, Ingredient, averaged
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # A metric that is worse by this share of itself is one that averaging broke.
@@ -101,6 +101,10 @@ def diagnose(
     if mode not in ("max", "min"):
         raise ConfigError(f"soup: mode must be max or min, got {mode!r}")
     opened = open_ingredients(ingredients)
+    if opened[0].kind == ADAPTER:
+        raise ConfigError(
+            "soup: diagnose must get whole models, got adapters, whose ranks differ; merge them into their base model"
+        )
     candidate = Candidate(opened[0], None, after_average)
     search = {"kind": "diagnosis", "mode": mode, **(about or {})}
     scoring = Scoring(evaluate, candidate, Journal(journal, opened, search), progress)

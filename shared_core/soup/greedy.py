@@ -12,7 +12,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from shared_core.errors import CheckpointError, ConfigError
-from shared_core.soup.averaging import Candidate, non_finite_tensor
+from shared_core.soup.averaging import non_finite_tensor
+from shared_core.soup.candidates import candidate_for
 from shared_core.soup.ingredients import Source, open_ingredients
 from shared_core.soup.journal import Journal
 from shared_core.soup.scoring import Evaluate, Scoring, not_finite
@@ -66,6 +67,7 @@ def greedy_soup(
     max_ingredients: int | None = None,
     after_average: Callable[[dict[str, Tensor]], None] | None = None,
     into: dict[str, Tensor] | None = None,
+    rank: int | None = None,
 ) -> SoupResult:
     r"""Return the greedy soup of checkpoints of one architecture.
 
@@ -78,7 +80,8 @@ def greedy_soup(
 
     Args:
         ingredients: Paths (see `open_ingredient`) or state dicts. Equal metrics keep this order.
-        evaluate: Returns the held-out metric of a state dict. Quality is then to be told on other data.
+        evaluate: Returns the held-out metric of a state dict (of adapters: `AdapterWeights`, whose rank differs from
+            call to call). Quality is then to be told on other data.
         mode: Whether the metric is better when larger (``"max"``) or smaller (``"min"``).
         strict: Accept only what improves the metric (the authors' code), not what keeps it (the paper).
         min_delta: An average must be better than the soup before it by at least this, with `strict` by more; >= 0.
@@ -95,6 +98,7 @@ def greedy_soup(
         after_average: Called with every candidate before it is evaluated, single ones and the result included;
             changes it in place (masks, BatchNorm).
         into: Tensors to write candidates into, for example ``model.state_dict()``; by default new ones.
+        rank: Cut averages of adapters to this rank by SVD; one alone stays as it is. See `AdapterWeights.errors`.
 
     Returns:
         `SoupResult`. An ingredient with a non-finite metric or weight is left out; its history row says so.
@@ -126,10 +130,12 @@ def greedy_soup(
     opened = open_ingredients(ingredients)
     if scores is not None and len(scores) != len(opened):
         raise ConfigError(f"soup: scores must be one for each of {len(opened)} ingredients, got {len(scores)}")
-    options = {"kind": "greedy", "mode": mode, "strict": strict, "min_delta": min_delta, "order": order}
+    options = {
+        "kind": "greedy", "mode": mode, "strict": strict, "min_delta": min_delta, "order": order, "rank": rank,
+    }  # fmt: skip
     if order == "random":
         options["seed"] = seed
-    candidate = Candidate(opened[0], into, after_average)
+    candidate = candidate_for(opened, into, after_average, rank)
     scoring = Scoring(evaluate, candidate, Journal(journal, opened, {**options, **(about or {})}), progress)
     sign = 1.0 if mode == "max" else -1.0
 

@@ -10,10 +10,7 @@ from typing import Any, Literal
 from shared_core.errors import CheckpointError, nearest
 from shared_core.soup.config import larger_is_better
 from shared_core.soup.ingredients import Source, open_ingredients
-from shared_core.soup.sources import LIGHTNING, Ingredient, load_torch_file, read_json
-
-RUN_KEY = "eff_run"
-"""Where our Lightning callbacks keep a checkpoint's run, step and metrics."""
+from shared_core.soup.sources import LIGHTNING, RUN_KEY, Ingredient, load_torch_file, read_json
 
 
 def rank_by_logged(

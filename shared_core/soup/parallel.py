@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from shared_core.errors import ConfigError, EffError
-from shared_core.soup.averaging import Candidate
+from shared_core.soup.candidates import candidate_for
 from shared_core.soup.sources import Ingredient, open_ingredient
 
 _job: tuple[Any, Any] = (None, None)
@@ -43,6 +43,11 @@ def scores_in_processes(
     inside = next((item for _, item in items if item.path is None), None)
     if inside is not None:
         raise ConfigError(f"soup: ingredients must be files for jobs above 1, got {inside.name} in memory; save it")
+    renamed = next((item for _, item in items if item.is_renamed), None)
+    if renamed is not None:
+        raise ConfigError(
+            f"soup: ingredients must share their names for jobs above 1, got others in {renamed.name}; take one format"
+        )
     try:
         pickle.dumps((evaluate, after_average))
     except Exception as error:  # pickle raises what the object's own methods raise
@@ -75,5 +80,5 @@ def _begin(evaluate: Any, after_average: Any) -> None:
 def _score(path: Path) -> Any:
     evaluate, after_average = _job
     item = open_ingredient(path)
-    candidate = Candidate(item, None, after_average)
+    candidate = candidate_for([item], None, after_average, None)
     return None if candidate.write_single(item) else evaluate(candidate.state_dict)

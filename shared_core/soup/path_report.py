@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
+from torch import Tensor
 
 from shared_core.errors import MissingExtraError
+from shared_core.soup.adapter_average import AdapterWeights
 from shared_core.soup.greedy import SoupResult
 
 
@@ -35,9 +39,10 @@ def path_json(result: SoupResult) -> str:
     """
     # an evaluation that gives NaN the second time is one that JSON has no number for
     repeat = result.repeat and [score if math.isfinite(score) else None for score in result.repeat]
-    return json.dumps(
-        {"score": result.score, "ingredients": result.ingredients, "history": result.history, "repeat": repeat}
-    )
+    return json.dumps({
+        "score": result.score, "ingredients": result.ingredients, "history": result.history, "repeat": repeat,
+        **rank_errors(result.state_dict),
+    })  # fmt: skip
 
 
 def noise_of(result: SoupResult) -> str | None:
@@ -54,6 +59,13 @@ def noise_of(result: SoupResult) -> str | None:
         f"evaluation is not deterministic: {result.ingredients[0]} got {first:.6g}, then {second:.6g}; gains of "
         f"{abs(first - second):.2g} may be chance: fix its seed, evaluate in eval mode, or ask for more by --min-delta"
     )
+
+
+def rank_errors(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return what cutting an average of adapters to a lower rank lost, relative to it: in all, and in each layer."""
+    if not isinstance(state_dict, AdapterWeights) or not state_dict.errors:
+        return {}
+    return {"rank_error": state_dict.error, "rank_errors": state_dict.errors}
 
 
 def path_plot(result: SoupResult, file: str | Path) -> Path:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from shared_core.errors import CheckpointError
 from shared_core.packed_masks import packed_size, unpack_mask
-from shared_core.soup.sources import HF_FOLDER, LIGHTNING, Ingredient, load_torch_file
+from shared_core.soup.sources import DISTRIBUTED, HF_FOLDER, LIGHTNING, Ingredient, load_torch_file
+from shared_core.soup.sources.distributed import LIGHTNING_META
 from shared_core.state_file import STATE_FILE, load_state
 
 
@@ -71,10 +72,12 @@ def _remask(masks: Mapping[str, Tensor], state_dict: dict[str, Tensor]) -> None:
 def _pruning_state(ingredient: Ingredient) -> _Pruned | None:
     if ingredient.path is None:
         return None
-    if ingredient.kind == HF_FOLDER and (ingredient.path / STATE_FILE).exists():
+    if ingredient.kind in (HF_FOLDER, DISTRIBUTED) and (ingredient.path / STATE_FILE).exists():
         saved: Any = load_state(ingredient.path)
     elif ingredient.kind == LIGHTNING:
         saved = load_torch_file(ingredient.path).get("callbacks")
+    elif ingredient.kind == DISTRIBUTED and (ingredient.path / LIGHTNING_META).exists():
+        saved = load_torch_file(ingredient.path / LIGHTNING_META).get("callbacks")
     else:
         return None
     for state in _mappings(saved):

@@ -15,13 +15,26 @@ from torch import Tensor
 
 from shared_core.atomic import atomic_folder, atomic_write
 from shared_core.errors import CheckpointError
-from shared_core.soup.sources import HF_FOLDER, LIGHTNING, SAFETENSORS, Ingredient, load_torch_file, read_json
+from shared_core.soup.adapter_average import AdapterWeights
+from shared_core.soup.sources import (
+    ADAPTER,
+    DISTRIBUTED,
+    HF_FOLDER,
+    LIGHTNING,
+    SAFETENSORS,
+    Ingredient,
+    load_torch_file,
+    read_json,
+)
+from shared_core.soup.sources.adapter import ADAPTER_CONFIG
+from shared_core.soup.sources.distributed import LIGHTNING_META, index_folder, write_distributed
 
 # A folder's other files go along (config, tokenizer, processor); weights, training state and code objects do not.
 _LEFT_BEHIND = frozenset({
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".onnx", ".gguf",
+    ".distcp",
 })  # fmt: skip
-_TRAINING_FILES = ("trainer_state.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
+_TRAINING_FILES = ("trainer_state.json", ".metadata", "model.safetensors.index.json", "pytorch_model.bin.index.json")
 # What a Lightning checkpoint needs to be loaded; optimizers and callbacks belong to one run and are dropped.
 _KEPT_KEYS = ("epoch", "global_step", "pytorch-lightning_version", "hparams_name", "hyper_parameters",
               "hparams_type", "datamodule_hparams_name", "datamodule_hyper_parameters")  # fmt: skip
@@ -79,7 +92,13 @@ def save_soup(
         CheckpointError: If it cannot be written.
     """
     target = check_target(target, like)
-    if like.kind == HF_FOLDER and like.path is not None:
+    lacking = next((key for key in (*like.specs, *like.ties, *like.shards) if key not in state_dict), None)
+    if lacking is not None:
+        raise CheckpointError(
+            f"soup: weights must have the names of {like.name}, whose format they are to take, got no {lacking!r}; "
+            "give the first ingredient, whose names a soup of several formats has"
+        )
+    if like.kind in (HF_FOLDER, ADAPTER, DISTRIBUTED) and like.path is not None:
         with atomic_folder(target) as folder:
             _write_folder(state_dict, like, like.path, folder)
             if beside is not None:
@@ -90,7 +109,7 @@ def save_soup(
         if like.kind == SAFETENSORS:
             save_file({key: state_dict[key] for key in like.specs}, temporary, metadata={"format": "pt"})
         elif like.kind == LIGHTNING and like.path is not None:
-            torch.save(_lightning(load_torch_file(like.path), state_dict), temporary)
+            torch.save({**_kept(load_torch_file(like.path)), "state_dict": dict(state_dict)}, temporary)
         else:
             torch.save(dict(state_dict), temporary)
     if beside is not None:
@@ -105,17 +124,20 @@ def write_path(target: Path, path: str) -> None:
         temporary.write_text(path + "\n", encoding="utf-8")
 
 
-def _lightning(checkpoint: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {
-        **{key: checkpoint[key] for key in _KEPT_KEYS if key in checkpoint},
-        "state_dict": dict(state_dict),
-    }
+def _kept(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: checkpoint[key] for key in _KEPT_KEYS if key in checkpoint}
 
 
 def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Path, folder: Path) -> None:
     for file in source.iterdir():
         if file.is_file() and file.suffix not in _LEFT_BEHIND and file.name not in _TRAINING_FILES:
             shutil.copyfile(file, folder / file.name)
+    if like.kind == DISTRIBUTED:
+        _write_distributed(state_dict, source, folder)
+    if like.kind == ADAPTER:
+        if not isinstance(state_dict, AdapterWeights):
+            raise CheckpointError(f"{like.name}: soup of adapters must be `AdapterWeights`, got a plain dict")
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(state_dict.config, indent=2, sort_keys=True), encoding="utf-8")
     for name in dict.fromkeys(like.shards.values()):
         _write_weights(
             {key: state_dict[key] for key, where in like.shards.items() if where == name}, like, folder / name
@@ -136,3 +158,12 @@ def _write_weights(weights: Mapping[str, Tensor], like: Ingredient, file: Path) 
         )
     else:
         torch.save(dict(weights), file)
+
+
+def _write_distributed(state_dict: Mapping[str, Tensor], source: Path, folder: Path) -> None:
+    inner = index_folder(source)
+    if inner is None:
+        raise CheckpointError(f"{source}: folder must still hold its distributed checkpoint, got none; it was removed")
+    write_distributed(state_dict, inner, folder / inner.relative_to(source))
+    if (inner / LIGHTNING_META).exists():
+        torch.save(_kept(load_torch_file(inner / LIGHTNING_META)), folder / LIGHTNING_META)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shared_core.errors import ConfigError
 from shared_core.soup.averaging import Candidate, non_finite_tensor
+from shared_core.soup.candidates import AdapterCandidate
 from shared_core.soup.journal import Journal
 from shared_core.soup.parallel import scores_in_processes
 from shared_core.soup.sources import Ingredient
@@ -28,7 +29,11 @@ class Scoring:
     """
 
     def __init__(
-        self, evaluate: Evaluate, candidate: Candidate, journal: Journal, progress: Callable[[], object] | None = None
+        self,
+        evaluate: Evaluate,
+        candidate: Candidate | AdapterCandidate,
+        journal: Journal,
+        progress: Callable[[], object] | None = None,
     ) -> None:
         self._evaluate, self._candidate, self._journal = evaluate, candidate, journal
         self._progress = progress or (lambda: None)

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError, ConfigError, MatchError, nearest
 from shared_core.ranks import broadcast_
+from shared_core.soup.batch_norms import batch_norms, estimate_norms_
 from shared_core.soup.config import SoupConfig
 from shared_core.soup.greedy import greedy_soup
 from shared_core.soup.sources import IN_MEMORY, Ingredient, storage_key
 from shared_core.soup.uniform import uniform_soup
 from shared_core.technique import Context, SavedCheckpoint, Technique
-
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class ModelSoup(Technique):
@@ -35,7 +34,7 @@ class ModelSoup(Technique):
     def begin(self, context: Context) -> None:
         """Check what can be known before training: that checkpoints can be listed and BatchNorm exists if asked for."""
         context.services.checkpoints()
-        if self._options.bn_batches and not _norms(context.model):
+        if self._options.bn_batches and not batch_norms(context.model):
             raise MatchError(
                 f"soup: bn_batches must be 0 for a model without BatchNorm, got {self._options.bn_batches}; remove it"
             )
@@ -129,29 +128,12 @@ class ModelSoup(Technique):
         return float(broadcast_(torch.tensor(float(metrics[metric]), dtype=torch.float64, device=device)))
 
     def _estimate_norms(self, model: nn.Module, context: Context) -> None:
-        if not self._options.bn_batches:
-            return
-        norms = _norms(model)
-        momenta = [norm.momentum for norm in norms]
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None  # the plain mean over batches
-        try:
-            context.services.calibrate(self._options.bn_batches)
-        finally:
-            for norm, momentum in zip(norms, momenta, strict=True):
-                norm.momentum = momentum
-        for norm in norms:
-            for buffer in (norm.running_mean, norm.running_var, norm.num_batches_tracked):
-                broadcast_(cast(Tensor, buffer))
+        if self._options.bn_batches:
+            estimate_norms_(model, context.services.calibrate, self._options.bn_batches)
 
     def report(self) -> dict[str, Any]:
         """Return members, path and scores of the soup; empty before the end of training."""
         return dict(self._report)
-
-
-def _norms(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, _NORMS) and module.track_running_stats]
 
 
 def _ingredient(saved: SavedCheckpoint, context: Context, into: dict[str, Tensor]) -> Ingredient:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from shared_core.errors import CheckpointError, ConfigError
-from shared_core.soup.averaging import Candidate, non_finite_tensor
+from shared_core.soup.averaging import non_finite_tensor
+from shared_core.soup.candidates import candidate_for
 from shared_core.soup.ingredients import Source, open_ingredients
 
 
@@ -19,6 +20,7 @@ def uniform_soup(
     *,
     after_average: Callable[[dict[str, Tensor]], None] | None = None,
     into: dict[str, Tensor] | None = None,
+    rank: int | None = None,
 ) -> dict[str, Tensor]:
     r"""Return the state dict of the mean of all ingredients, ``sum(w_i x_i) / sum(w_i)``, accumulated in float32.
 
@@ -30,6 +32,7 @@ def uniform_soup(
         weights: One number >= 0 for each, for example the example counts of federated averaging; all 1 by default.
         after_average: Called with the result, to change it in place.
         into: Tensors to write the result into; by default new ones.
+        rank: Cut averages of adapters to this rank by SVD; one alone stays as it is. See `AdapterWeights.errors`.
 
     Raises:
         CheckpointError: If an ingredient cannot be read or does not belong with the others, or none is finite.
@@ -45,6 +48,7 @@ def uniform_soup(
     """
     opened = open_ingredients(ingredients)
     check_weights(weights, len(opened))
+    candidate = candidate_for(opened, into, after_average, rank)
     shares = [1.0] * len(opened) if weights is None else [float(weight) for weight in weights]
     members = []
     for item, share in zip(opened, shares, strict=True):
@@ -55,7 +59,6 @@ def uniform_soup(
             members.append((item, share))
     if not members:
         raise CheckpointError("soup: at least one ingredient must have finite weights and a weight above 0, got none")
-    candidate = Candidate(opened[0], into, after_average)
     candidate.begin_mean(*members[0])
     for item, share in members[1:]:
         candidate.accept(item, share)

@@ -8,6 +8,8 @@ import torch
 from fsdp2_runs import assert_two_trained_what_one_did, run_by_one_and_by_two
 
 from hf_eff._checkpoints import newest_whole
+from shared_core.soup import open_ingredient, save_soup, uniform_soup
+from shared_core.state_file import load_state
 
 SCRIPT = Path(__file__).parents[1] / "support" / "hf_fsdp2.py"
 
@@ -67,18 +69,33 @@ def test_a_damaged_checkpoint_is_passed_over(runs, tmp_path, kind, file):
     assert len(damaged) == 1
 
 
+def test_a_soup_reads_the_shards_of_both_processes(runs, tmp_path):
+    whole, shards = (runs["folder"] / f"{kind}_STATE_DICT" / "checkpoint-6" for kind in ("FULL", "SHARDED"))
+    soup, expected = uniform_soup([shards, whole]), open_ingredient(whole)
+    assert all(torch.equal(soup[name], expected.tensor(name)) for name in expected.specs)
+    assert (save_soup(soup, open_ingredient(shards), tmp_path / "soup") / "pytorch_model_fsdp_0").is_dir()
+
+
 def test_no_process_holds_the_whole_teacher(runs):
     for told in (one["teacher"] for one in runs["told"]):
         assert told["held"] < told["weights"] * 0.6
         assert told["batches"] == 6
 
 
+def test_training_sees_nothing_of_averages_that_were_validated(runs):
+    for found in runs["ranks"]:
+        assert all(torch.equal(value, found["unseen"][name]) for name, value in found["validated"].items())
+
+
 def test_the_best_model_comes_back(runs):
     first, second = (found["best"] for found in runs["ranks"])
     assert runs["told"][0]["best"] == runs["told"][1]["best"]
     assert all(torch.equal(value, second[name]) for name, value in first.items())
-    saved = torch.load(runs["folder"] / "best" / runs["told"][0]["best"] / "pytorch_model_fsdp.bin", weights_only=True)
-    assert all(torch.equal(value, first[name]) for name, value in saved.items())
+    folder = runs["folder"] / "best" / runs["told"][0]["best"]
+    saved = torch.load(folder / "pytorch_model_fsdp.bin", weights_only=True)
+    (average,) = load_state(folder)["techniques"]["average"]["kept"]
+    assert all(torch.equal(value, first[name]) for name, value in average.items())
+    assert not all(torch.equal(value, saved[name]) for name, value in average.items())
 
 
 def test_what_is_not_proven_on_shards_is_refused(runs):

@@ -6,6 +6,8 @@ import pytest
 import torch
 from fsdp2_runs import assert_two_trained_what_one_did, run_by_one_and_by_two
 
+from shared_core.soup import open_ingredient, save_soup, uniform_soup
+
 SCRIPT = Path(__file__).parents[1] / "support" / "lightning_fsdp2.py"
 
 
@@ -45,6 +47,15 @@ def test_a_run_resumed_inside_an_accumulation_window_equals_one_that_was_never_s
 def test_a_full_checkpoint_loads_in_the_plain_module(runs):
     found = runs["ranks"][0]
     assert all(torch.equal(value, found["distributed=False"][key]) for key, value in found["whole"].items())
+
+
+def test_a_soup_reads_the_shards_of_both_processes(runs, tmp_path):
+    whole, shards = (
+        runs["folder"] / f"distributed={distributed}" / "saved" / "5.ckpt" for distributed in (False, True)
+    )
+    soup, expected = uniform_soup([shards, whole]), torch.load(whole, weights_only=True)["state_dict"]
+    assert all(torch.equal(soup[name], value) for name, value in expected.items())
+    assert (save_soup(soup, open_ingredient(shards), tmp_path / "soup.ckpt") / "meta.pt").is_file()
 
 
 @pytest.mark.parametrize(("name", "finite"), [("scaler", [False, True]), ("fp16", [False, True]), ("fp8", None)])

@@ -9,14 +9,19 @@ from two_process_runs import by_two_and_by_one
 KEYS = [key for key in TOGETHER if "two_processes" not in TECHNIQUES[key].exempt]
 ROUNDED = "+".join(KEYS)
 EXACT = "+".join(key for key in KEYS if key != "qat")
+MUTUAL = "distill-mutual"  # whose other students DDP knows nothing of
 
 
 @pytest.mark.parametrize("front_end", ["hf", "lightning"])
 def test_two_processes_equal_one(front_end, tmp_path):
-    for recipe, first, one in by_two_and_by_one(front_end, tmp_path, (EXACT, ROUNDED)):
+    for recipe, first, one in by_two_and_by_one(front_end, tmp_path, (EXACT, ROUNDED, MUTUAL)):
         two, alone = (found["state"]["techniques"] for found in (first, one))
         assert first["state"]["step"] == one["state"]["step"] == 8
-        assert difference(two["prune"], alone["prune"]) is None
+        if "prune" in recipe:
+            assert difference(two["prune"], alone["prune"]) is None
+        if recipe == MUTUAL:
+            for ours, theirs in zip(*(state["distill"]["teachers"]["peers"] for state in (two, alone)), strict=True):
+                torch.testing.assert_close(ours["weights"], theirs["weights"], atol=1e-6, rtol=0)
         for name, weight in one["weights"].items():
             # Baked int8 weights may differ by one code, where a rounding of the sum over ranks tips a weight over.
             code = weight.flatten(1).abs().amax() / 127 if "qat" in recipe and weight.dim() > 1 else 1e-6

@@ -82,9 +82,9 @@ class TestOutputsAndInputs:
         def tupled(logits, labels):
             return (logits,) if labels is None else (F.cross_entropy(logits, labels), logits)
 
-        assert self.run(tupled, tupled) == 1
-        assert self.run(lambda logits, _: {"scores": logits}, lambda logits, _: logits, logits="scores") == 1
-        assert self.run(lambda logits, _: Output(logits), lambda logits, _: [logits], logits="scores") == 1
+        assert self.run(tupled, tupled) == 2
+        assert self.run(lambda logits, _: {"scores": logits}, lambda logits, _: logits, logits="scores") == 2
+        assert self.run(lambda logits, _: Output(logits), lambda logits, _: [logits], logits="scores") == 2
 
     @pytest.mark.parametrize("output", [None, {"loss": torch.ones(())}, torch.nn.Identity()])
     def test_no_logits(self, output):
@@ -109,7 +109,7 @@ class TestOutputsAndInputs:
         student({"x": torch.randn(3, 4), "labels": torch.tensor([0, -100, -100])})
         technique.loss(torch.ones((), requires_grad=True), context)
         assert seen == [{"x", "labels"}, {"x"}]
-        assert technique.report()["positions"] == 1
+        assert technique.report()["unlabelled_examples"] == 2
 
     def test_positional_labels_do_not_reach_the_teacher(self):
         student, teacher = bert(), bert(hidden=16)
@@ -120,14 +120,14 @@ class TestOutputsAndInputs:
         out = student(ids, torch.ones_like(ids), labels=torch.tensor([0, 1, -100]))
         technique.loss(out.loss, context)
         assert seen == [None]
-        assert technique.report()["positions"] == 2
+        assert technique.report()["unlabelled_examples"] == 1
 
     def test_labels_that_the_trainer_took_out(self):
         technique, context = attached(mlp(), mlp(16))
         technique.labels = torch.tensor([0, -100, 1])
         technique.loss(context.model(torch.randn(3, 4)).sum(), context)
         assert technique.labels is None
-        assert technique.report()["positions"] == 2
+        assert technique.report()["unlabelled_examples"] == 1
 
     def test_a_teacher_that_takes_fewer_inputs(self):
         teacher = DistilBertForSequenceClassification(
@@ -213,7 +213,7 @@ class TestAccumulation:
         ids = torch.randint(VOCAB, (8, 9))
         attention = torch.ones_like(ids)
         if kind == "classes":
-            labels = torch.tensor([0, 1, -100, 1, 0, 0, -100, 1])
+            labels = torch.tensor([0, 1, 0, 1, 0, 0, 1, 1])
             student, teacher = bert(), bert(hidden=16, seed=1)
         else:
             labels = torch.randint(2, ids.shape) if kind == "tokens" else ids.clone()

@@ -330,9 +330,9 @@ def parameter_gradients(module):
     return torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
 
 
-def worker(rank, port, folder):
+def worker(rank, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     part = slice(0, 5) if rank == 0 else slice(5, 8)
     inputs, targets = (each[part] for each in data())
     found = {}
@@ -387,4 +387,4 @@ def test_rows_are_gathered_in_the_order_of_ranks(found):
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    worker(int(sys.argv[1]), sys.argv[2])

@@ -131,11 +131,16 @@ def test_alpha_and_temperature_walk_evenly_from_begin_to_end():
 
 
 def test_only_confident_positions_count():
-    run = Run({"confidence": 0.45})
+    run = Run({"confidence": 0.45, "alpha": 0.0, "temperature": 1.0})
     x, _ = run.batch()
-    teacher = run.technique._comparison.teachers.modules[0]
-    sure = int((F.softmax(teacher(x), -1).amax(-1) >= 0.45).sum())
+    teacher, student = run.technique._comparison.teachers.modules[0], copy.deepcopy(run.model)
+    wanted, found = F.log_softmax(teacher(x), -1), F.log_softmax(student(x), -1)
+    confident = wanted.exp().amax(-1) >= 0.45
+    sure = int(confident.sum())
     assert 0 < sure < 8
+    each = (wanted.exp() * (wanted - found)).sum(-1)
+    assert run.loss().item() == pytest.approx(float(each[confident].sum() / 8), rel=1e-5)
+    run = Run({"confidence": 0.45})
     run.step()
     assert run.session.receipt()["techniques"]["distill"]["positions"] == sure
 

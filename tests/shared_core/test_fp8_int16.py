@@ -169,8 +169,8 @@ def shards():
     return [[skewed(800, seed=seed, exponent=size)[None] for size in pair] for seed, pair in enumerate(sizes)]
 
 
-def worker(rank, port, folder):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def worker(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     bank = SharedExponentBank(1)
     trace = [step(bank, pair[rank], applied=index != 4) for index, pair in enumerate(shards())]
     torch.save({"trace": trace, **bank.state_dict()}, f"{folder}/{rank}.pt")
@@ -191,4 +191,4 @@ def test_two_processes_have_the_exponents_of_one(tmp_path):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    worker(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    worker(int(sys.argv[1]), sys.argv[2])

@@ -13,9 +13,9 @@ from shared_core import Session
 from shared_core.pruning import read_ticket
 
 
-def ranks_main(rank, port, folder):
+def ranks_main(rank, folder):
     """Data-parallel training of two rounds; each rank sees half of every batch."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     torch.set_num_threads(1)
     states = []
     for number in range(2):
@@ -57,4 +57,4 @@ def test_two_processes_agree_and_one_writes(tmp_path):
 
 
 if __name__ == "__main__":
-    ranks_main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    ranks_main(int(sys.argv[1]), Path(sys.argv[2]))

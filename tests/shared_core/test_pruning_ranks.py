@@ -75,7 +75,7 @@ def test_masks_and_weights_are_the_same_on_both(found, name):
 
 
 if __name__ == "__main__":
-    rank, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     torch.save({name: train(options, rank) for name, options in RECIPES.items()}, folder / f"{rank}.pt")
     dist.destroy_process_group()

@@ -62,9 +62,9 @@ def scores(scorers, model):
     }
 
 
-def worker(rank, port, folder):
+def worker(rank, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     model, states = make(), {}
     scorers = scorers_of(model)
     shards = [batch.chunk(2)[rank] for batch in batches()]
@@ -133,4 +133,4 @@ def test_two_processes_score_as_one(tmp_path):
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    worker(int(sys.argv[1]), sys.argv[2])

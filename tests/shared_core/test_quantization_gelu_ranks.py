@@ -24,9 +24,9 @@ class Branches(nn.Module):
         return self.experts[branch](F.gelu(self.up(x)))
 
 
-def worker(rank, port, folder):
+def worker(rank, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     torch.manual_seed(0)
     model = Branches()
     technique = QuantizationAwareTraining(QatConfig(scheme="int8", clip_gelu=10))
@@ -55,4 +55,4 @@ def test_two_processes_agree(tmp_path):
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    worker(int(sys.argv[1]), sys.argv[2])

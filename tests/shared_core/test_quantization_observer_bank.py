@@ -126,9 +126,9 @@ def per_rank(rank):
     return data[: 1200 + 600 * rank].view(-1, 3)
 
 
-def worker(rank, port, folder):
+def worker(rank, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     result = {}
     for kind in STREAMING:
         for axis in (None, 1):
@@ -196,4 +196,4 @@ def test_two_ranks_hold_what_one_process_would(tmp_path):
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    worker(int(sys.argv[1]), sys.argv[2])

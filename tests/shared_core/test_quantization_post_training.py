@@ -52,8 +52,9 @@ def test_every_scheme_bakes_weights_quantises_inputs_and_converts_to_what_it_com
 @pytest.mark.parametrize("range", ["minmax", "ema", "percentile", "kl", "mse"])
 def test_ranges_are_those_of_an_observer_of_the_same_inputs(range):
     model = trained("mlp")
-    _, report = quantize_with_report(model, {"scheme": "int8", "range": range, "percentile": 99.0}, batches())
-    observer = make_observer(range, **({"percentile": 99.0} if range == "percentile" else {}))
+    options = {"percentile": 99.0} if range == "percentile" else {}
+    _, report = quantize_with_report(model, {"scheme": "int8", "range": range, **options}, batches())
+    observer = make_observer(range, **options)
     for batch in batches():
         observer.update(batch)
     low, high = observer.range()

@@ -39,9 +39,9 @@ def data():
     return [torch.randn(8, 6, generator=generator) * (1 + step) for step in range(4)]
 
 
-def worker(rank, port, folder):
+def worker(rank, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     shards = [batch.chunk(2)[rank] for batch in data()]
     ranges, parameters = run(make(), DistributedDataParallel, shards)
     torch.save({"ranges": ranges, "parameters": parameters}, f"{folder}/{rank}.pt")
@@ -61,4 +61,4 @@ def test_two_processes_have_the_ranges_of_one(tmp_path):
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    worker(int(sys.argv[1]), sys.argv[2])

@@ -114,9 +114,14 @@ def test_lightning_style_checkpoints(room):
     assert json.loads((room / "out" / "soup_soup_path.json").read_text())["ingredients"] == ["1.ckpt"]
     with pytest.raises(CheckpointError, match=r"ending in .ckpt"):
         eff("0.ckpt", "1.ckpt", "--eval", "soup_task:quality", "--out", "folder")
-    torch.save({"state_dict": {"w": torch.zeros(4, 4)}}, "0.ckpt")
-    with pytest.raises(CheckpointError, match="one format"):
-        eff("0.ckpt", "run/checkpoint-1", "--uniform", "--out", "folder")
+    # formats mix, and the soup has the first one's
+    torch.save({"state_dict": {"model.w": torch.zeros(4, 4)}, "epoch": 3}, "0.ckpt")
+    eff("0.ckpt", "run/checkpoint-1", "--uniform", "--out", "mixed.ckpt")
+    mixed = torch.load("mixed.ckpt", weights_only=True)
+    assert mixed["epoch"] == 3
+    assert mixed["state_dict"]["model.w"].unique().tolist() == [0.5]
+    eff("run/checkpoint-3", "0.ckpt", "--eval", "soup_task:quality", "--mode", "min", "--out", "mixed")
+    assert load_file("mixed/model.safetensors")["w"].shape == (4, 4)
 
 
 GREEDY = ["--eval", "soup_task:all_nan"]  # would fail otherwise, if it were ever called

@@ -27,8 +27,9 @@ PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))  # torch's own count comes wi
 STEPS, BATCH, POISONED = 6, 4, 2
 SCALE = {"loss_scale": {"kind": "dynamic", "init_scale": 1024.0, "telemetry_every": 1, "histogram_every": 2}}
 FP8 = {recipe: {"fp8": {"recipe": recipe}} for recipe in ("tensorwise", "delayed")}
+AVERAGE = {"average": {"kind": "ema", "decay": 0.7, "every": 2}}
 PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
-ALL = {**FP8["delayed"], **SCALE, **PRUNE, "matmul": {"precision": "high"}}
+ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, "matmul": {"precision": "high"}}
 
 
 def distilled(**options):
@@ -183,8 +184,10 @@ def sharded_only(folder):
         tensors[name] = found(trainer, session)
         told[name] = {"skipped": session.skipped, "applied": session.step, "finite": trainer.finite_when_poisoned}
         told[name]["rate"] = trainer.lr_scheduler.last_epoch
+    for name, validated in (("validated", {"eval_strategy": "steps", "eval_steps": 2}), ("unseen", {})):
+        tensors[name] = found(*train(folder / name, {**AVERAGE, **PRUNE}, save_strategy="no", **validated))
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3}
-    trainer, session = train(folder / "best", FP8["delayed"], **best)
+    trainer, session = train(folder / "best", {**FP8["delayed"], **AVERAGE}, **best)
     tensors["best"] = found(trainer, session)
     told["best"] = Path(trainer.state.best_model_checkpoint).name
     recipe = distilled()

@@ -30,8 +30,9 @@ PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 STEPS, BATCH, POISONED = 6, 8, 2
 SCALE = {"loss_scale": {"kind": "dynamic", "init_scale": 1024.0, "telemetry_every": 1, "histogram_every": 2}}
 FP8 = {recipe: {"fp8": {"recipe": recipe}} for recipe in ("tensorwise", "delayed")}
+AVERAGE = {"average": {"kind": "ema", "decay": 0.7, "every": 2}}
 PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
-ALL = {**FP8["delayed"], **SCALE, **PRUNE, "matmul": {"precision": "high"}}
+ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, "matmul": {"precision": "high"}}
 
 
 def distilled():

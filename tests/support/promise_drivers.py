@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from shared_core import Recipe, Session
+from shared_core.technique import BareServices
 
 LEARNING_RATE = 0.01
 CLIP = 1.0
@@ -62,10 +63,26 @@ def _optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0, fused="fused" in name)
 
 
+class LoopServices(BareServices):
+    """What a plain loop can do for a technique: run the first of its batches again."""
+
+    def __init__(self, model: DigitsNet, data: list[dict[str, Tensor]]) -> None:
+        self._model, self._data = model, data
+
+    def calibrate(self, num_batches: int) -> None:
+        training = self._model.training
+        self._model.train()
+        with torch.no_grad():
+            for batch in self._data[:num_batches]:
+                self._model(**batch)
+        self._model.train(training)
+
+
 def run_bare(recipe: Any, *, accumulate: int = 1, batch_norm: bool = True, optim: str = "adamw_torch") -> Result:
     """A plain loop that divides the loss by the number of micro-batches, as both trainers do."""
     model = make_net(batch_norm=batch_norm, recipe=recipe)
-    session = Session(recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe))
+    services = LoopServices(model, batches(accumulate))
+    session = Session(recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe), services=services)
     session.attach(model)
     optimizer = _optimizer(optim, model.parameters())
     session.begin([optimizer], total_steps=NUM_STEPS, steps_per_epoch=4)
@@ -80,7 +97,8 @@ def run_bare(recipe: Any, *, accumulate: int = 1, batch_norm: bool = True, optim
         if scaler is not None:
             scaler.unscale_(optimizer)
         session.before_optimizer_step()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        for student in (model, *getattr(session.techniques.get("distill"), "peers", ())):
+            torch.nn.utils.clip_grad_norm_(student.parameters(), CLIP)
         if scaler is None:
             optimizer.step()
             session.after_optimizer_step()

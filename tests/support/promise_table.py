@@ -51,6 +51,7 @@ TECHNIQUES = {
         Row("share", {"bits": 3, "begin": 6, "min_size": 64}),
         Row("distill", {"temperature": 2.0, "alpha": 0.4}, needs_teacher=True),
         Row("loss_scale", {"kind": "dynamic", "init_scale": 1024.0, "growth_interval": 3}),
+        Row("average", {"kind": "ema", "decay": 0.7, "begin": 2, "every": 2}),
         # A soup looks at saved checkpoints after training: no step of training is changed by it.
         Row(
             "soup",
@@ -87,7 +88,9 @@ VARIANTS = {
     "prune-rigl": Row("prune", {"dynamic": "rigl", "criterion": "random", **GROWING, "schedule": "one_shot"}),
     "prune-neuron": Row("prune", {"granularity": "neuron", "criterion": "fisher", **GROWING}),
     "distill-ema": Row("distill", {"teacher": "ema", "ema_decay": 0.5, "divergence": "jsd", "alpha_end": 0.1}),
+    "distill-mutual": Row("distill", {"teacher": "mutual", "peers": 3, "divergence": "jsd"}),
     "distill-hidden": Row("distill", {"hidden": ["*hidden=hidden"], "confidence": 0.1}, needs_teacher=True),
+    "distill-chunked": Row("distill", {"chunked": True, "budget_mib": 0.001, "vocab_size": 9}, needs_teacher=True),
     "qat-lsq": Row("qat", {"scheme": "int8", "range": "lsq_plus", "begin": 2, "freeze_observers": 6}),
     "qat-kl": Row("qat", {"scheme": "int8", "range": "kl", "begin": 2, "freeze_observers": 6}),
     "qat-int4": Row("qat", {"scheme": "int8_dynamic_int4_weight", "begin": 3, "rounding": "stochastic"}),
@@ -104,6 +107,7 @@ VARIANTS = {
     "ticket-late": Row("ticket", {"rewind_to": 2}, needs_ticket=True),
     "ticket-rate": Row("ticket", {"rewind_to": 2, "rewind": "learning_rate"}, needs_ticket=True),
     "ticket-tuned": Row("ticket", {"rewind_to": 2, "rewind": "none"}, needs_ticket=True),
+    "average-last": Row("average", {"kind": "last_k", "k": 2, "every": 3}),
     "primary-copy": Row("primary_weights", {"kind": "fp32_copy"}, in_16_bit=True),
 }
 EVERYTHING = tuple(TECHNIQUES)
@@ -138,6 +142,9 @@ class DigitsNet(nn.Module):
         logits = self.head(self.dropout(torch.relu(self.hidden(features))))
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return {"logits": logits} if loss is None else {"loss": loss, "logits": logits}
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
 
 
 def make_net(dropout: float = 0.0, *, seed: int = 0, batch_norm: bool = True, recipe: Iterable[str] = ()) -> DigitsNet:

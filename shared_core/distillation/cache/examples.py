@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from shared_core.distillation.batch import IGNORED
 from shared_core.distillation.cache.keys import mask_of
+from shared_core.distillation.unlabelled import IGNORED
 from shared_core.errors import ConfigError
 
 _IDS = ("input_ids", "decoder_input_ids")

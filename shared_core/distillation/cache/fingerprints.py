@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +75,16 @@ def tokenizer_fingerprint(tokenizer: Any) -> str | None:
         tokenizer: An object with ``get_vocab()``, such as a Transformers tokenizer or a processor that holds one, or
             the folder that one was saved in (its ``tokenizer.json``).
     """
+    return _hash_vocabulary(tokenizer_vocabulary(tokenizer))
+
+
+def tokenizer_vocabulary(tokenizer: Any) -> dict[str, int] | None:
+    """Return which token has which number, None if that cannot be told; argument as of `tokenizer_fingerprint`."""
     if isinstance(tokenizer, Path | str):
-        return _hash_vocabulary(_vocabulary_in(Path(tokenizer)))
+        return _vocabulary_in(Path(tokenizer))
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     get_vocabulary = getattr(tokenizer, "get_vocab", None)
-    return _hash_vocabulary(get_vocabulary()) if callable(get_vocabulary) else None
+    return dict(get_vocabulary()) if callable(get_vocabulary) else None
 
 
 def template_fingerprint(tokenizer: Any) -> str | None:
@@ -113,10 +117,10 @@ def _add_tensor(digest: Any, name: str, value: Tensor) -> None:
         digest.update(flat[at : at + step].cpu().contiguous().view(torch.uint8).numpy())
 
 
-def _hash_vocabulary(vocabulary: Mapping[str, int] | Iterable[tuple[str, int]] | None) -> str | None:
+def _hash_vocabulary(vocabulary: dict[str, int] | None) -> str | None:
     if not vocabulary:
         return None
-    pairs = sorted(dict(vocabulary).items(), key=lambda pair: (pair[1], pair[0]))
+    pairs = sorted(vocabulary.items(), key=lambda pair: (pair[1], pair[0]))
     return hashlib.blake2b(_canonical(pairs), digest_size=_BYTES).hexdigest()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.atomic import clean_strays
-from shared_core.distillation.batch import IGNORED, Forward, ask_teacher, find_logits
+from shared_core.distillation.batch import Forward, ask_teacher, find_logits
 from shared_core.distillation.cache.keys import ExampleRows, Padding, as_keys, default_fields, example_rows
 from shared_core.distillation.cache.manifest import MANIFEST_FILE, Manifest
 from shared_core.distillation.cache.shards import (
@@ -28,6 +28,7 @@ from shared_core.distillation.cache.shards import (
     write_index,
 )
 from shared_core.distillation.cache.targets import to_stored, top_k_targets
+from shared_core.distillation.unlabelled import IGNORED
 from shared_core.errors import CheckpointError, ConfigError
 
 TOP_K = 64

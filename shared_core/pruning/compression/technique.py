@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -109,6 +109,10 @@ class WeightSharing(Technique):
         else:
             self._tie()
 
+    def constrain(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Share other values for the weights by the clusters there are."""
+        self._tie(values)
+
     def weights_replaced(self, context: Context) -> None:
         """Share the new weights by the clusters there are."""
         self._tie()
@@ -200,10 +204,13 @@ class WeightSharing(Technique):
             self._codes[name] = codes[name].to(weight.device)
 
     @torch.no_grad()
-    def _tie(self) -> None:
+    def _tie(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
         for name, codes in self._codes.items() if self._weights else ():
-            weight, first = self._weights[name], self._first[name]
-            put_values_(weight, codes, weight.reshape(-1)[first])
+            weight: Tensor | None = self._weights[name]
+            if values is not None:
+                weight = values.get(cast("Tensor", weight))
+            if weight is not None:
+                put_values_(weight, codes, weight.reshape(-1)[self._first[name]])
 
     def _restart(self, context: Context) -> None:
         """Clear what optimizers remember: it belonged to single weights, and a centroid starts anew."""

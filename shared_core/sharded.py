@@ -1,4 +1,4 @@
-"""Weights that FSDP2 has sharded: scores need whole tensors, masks are applied to the part this process holds."""
+"""Tensors that FSDP2 has sharded: gathered whole to decide on and to save, cut again into what a process holds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ def whole(tensor: Tensor) -> Tensor:
     """Return a tensor as it is on one device: gathered if it is sharded; then every process must call it."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else cast("Tensor", gather())
+
+
+def whole_of(part: Tensor, like: Any) -> Tensor:
+    """Return the whole of which `part` is this process's, placed as `like` is; then every process must call it."""
+    if not hasattr(like, "device_mesh"):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    placed = DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return placed.full_tensor()
 
 
 def part_of(full: Tensor, like: Any) -> Tensor:

@@ -1,0 +1,240 @@
+"""Examples without a label: how a batch tells them, and what the two terms of the loss count of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shared_core.errors import ConfigError, TrainingError
+
+IGNORED = -100
+"""Label of a position that does not count: ``ignore_index`` of torch's cross-entropy."""
+
+_PER_TOKEN = ("ForMaskedLM", "ForTokenClassification")
+
+
+def rows_that_count(
+    shape: tuple[int, ...], labels: Tensor | None, attention_mask: Any, *, causal: bool, unlabelled: Tensor | None
+) -> Tensor | None:
+    """Return which rows of logits the soft term counts, True = it does; None for all of them.
+
+    Args:
+        shape: Of the rows: ``(B,)`` examples or ``(B, L)`` positions.
+        labels: Class indices of that shape; None: every row of an example that is not padding counts.
+        attention_mask: ``(B, L)``, 0 = padding. Of another shape, it is not asked.
+        causal: Whether the logits at i answer for label i + 1; the last position then never counts.
+        unlabelled: ``(B,)`` bool, True = all of the example counts, but padding, whatever its labels.
+
+    Example:
+        >>> labels, told = torch.tensor([[-100, 4, -100], [7, 7, 7]]), torch.tensor([False, True])
+        >>> rows_that_count((2, 3), labels, torch.tensor([[1, 1, 1], [1, 1, 0]]), causal=False, unlabelled=told)
+        tensor([[False,  True, False],
+                [ True,  True, False]])
+    """
+    if len(shape) == 1 and (labels is None or (_one_each(labels, attention_mask) and not causal)):
+        return None  # labelled or not, an example has a soft target
+    masked = isinstance(attention_mask, Tensor) and tuple(attention_mask.shape) == shape
+    real = attention_mask != 0 if masked else None
+    if labels is not None:
+        counts = labels != IGNORED
+        if unlabelled is not None:
+            everything = torch.ones_like(counts) if real is None else real.to(counts.device)
+            counts = torch.where(_column(unlabelled, counts), everything, counts)
+    elif real is not None:
+        counts = real
+    elif causal and len(shape) == 2:
+        counts = torch.ones(shape, dtype=torch.bool)
+    else:
+        return None
+    return F.pad(counts[:, 1:], (0, 1), value=False) if causal and len(shape) == 2 else counts
+
+
+def positions_ahead(batch: Mapping[str, Any], unlabelled: Tensor | None, *, causal: bool, per_token: bool) -> Tensor:
+    """Return how many rows of a batch the soft term will count, before a model has seen it: int64 scalar.
+
+    Args:
+        batch: With ``labels``, or without any: then `per_token` tells whether a row is a token or an example.
+        unlabelled: As of `rows_that_count`, as are the other arguments.
+        causal: As there.
+        per_token: Whether the model has logits for every token.
+
+    Example:
+        >>> positions_ahead({"labels": torch.tensor([[1, -100, 3]])}, None, causal=True, per_token=True)
+        tensor(1)
+    """
+    labels, attention = batch.get("labels"), batch.get("attention_mask")
+    if isinstance(labels, Tensor):
+        # numbers and independent labels: one row for all outputs of an example
+        shape = tuple(labels.shape[:-1] if labels.is_floating_point() and labels.ndim > 1 else labels.shape)
+        labels = None if labels.is_floating_point() else labels
+    elif per_token:
+        shape = tuple((attention if isinstance(attention, Tensor) else _first(batch)).shape[:2])
+    else:
+        shape = (len(_first(batch)),)
+    counts = rows_that_count(shape, labels, attention, causal=causal, unlabelled=unlabelled)
+    return torch.tensor(math.prod(shape)) if counts is None else counts.sum()
+
+
+def split_batch(batch: Mapping[str, Any], field: str | None) -> tuple[dict[str, Any], Tensor | None]:
+    """Return a batch without `field`, the labels of unlabelled examples taken out, and which examples those are.
+
+    A label taken out is -100, NaN among float labels: a loss that does not leave it out turns NaN at once. All examples
+    of a batch without ``labels`` are unlabelled. Without a field nothing is told of a batch with labels (None).
+
+    Args:
+        batch: Mapping with ``labels`` (and ``shift_labels``), examples first.
+        field: Key of one bool, or 0 or 1, for each example; True = unlabelled.
+
+    Raises:
+        ConfigError: If the batch does not hold such a field.
+
+    Example:
+        >>> batch, told = split_batch({"labels": torch.tensor([3, 1]), "new": torch.tensor([0, 1])}, "new")
+        >>> batch, told
+        ({'labels': tensor([   3, -100])}, tensor([False,  True]))
+    """
+    if not isinstance(batch, Mapping):
+        raise _error(field, f"be a key of every batch, got a {type(batch).__name__}; let batches be dicts")
+    rest = {name: value for name, value in batch.items() if name != field}
+    if rest.get("labels") is None:
+        first = _first(rest)
+        return rest, torch.ones(len(first), dtype=torch.bool, device=first.device)
+    if field is None:
+        return rest, None
+    if field not in batch:
+        raise _error(
+            field, f"be a key of every batch, got {', '.join(map(str, batch))}; the data set or its collator drops it"
+        )
+    told = _flags(batch[field], field, rest["labels"])
+    for name in ("labels", "shift_labels"):
+        if isinstance(rest.get(name), Tensor):
+            rest[name] = _taken_out(rest[name], told)
+    return rest, told
+
+
+def labelled_part(task_loss: Tensor, labels: Any, *, causal: bool) -> Tensor:
+    """Return the task loss, or 0 with zero gradients where no label of the micro-batch counts: there a mean is 0/0.
+
+    Args:
+        task_loss: Scalar; its own gradients must be finite, as those of torch's cross-entropy are.
+        labels: Class indices, -100 = ignored, or float labels, NaN = none. Something else changes nothing.
+        causal: Whether the first label of each sequence is not predicted.
+
+    Example:
+        >>> labelled_part(torch.tensor(float("nan")), torch.tensor([-100, -100]), causal=False)
+        tensor(0.)
+    """
+    if not isinstance(labels, Tensor):
+        return task_loss
+    counts = ~labels.isnan() if labels.is_floating_point() else labels != IGNORED
+    counts = counts[:, 1:] if causal and labels.ndim == 2 else counts
+    return torch.where(counts.any().to(task_loss.device), task_loss, torch.zeros_like(task_loss))
+
+
+def zero_of(output: Any) -> Tensor:
+    """Return 0 with zero gradients for all that a forward's output depends on, be it infinite."""
+    items: Iterable[Any] = [output] if isinstance(output, Tensor) else output
+    items = items.values() if isinstance(items, Mapping) else items
+    found = next((item for item in items if isinstance(item, Tensor) and item.requires_grad), None)
+    if found is None:
+        raise TrainingError("distill: a batch without labels needs a forward that returns logits with gradients")
+    return found.flatten()[:0].sum()
+
+
+def is_per_token(student: nn.Module, *, causal: bool) -> bool:
+    """Return whether a model has logits for every token, as far as its class tells."""
+    return causal or any(kind.__name__.endswith(_PER_TOKEN) for kind in type(student).__mro__)
+
+
+class ExampleCounts:
+    """How many examples had a label, how many had none, and how many positions of those had a soft target."""
+
+    NAMES = ("labelled_examples", "unlabelled_examples", "unlabelled_positions")
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+        self.latest: Tensor | None = None
+        """Which examples of the latest micro-batch were unlabelled; None where nothing tells."""
+
+    def add(self, labels: Any, told: Tensor | None, attention_mask: Any, counted: Tensor | None, rows: Tensor) -> None:
+        """Count a micro-batch; nothing where neither labels nor a field tell of its examples.
+
+        Args:
+            labels: As the task loss saw them.
+            told: ``(B,)`` bool of `split_batch`.
+            attention_mask: As of `rows_that_count`.
+            counted: Rows with a soft target, None: all of them.
+            rows: How many those are.
+        """
+        self.latest = flags = told if told is not None else _unlabelled(labels, attention_mask)
+        if flags is None:
+            return
+        if counted is None:
+            positions = flags.sum() * rows.to(flags.device) // max(len(flags), 1)
+        else:
+            positions = (counted & _column(flags, counted)).sum().to(flags.device)
+        sums = torch.stack([(~flags).sum(), flags.sum(), positions])
+        self._sums = sums if self._sums is None else self._sums.to(sums.device) + sums
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counts by name; empty where nothing was told."""
+        return {} if self._sums is None else dict(zip(self.NAMES, self._sums.tolist(), strict=True))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back the counts among a technique's state."""
+        if all(name in state for name in self.NAMES):
+            self._sums = torch.tensor([int(state[name]) for name in self.NAMES])
+
+
+def _unlabelled(labels: Any, attention_mask: Any) -> Tensor | None:
+    if not isinstance(labels, Tensor) or not labels.ndim:
+        return None
+    if labels.is_floating_point():
+        return labels.isnan().reshape(len(labels), -1).all(1)
+    if labels.ndim == 1:
+        return labels == IGNORED if _one_each(labels, attention_mask) else None
+    # -100 within a sequence is padding or a prompt, even where nothing else is
+    return torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
+
+
+def _one_each(labels: Tensor, attention_mask: Any) -> bool:
+    """Return whether labels are one for each example, not those of a flattened batch of sequences."""
+    return not isinstance(attention_mask, Tensor) or attention_mask.ndim == 0 or len(attention_mask) == len(labels)
+
+
+def _flags(values: Any, field: str, labels: Any) -> Tensor:
+    told = values if isinstance(values, Tensor) else torch.as_tensor(values)
+    told = told.squeeze(1) if told.ndim == 2 and told.shape[1] == 1 else told
+    if told.is_floating_point() or told.is_complex() or tuple(told.shape) != tuple(labels.shape[:1]):
+        raise _error(
+            field, f"hold a bool for each of {len(labels)} examples, got {told.dtype} of shape {tuple(told.shape)}"
+        )
+    if told.device.type == "cpu" and told.numel() and not 0 <= int(told.min()) <= int(told.max()) <= 1:
+        raise _error(field, f"hold bools, or 0 and 1, got {told.tolist()}")
+    return told.bool().to(labels.device)
+
+
+def _taken_out(labels: Tensor, told: Tensor) -> Tensor:
+    if labels.dtype in (torch.bool, torch.uint8):
+        raise ConfigError(f"distill: labels must be signed integers or floats to be taken out, got {labels.dtype}")
+    return labels.masked_fill(_column(told, labels), math.nan if labels.is_floating_point() else IGNORED)
+
+
+def _column(flags: Tensor, like: Tensor) -> Tensor:
+    return flags.to(like.device).view(-1, *[1] * (like.ndim - 1))
+
+
+def _first(batch: Mapping[str, Any]) -> Tensor:
+    found = next((value for value in batch.values() if isinstance(value, Tensor) and value.ndim), None)
+    if found is None:
+        raise ConfigError(f"distill: a batch must hold tensors, got {', '.join(map(str, batch)) or 'nothing'}")
+    return found
+
+
+def _error(field: str | None, rule: str) -> ConfigError:
+    return ConfigError(f"distill: unlabelled_field {field!r} must {rule}")

@@ -1,0 +1,175 @@
+r"""Averages of LoRA adapters: of their products BA, never of A and B apart."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shared_core.soup.averaging import accumulator_dtype, mean_with_
+from shared_core.soup.sources import Ingredient, averaged
+from shared_core.soup.sources.adapter import LoraLayer, lora_layers, scaling
+
+
+class AdapterWeights(dict[str, Tensor]):
+    """The state dict of an adapter under PEFT's names, with what its config must be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config: dict[str, Any] = {}
+        """The fields of ``adapter_config.json``; ``LoraConfig(**config)`` takes them."""
+        self.errors: dict[str, float] = {}
+        r"""For each layer cut to a lower rank, ``|cut - average| / |average|`` of BA in the Frobenius norm."""
+        self.error = 0.0
+        """The same over all layers together."""
+
+
+class _Factors(NamedTuple):
+    """``scale * b @ a``, as matrices or as the kernels of two convolutions."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def average_adapters(
+    members: Sequence[tuple[Ingredient, float]], rank: int | None = None, into: AdapterWeights | None = None
+) -> AdapterWeights:
+    r"""Return the adapter whose ``scale * B A`` is the mean of its members': ``sum(w_i s_i B_i A_i) / sum(w_i)``.
+
+    A's are stacked, and B's beside each other, so the rank is the sum of the members'; equal members are stacked once,
+    so that their mean keeps its bits. The weight lies in alpha if it is the same for all: then no B is rounded anew.
+    Biases and modules that are trained whole are averaged as in a model.
+
+    Args:
+        members: Adapters, each with its weight; dtypes and config come from the first.
+        rank: Cut each layer to the best approximation of this rank (by SVD), if it is larger.
+        into: What to write the result into.
+
+    Source: stacking is exact algebra; Eckart & Young, 1936, for the cut.
+    """
+    first = members[0][0]
+    soup = AdapterWeights() if into is None else into
+    soup.clear()
+    soup.config, soup.errors, soup.error = dict(first.config), {}, 0.0
+    total = math.fsum(weight for _, weight in members)
+    layers = lora_layers(first)
+    of_layers = {key for layer in layers for key in (layer.a, layer.b, layer.bias)}
+    for key in first.specs:
+        if key not in of_layers:
+            soup[key] = _mean(key, members, [1.0] * len(members))
+    ranks: dict[str, tuple[int, float]] = {}
+    lost, whole, changed = 0.0, 0.0, False
+    for layer in layers:
+        parts = _parts(layer, members)
+        factors = parts[0][0] if len(parts) == 1 else _stacked(parts, total)
+        if rank is not None:
+            norm = _norm(factors)
+            if factors.a.shape[0] > rank:
+                factors, cut = _cut(factors, rank)
+                soup.errors[layer.module] = cut / norm if norm else 0.0
+                lost += cut**2
+            whole += norm**2
+        changed = changed or factors is not parts[0][0]
+        soup[layer.a] = factors.a.to(first.spec(layer.a).dtype, copy=True).contiguous()
+        soup[layer.b] = factors.b.to(first.spec(layer.b).dtype, copy=True).contiguous()
+        ranks[layer.module] = (factors.a.shape[0], factors.scale)
+        if first.has(layer.bias):
+            shares = [scaling(adapter.config, layer.module) / factors.scale for adapter, _ in members]
+            soup[layer.bias] = _mean(layer.bias, members, shares)
+    soup.error = math.sqrt(lost / whole) if whole else 0.0
+    if changed:
+        soup.config.update(_config_of(ranks))
+    for adapter, _ in members:
+        adapter.close()
+    return soup
+
+
+def _mean(key: str, members: Sequence[tuple[Ingredient, float]], scales: Sequence[float]) -> Tensor:
+    """Return the mean of ``scale * tensor``."""
+    first = members[0][0]
+    if not averaged(first.spec(key).dtype):
+        return first.tensor(key).clone()
+    mean: Tensor | None = None
+    total = 0.0
+    for (adapter, weight), scale in zip(members, scales, strict=True):
+        tensor = adapter.tensor(key)
+        tensor = tensor.to(accumulator_dtype(tensor.dtype)) * scale
+        total += weight
+        mean = tensor if mean is None else mean_with_(mean, mean, tensor, weight, total)
+    return torch.as_tensor(mean).to(first.spec(key).dtype)
+
+
+def _parts(layer: LoraLayer, members: Sequence[tuple[Ingredient, float]]) -> list[tuple[_Factors, float]]:
+    """Return the factors of a layer with their weights, equal ones once."""
+    parts: list[tuple[_Factors, float]] = []
+    for adapter, weight in members:
+        its = _Factors(adapter.tensor(layer.a), adapter.tensor(layer.b), scaling(adapter.config, layer.module))
+        same = next((i for i, (other, _) in enumerate(parts) if _equal(its, other)), None)
+        if same is None:
+            parts.append((its, weight))
+        else:
+            parts[same] = (parts[same][0], parts[same][1] + weight)
+    return parts
+
+
+def _equal(one: _Factors, two: _Factors) -> bool:
+    return one.scale == two.scale and one.a.shape == two.a.shape and torch.equal(one.a, two.a) and torch.equal(
+        one.b, two.b
+    )  # fmt: skip
+
+
+def _stacked(parts: Sequence[tuple[_Factors, float]], total: float) -> _Factors:
+    shares = [weight * factors.scale for factors, weight in parts]
+    unit = next((share for share in shares if share), 1.0)
+    dtype = accumulator_dtype(parts[0][0].b.dtype)
+    return _Factors(
+        torch.cat([factors.a.to(accumulator_dtype(factors.a.dtype)) for factors, _ in parts], 0),
+        torch.cat([factors.b.to(dtype) * (share / unit) for (factors, _), share in zip(parts, shares, strict=True)], 1),
+        unit / total,
+    )
+
+
+def _norm(factors: _Factors) -> float:
+    a, b = factors.a.double().flatten(1), factors.b.double().flatten(1)
+    return factors.scale * math.sqrt(max(0.0, float(((b.T @ b) * (a @ a.T)).sum())))
+
+
+def _cut(factors: _Factors, rank: int) -> tuple[_Factors, float]:
+    """Return the nearest product of a lower rank, and its distance; the SVD is of the small core ``R_b R_a^T``."""
+    a, b = factors.a.double().flatten(1), factors.b.double().flatten(1)
+    q_a, r_a = torch.linalg.qr(a.T)
+    q_b, r_b = torch.linalg.qr(b)
+    u, values, v = torch.linalg.svd(factors.scale * r_b @ r_a.T)
+    # B starts with most of the size where training starts: split evenly
+    root = values[:rank].sqrt()
+    rank = root.numel()
+    new_a = (root[:, None] * (v[:rank] @ q_a.T)).reshape(rank, *factors.a.shape[1:])
+    new_b = (q_b @ u[:, :rank] * root).reshape(-1, rank, *factors.b.shape[2:])
+    return _Factors(new_a, new_b, 1.0), float(values[rank:].norm())
+
+
+def _config_of(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
+    """Return the config fields that give each layer its rank and scale."""
+    wanted = {module: (rank, _whole(scale * rank)) for module, (rank, scale) in ranks.items()}
+    (usual_rank, usual_alpha), _ = Counter(wanted.values()).most_common(1)[0]
+    names = {module: f"^{re.escape(module)}" for module in wanted}  # PEFT takes patterns from the end of a name
+    return {
+        "r": usual_rank,
+        "lora_alpha": usual_alpha,
+        "rank_pattern": {names[module]: rank for module, (rank, _) in wanted.items() if rank != usual_rank},
+        "alpha_pattern": {names[module]: alpha for module, (_, alpha) in wanted.items() if alpha != usual_alpha},
+        "use_rslora": False,
+        "init_lora_weights": True,
+        "loftq_config": {},
+        "eva_config": None,
+    }
+
+
+def _whole(number: float) -> float:
+    return round(number) if math.isclose(number, round(number), rel_tol=1e-12) else number

@@ -1,0 +1,131 @@
+"""The exchange of weights and their average in a model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.ranks import local_part
+from shared_core.soup.average.running import RunningAverage
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+class StandIn:
+    """Puts an average in the place of a model's trained parameters and batch norm statistics, and takes it out again.
+
+    Tensors are exchanged one by one, so that beside the average one more tensor is held; parameters of another dtype
+    than the average's (16 bit) need a copy of the weights as long as it is in. Nothing else may write into the
+    parameters meanwhile.
+
+    Args:
+        model: Whose parameters; those that FSDP2 has sharded are exchanged in the part that this process holds.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.parameters = {name: value for name, value in model.named_parameters() if is_trained(value)}
+        self.norms = {
+            name: buffer
+            for name, buffer in model.named_buffers()
+            if name.rpartition(".")[2] in (*_STATISTICS, "num_batches_tracked")
+        }
+        """Mean, variance and count of batches of every batch norm; the count is not averaged."""
+        self._aside: dict[str, Tensor] = {}
+        self._exchanged: set[str] = set()
+
+    def live(self) -> dict[str, Tensor]:
+        """Return what is averaged, as it is in the model now."""
+        statistics = {name: buffer for name, buffer in self.norms.items() if name.endswith(_STATISTICS)}
+        return {name: local_part(parameter.detach()) for name, parameter in self.parameters.items()} | statistics
+
+    def own_names(self) -> dict[str, str]:
+        """Return the name here of every parameter and buffer of the model, empty for those that are left alone.
+
+        A tied parameter has several names in the model and one here.
+        """
+        here = {id(value): name for name, value in {**self.parameters, **self.norms}.items()}
+        model = self._model
+        own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        return {name: here.get(id(value), "") for name, value in own}
+
+    @property
+    def has_average(self) -> bool:
+        """Whether there is an average to exchange with, in the model or, for the moment, beside it."""
+        return bool(self._aside)
+
+    @property
+    def is_in(self) -> bool:
+        """Whether the model holds the average."""
+        return bool(self._exchanged)
+
+    def put_in(self, running: RunningAverage, norms: Mapping[str, Tensor]) -> None:
+        """Put an average in, with other buffers of batch norms where `norms` has them."""
+        with writing():
+            for name, value in self.live().items():
+                average = running.average(name)
+                alike = average.dtype == value.dtype and name not in self.norms
+                self._aside[name] = average if alike else average.to(value.dtype, copy=True)
+            for name, buffer in self.norms.items():
+                self._aside.setdefault(name, buffer.clone())
+                self._aside[name].copy_(norms.get(name, self._aside[name]))
+        self.exchange(average=True)
+
+    def put_out(self) -> None:
+        """Put the weights back; the average has its memory again. Without an average nothing happens."""
+        if self._aside:
+            self.exchange(average=False)
+            self._aside = {}
+
+    @contextlib.contextmanager
+    def lent(self, put_in: Callable[[], None]) -> Iterator[None]:
+        """Have the average in for a while: the one that was taken out for the moment, or what `put_in` puts in."""
+        was_beside = self.has_average
+        self.exchange(average=True) if was_beside else put_in()
+        try:
+            yield
+        finally:
+            self.exchange(average=False) if was_beside else self.put_out()
+
+    def stay_in(self) -> None:
+        """Let the weights go that the average has taken the place of."""
+        self._aside, self._exchanged = {}, set()
+
+    def exchange(self, *, average: bool) -> None:
+        """Let the model hold the average, or its weights again; those that it holds already stay."""
+        with writing():
+            for name, value in {**self.live(), **self.norms}.items():
+                if (name in self._exchanged) is average:
+                    continue
+                other, held = self._aside[name], value.clone()
+                try:
+                    value.copy_(other)
+                finally:  # interrupted in between, the weights are not lost
+                    other.copy_(held)
+                    self._exchanged ^= {name}
+        # FSDP2 keeps the outermost module gathered after forward, and would compute with the weights of before
+        for module in self._model.modules():
+            if hasattr(module, "set_reshard_after_forward"):
+                cast(Any, module).reshard()
+
+    def kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return values of the average, where their memory holds the model's weights those in the model."""
+        live = self.live() if self._exchanged else {}
+        borrowed = {name for name in self._exchanged if self._aside[name] is values.get(name)}
+        return {name: live[name] if name in borrowed else value for name, value in values.items()}
+
+
+def is_trained(parameter: Tensor) -> bool:
+    """Return whether a parameter is one to average: trainable and not an integer."""
+    return parameter.requires_grad and (parameter.is_floating_point() or parameter.is_complex())
+
+
+@contextlib.contextmanager
+def writing() -> Iterator[None]:
+    """Allow writing into weights, and make tensors that may be written later: Lightning validates in inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -1,0 +1,325 @@
+"""The running average of a run's weights: beside them while they train, in their place for validation, at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
+from shared_core.ranks import all_reduce_, broadcast_
+from shared_core.sharded import part_of, whole_of
+from shared_core.soup.average.config import AverageConfig
+from shared_core.soup.average.running import RunningAverage
+from shared_core.soup.average.stand_in import StandIn, is_trained, writing
+from shared_core.soup.batch_norms import batch_norms, estimate_norms_
+from shared_core.technique import Context, Technique
+
+
+class WeightAverage(Technique):
+    """Averages the trained parameters and the statistics of batch norms after steps that were applied.
+
+    Checkpoints to go on from hold the weights in training, and the average beside them. Validation, saved models and
+    the end of training have the average: weights and average change places in the model, tensor by tensor, and back,
+    whatever happens in between. Under FSDP2 each process averages its own part.
+
+    Args:
+        config: The options.
+
+    Example:
+        >>> from shared_core.recipe import Recipe
+        >>> from shared_core.session import Session
+        >>> model = nn.ParameterList([nn.Parameter(torch.zeros(1))])
+        >>> session = Session(Recipe.from_dict({"average": {"kind": "swa", "begin": 1}}))
+        >>> session.attach(model)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> session.begin([optimizer], total_steps=3)
+        >>> for _ in range(3):
+        ...     model[0].grad = torch.full((1,), -2.0)
+        ...     session.before_optimizer_step()
+        ...     optimizer.step()
+        ...     _ = session.after_optimizer_step()
+        >>> with session.evaluating():
+        ...     model[0].item()
+        4.0
+        >>> model[0].item()
+        6.0
+        >>> session.finish()
+        >>> model[0].item()
+        4.0
+    """
+
+    key: ClassVar[str] = "average"
+    config: AverageConfig
+
+    def __init__(self, config: AverageConfig) -> None:
+        super().__init__(config)
+        self._running = self._new()
+        self._model: nn.Module | None = None
+        self._stand_in = StandIn(nn.Module())
+        self._estimated: dict[str, Tensor] = {}
+        self._estimated_at = 0
+        """After which update the norms were estimated."""
+        self._is_lent = self._is_over = False
+        self._gathered: RunningAverage | None = None
+        self._saved: Mapping[str, Any] | None = None
+        self._first = 0
+        self._told: dict[str, Any] = {"validations_of_average": 0, "validations_of_weights": 0}
+
+    def _new(self) -> RunningAverage:
+        config = self.config
+        return RunningAverage(config.kind, decay=config.decay, warmup=config.warmup, k=config.k)
+
+    # -- start
+
+    def attach(self, model: nn.Module, context: Context) -> None:
+        """Check that there is something to average.
+
+        Raises:
+            MatchError: If no parameter is trained, or `bn_batches` is given without BatchNorm.
+        """
+        if not any(map(is_trained, model.parameters())):
+            raise MatchError("average: model must have a trainable parameter, got none; unfreeze what is to be trained")
+        if self.config.bn_batches and not batch_norms(model):
+            raise MatchError(
+                f"average: bn_batches must be 0 for a model without BatchNorm, got {self.config.bn_batches}; remove it"
+            )
+        self._model = model
+
+    def begin(self, context: Context) -> None:
+        """Resolve `begin` and put a saved average back.
+
+        Raises:
+            ConfigError: If the average would never be updated.
+            CheckpointError: If a saved average is of another kind, or of other weights.
+        """
+        config = self.config
+        self._first = context.resolve(config.start, "average.begin") or config.every
+        if context.total_steps is not None and self._first > context.total_steps:
+            raise ConfigError(
+                f"average: first update must come within the {context.total_steps} steps of this run, got step "
+                f"{self._first} from begin {config.start!r} and every {config.every}; begin earlier"
+            )
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            self._restore(saved, context)
+
+    # -- one step
+
+    def after_optimizer_step(self, context: Context) -> None:
+        """Take the new weights into the average if that is due.
+
+        Raises:
+            TrainingError: If parameters became trainable, or no longer are, since the first update.
+        """
+        if context.step < self._first or (context.step - self._first) % self.config.every:
+            return
+        if not self._running.kept:
+            self._stand_in = StandIn(context.model)
+        known, trained = len(self._stand_in.parameters), sum(map(is_trained, context.model.parameters()))
+        if known != trained:
+            raise TrainingError(
+                f"average: the same {known} parameters must be trainable from the first update on, got {trained}; "
+                "begin after the last (un)freezing"
+            )
+        with torch.no_grad():
+            self._running.update(self._stand_in.live())
+            for kept in self._running.kept:
+                context.constrain({parameter: kept[name] for name, parameter in self._stand_in.parameters.items()})
+
+    # -- in the weights' place
+
+    def before_eval(self, context: Context) -> None:
+        """Put the average into the model, if there is one yet."""
+        if not self.config.evaluate or self._is_over:
+            return
+        found = "validations_of_average" if self._running.kept else "validations_of_weights"
+        if not self._running.kept and not self._told[found]:
+            context.services.say(
+                f"efftrain: average: validation sees the weights in training, as no average begins before step "
+                f"{self._first}"
+            )
+        self._told[found] += 1
+        if self._running.kept:
+            self._put_in()
+            try:
+                self._settle_norms(context)
+            except BaseException:
+                self._stand_in.put_out()
+                raise
+
+    def after_eval(self, context: Context) -> None:
+        """Put the weights back."""
+        self._stand_in.put_out()
+
+    def before_save(self, context: Context, baked: bool) -> None:
+        """See to it that the model holds what is to be saved, and gather what is sharded: every process must call."""
+        if self._is_over or not self._running.kept:
+            return
+        stand_in = self._stand_in
+        if stand_in.is_in and not baked:
+            stand_in.exchange(average=False)
+        elif baked and not stand_in.is_in:
+            self._put_in()
+            self._is_lent = True
+        if not baked and any(hasattr(parameter, "device_mesh") for parameter in stand_in.parameters.values()):
+            self._gathered = self._new()
+            self._gathered.kept = [
+                {name: whole_of(value, stand_in.parameters.get(name)).cpu() for name, value in kept.items()}
+                for kept in self._running.kept
+            ]
+
+    def after_save(self, context: Context) -> None:
+        """Undo `before_save`."""
+        self._gathered = None
+        if self._is_lent:
+            self._stand_in.put_out()
+            self._is_lent = False
+        elif self._stand_in.has_average:
+            self._stand_in.exchange(average=True)
+
+    def _put_in(self) -> None:
+        self._stand_in.put_in(self._running, self._estimates())
+
+    def _estimates(self) -> dict[str, Tensor]:
+        return self._estimated if self._estimated_at == self._running.num_updates else {}
+
+    def _settle_norms(self, context: Context) -> None:
+        """Let every process have the same statistics of batch norms for the average that is in the model."""
+        norms = self._stand_in.norms
+        if self.config.bn_batches and not self._estimates():
+            estimate_norms_(context.model, context.services.calibrate, self.config.bn_batches)
+            with writing():
+                self._estimated = {name: buffer.clone() for name, buffer in norms.items()}
+            self._estimated_at = self._running.num_updates
+        for buffer in norms.values():
+            broadcast_(buffer)  # under DDP the first process's are the model's
+
+    # -- end
+
+    def finish(self, model: nn.Module, context: Context) -> None:
+        """Leave the average in the model; without one the weights stay, and a line says so."""
+        self._is_over = True
+        running = self._running
+        if not running.kept:
+            context.services.say("efftrain: average: it was never updated, so the model holds the weights in training")
+            return
+        stand_in = self._stand_in
+        self._told |= self._size()
+        with writing():
+            live = stand_in.live()
+            self._told["distance"] = _distance(live, {name: running.average(name) for name in stand_in.parameters})
+            self._put_in()
+            norms = {name: buffer.clone() for name, buffer in stand_in.norms.items()}
+            context.weights_replaced()
+            for name, buffer in norms.items():  # ranges are estimated in train mode
+                stand_in.norms[name].copy_(buffer)
+            self._settle_norms(context)
+        stand_in.stay_in()
+        running.kept = []
+
+    def detach(self, model: nn.Module) -> None:
+        """Leave the weights in training in the model, if the run was cut short."""
+        self._stand_in.put_out()
+        self._model, self._stand_in = None, StandIn(nn.Module())
+
+    def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the average in place of the weights, if there is one and it is not in the model already."""
+        if self._model is None or not self._running.kept or self._stand_in.is_in:
+            return state_dict
+        if any(hasattr(value, "device_mesh") for value in state_dict.values()):
+            return state_dict  # each process saves its parts: a checkpoint to go on from
+        averages, own, baked = self._gathered or self._running, self._stand_in.own_names(), dict(state_dict)
+        for key, value in state_dict.items():
+            name = own.get(key, "")
+            if name in self._estimates():
+                baked[key] = self._estimates()[name]
+            elif name in averages.kept[0]:
+                baked[key] = averages.average(name).to(value.dtype)
+        # adapters are merged into weights that the model has not as parameters
+        merged = [key for key, value in state_dict.items() if isinstance(value, Tensor) and key not in own]
+        if merged:
+            with self._stand_in.lent(self._put_in):
+                baked |= {key: value.clone() for key, value in self._model.state_dict().items() if key in merged}
+        return baked
+
+    # -- saved state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept, whole tensors by name, and statistics that were estimated for it."""
+        kept = (self._gathered or self._running).kept
+        return {
+            "kind": self.config.kind,
+            "updates": self._running.num_updates,
+            "kept": [self._stand_in.kept(values) for values in kept],
+            "norms": self._estimates(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep a saved state until `begin`."""
+        self._saved = dict(state)
+
+    def _restore(self, state: Mapping[str, Any], context: Context) -> None:
+        stand_in = StandIn(context.model)
+        like = {**stand_in.parameters, **stand_in.norms}
+        try:
+            kind, updates, kept, norms = state["kind"], int(state["updates"]), list(state["kept"]), state["norms"]
+            kept = kept[-self.config.k :]
+            shapes = {name: tensor.shape for values in kept for name, tensor in values.items()}
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise CheckpointError(f"average: state must be one that average saved, got {error!r}") from error
+        if kind != self.config.kind:
+            raise CheckpointError(
+                f"average: saved average must be of kind {self.config.kind}, got {kind}; resume with that kind"
+            )
+        odd = sorted(set(shapes) ^ set(stand_in.live())) if kept else []
+        odd = odd or sorted(name for name, shape in shapes.items() if shape != like[name].shape)
+        if odd:
+            raise CheckpointError(
+                f"average: saved average must be of the parameters trained now, got a difference at {odd[0]}; resume "
+                "with the model and recipe that wrote the checkpoint"
+            )
+        self._stand_in = stand_in
+        self._running.num_updates = updates if kept else 0
+        self._running.kept = [
+            {name: part_of(tensor.to(like[name].device, copy=True), like[name]) for name, tensor in values.items()}
+            for values in kept
+        ]
+        self._estimated = {name: tensor.to(like[name].device, copy=True) for name, tensor in norms.items()}
+        self._estimated_at = updates
+
+    # -- figures
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``average/updates``, the number of weights that the average has seen."""
+        return {"average/updates": float(self._running.num_updates)}
+
+    def report(self) -> dict[str, Any]:
+        """Return what was averaged how often, its memory, what validations saw, and how far it is from the weights."""
+        return {
+            "kind": self.config.kind,
+            "updates": self._running.num_updates,
+            "first_update_step": self._first,
+            **self._size(),
+            **self._told,
+        }
+
+    def _size(self) -> dict[str, int]:
+        parameters = self._stand_in.parameters
+        return {
+            "parameters": len(parameters),
+            "elements": sum(parameter.numel() for parameter in parameters.values()),
+            "norms": sum(name.endswith("running_mean") for name in self._stand_in.norms),
+            "bytes": self._running.nbytes,
+        }
+
+
+def _distance(live: Mapping[str, Tensor], averages: Mapping[str, Tensor]) -> float:
+    """Return ``‖average − weights‖ / ‖weights‖`` over all parameters, of all processes; all must call it."""
+    apart = sum(float((mean - live[name]).double().square().sum()) for name, mean in averages.items())
+    size = sum(float(live[name].double().square().sum()) for name in averages)
+    device = next(iter(averages.values())).device
+    apart, size = all_reduce_(torch.tensor([apart, size], dtype=torch.float64, device=device), "sum").tolist()
+    return (apart / size) ** 0.5 if size else 0.0

@@ -1,0 +1,25 @@
+"""Options that only some values of another option have a use for."""
+
+import pytest
+
+from shared_core import Recipe
+from shared_core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"qat": {"scheme": "int8", "percentile": 99}}, "qat: percentile must come with range=percentile.*range=ema"),
+        ({"qat": {"scheme": "int8", "range": "kl", "ema_constant": 0.5}}, "ema_constant must come with range=ema"),
+        ({"fp8": {"recipe": "rowwise", "amax_history": 4}}, "amax_history must come with recipe=delayed"),
+        ({"loss_scale": {"kind": "dynamic", "margin": 3}}, "margin must come with kind=auto"),
+        ({"loss_scale": {"kind": "auto", "floor_window": 3}}, "floor_window must come with kind=enhanced"),
+        ({"lora": {"rank": 2, "base": "int8", "double_quant": False}}, "must come with base=nf4 or fp4"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(section, message):
+    with pytest.raises(ConfigError, match=message):
+        Recipe.from_dict(section)
+    ((key, options),) = section.items()
+    plain = Recipe.from_dict({key: dict(list(options.items())[:-1])})
+    assert Recipe.from_dict(plain.to_dict()) == plain  # every default written out

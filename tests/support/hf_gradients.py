@@ -1,0 +1,53 @@
+"""First gradients of distillation through the Trainer, and the float64 reference of them."""
+
+import torch
+from transformers import TrainerCallback
+
+from hf_eff import attach
+
+ALPHA, T = 0.3, 2.0
+
+
+class Gradients(TrainerCallback):
+    def __init__(self):
+        self.first = None
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if self.first is None:
+            self.first = {name: value.grad.clone() for name, value in model.named_parameters()}
+
+
+def first_gradients(
+    make, folder, size, windows, model=None, extra=None, alpha=ALPHA, teacher=None, distill=None, **settings
+):
+    gradients = Gradients()
+    teacher = teacher or make.language_model(seed=5, hidden_size=32)
+    trainer = make.trainer(
+        folder, model=model or make.language_model(), data=make.texts(8), callbacks=[gradients],
+        per_device_train_batch_size=size, gradient_accumulation_steps=windows, max_steps=1, max_grad_norm=0.0,
+        optim="sgd", extra=extra, **settings,
+    )  # fmt: skip
+    attach(trainer, {"distill": {"teacher": teacher, "temperature": T, "alpha": alpha, **(distill or {})}})
+    trainer.train()
+    return gradients.first
+
+
+def reference(make, smoothing=0.0, alpha=ALPHA):
+    """D1 on the joined window, in float64, from the formula."""
+    student, teacher = make.language_model().double(), make.language_model(seed=5, hidden_size=32).double()
+    batch = {name: torch.stack([text[name] for text in make.texts(8)]) for name in ("input_ids", "labels")}
+    labels = batch["labels"][:, 1:]
+    counts = labels != -100
+    ours = student(input_ids=batch["input_ids"]).logits[:, :-1][counts].double()
+    theirs = teacher(input_ids=batch["input_ids"]).logits[:, :-1][counts].detach().double()
+    hard = -(ours.log_softmax(-1).gather(-1, labels[counts][:, None])).mean() * (1 - smoothing)
+    hard = hard - smoothing * ours.log_softmax(-1).mean()
+    p = (theirs / T).softmax(-1)
+    soft = T**2 * (p * (p.log() - (ours / T).log_softmax(-1))).sum(-1).mean()
+    (alpha * hard + (1 - alpha) * soft).backward()
+    return {name: value.grad.float() for name, value in student.named_parameters()}
+
+
+def distance(first, second):
+    largest = max(value.abs().max() for value in first.values())
+    return float(max((first[name] - second[name]).abs().max() for name in first) / largest)
