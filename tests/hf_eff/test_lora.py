@@ -97,11 +97,11 @@ def test_a_language_model_with_gradient_checkpointing(make, tmp_path):
 
 def test_flags():
     (parsed,) = HfArgumentParser(EffTrainingArguments).parse_args_into_dataclasses(
-        ["--output_dir", "x", "--lora_rank", "16", "--lora_base", "none", "--lora_double_quant", "false",
+        ["--output_dir", "x", "--lora_rank", "16", "--lora_base", "fp4", "--lora_double_quant", "false",
          "--lora_include", "*.query", "*.value", "--lora_train", "none"]
     )  # fmt: skip
     config = parsed.recipe["lora"]
-    assert (config.rank, config.alpha, config.base, config.double_quant) == (16, 32.0, "none", False)
+    assert (config.rank, config.alpha, config.base, config.double_quant) == (16, 32.0, "fp4", False)
     assert (config.include, config.train) == (("*.query", "*.value"), ("none",))
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import run_two_ranks
+from two_ranks import leave, run_two_ranks
 
 from shared_core.distillation.feature_gather import gather_features
 from shared_core.distillation.relations import (
@@ -355,7 +355,7 @@ def worker(rank, folder):
     except ConfigError as error:
         found["refusal"] = torch.tensor("as wide on every rank, got [3, 4]" in str(error))
     torch.save(found, f"{folder}/found{rank}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 @pytest.fixture(scope="module")

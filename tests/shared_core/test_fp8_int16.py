@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fp8_values import skewed
-from two_ranks import run_two_ranks
+from two_ranks import leave, run_two_ranks
 
 from shared_core.errors import CheckpointError
 from shared_core.fp8.int16 import Int16Cast, SharedExponentBank, fixed_point_round_to, needed_exponent
@@ -174,7 +174,7 @@ def worker(rank, folder):
     bank = SharedExponentBank(1)
     trace = [step(bank, pair[rank], applied=index != 4) for index, pair in enumerate(shards())]
     torch.save({"trace": trace, **bank.state_dict()}, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 def test_two_processes_have_the_exponents_of_one(tmp_path):

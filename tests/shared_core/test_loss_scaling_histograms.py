@@ -348,6 +348,7 @@ def worker(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     torch.save(joined(rank), f"{folder}/{rank}.pt")
+    dist.barrier()  # nobody leaves while the other still reads
     dist.destroy_process_group()
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from lottery_runs import batch, equal, ticket_recipe
 from torch import nn
-from two_ranks import run_two_ranks
+from two_ranks import leave, run_two_ranks
 
 from shared_core import Session
 from shared_core.pruning import read_ticket
@@ -42,7 +42,7 @@ def ranks_main(rank, folder):
         session.finish()
         states.append(dict(model.state_dict()))
     torch.save(states, folder / f"rank{rank}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 def test_two_processes_agree_and_one_writes(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from two_ranks import run_two_ranks
+from two_ranks import leave, run_two_ranks
 
 from shared_core.recipe import Recipe
 from shared_core.session import Session
@@ -78,4 +78,4 @@ if __name__ == "__main__":
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     torch.save({name: train(options, rank) for name, options in RECIPES.items()}, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    leave()

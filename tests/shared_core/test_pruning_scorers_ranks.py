@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import run_two_ranks
+from two_ranks import leave, run_two_ranks
 
 from shared_core.pruning.scorers import SCORERS, make_scorer
 
@@ -106,7 +106,7 @@ def worker(rank, folder):
     assert (fisher.num_left_out, fisher.ready) == (1, False)
 
     torch.save({"scores": found, "resumed": resumed, "calibrated": calibrated}, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 def test_two_processes_score_as_one(tmp_path):

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from two_ranks import run_two_ranks
+from two_ranks import leave, run_two_ranks
 
 from shared_core.quantization import QatConfig, QuantizationAwareTraining
 from shared_core.technique import Context
@@ -39,7 +39,7 @@ def worker(rank, folder):
         context.step += 1
         technique.after_optimizer_step(context)
     torch.save({"ranges": technique.ranges(), "gelu": technique.gelu_inputs.state_dict()}, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 def test_two_processes_agree(tmp_path):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from observed_data import HISTOGRAMS, STREAMING, sample
 from torch.utils.checkpoint import checkpoint
-from two_ranks import run_two_ranks
+from two_ranks import leave, run_two_ranks
 
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.quantization import EstimatorBank, Histogram, make_observer
@@ -164,7 +164,7 @@ def worker(rank, folder):
         with pytest.raises(error, match=r"every rank|all ranks"):
             observer.all_reduce()
     torch.save(result, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 def test_two_ranks_hold_what_one_process_would(tmp_path):

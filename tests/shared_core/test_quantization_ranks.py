@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import run_two_ranks
+from two_ranks import leave, run_two_ranks
 
 from shared_core.quantization import QatConfig, QuantizationAwareTraining
 from shared_core.technique import Context
@@ -45,7 +45,7 @@ def worker(rank, folder):
     shards = [batch.chunk(2)[rank] for batch in data()]
     ranges, parameters = run(make(), DistributedDataParallel, shards)
     torch.save({"ranges": ranges, "parameters": parameters}, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 def test_two_processes_have_the_ranges_of_one(tmp_path):
