@@ -32,12 +32,12 @@ def validation_digits(seed: int) -> Batch:
     return images[1197:1397], labels[1197:1397]
 
 
-def augment(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Rotate by up to 15 degrees, scale by up to 15 %, shift by up to 18 %, add noise."""
+def augment(images: Tensor, generator: torch.Generator, strength: float = 1.0) -> Tensor:
+    """Rotate by up to 15 degrees, scale by up to 15 %, shift by up to 18 %, or so many times that; add noise."""
     angle, size, right, down = 2 * torch.rand(4, len(images), generator=generator) - 1
-    angle, size = angle * math.radians(15), 1 + 0.15 * size
+    angle, size = angle * math.radians(15) * strength, 1 + 0.15 * strength * size
     cosine, sine = size * angle.cos(), size * angle.sin()
-    shifts = 2 * 0.18 * right, 2 * 0.18 * down  # the grid is two wide
+    shifts = 2 * 0.18 * strength * right, 2 * 0.18 * strength * down  # the grid is two wide
     rows = torch.stack((cosine, -sine, shifts[0], sine, cosine, shifts[1]), 1).view(-1, 2, 3)
     moved = F.grid_sample(images, F.affine_grid(rows, list(images.shape), align_corners=False), align_corners=False)
     return moved + 0.08 * torch.randn(moved.shape, generator=generator)

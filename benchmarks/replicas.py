@@ -18,7 +18,7 @@ from measure import Row, device, python, today, versions
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-NAMES = ("loss_scaling", "fp8", "quantization", "lottery_ticket", "pruning", "compression", "distillation")
+NAMES = ("loss_scaling", "fp8", "quantization", "lottery_ticket", "pruning", "compression", "distillation", "soup")
 
 METHOD = """\
 Accuracies, flush shares and losses, no times: fixed seeds, variants of a seed see the same start and the same batches.
@@ -38,6 +38,9 @@ class Runs:
         self._file = file
         lines = file.read_text().splitlines() if file is not None and file.exists() else []
         self._done: dict[str, dict[str, Any]] = dict(json.loads(line) for line in lines)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._done
 
     def of(self, name: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the result of a run, from the file if it was finished earlier."""
