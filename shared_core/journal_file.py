@@ -57,7 +57,23 @@ def locked(file: Path, where: str, what: str) -> Iterator[int]:
     Raises:
         TrainingError: If somebody works in the file's folder now.
     """
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    busy = (
+        f"{where}: {file.parent} must be free, but a {what}, or a training that a killed one left behind, is working "
+        "on it; wait for it, or stop it"
+    )
+    with exclusive(os.open(file, os.O_RDWR | os.O_CREAT, 0o644), busy) as descriptor:
+        yield descriptor
+
+
+@contextlib.contextmanager
+def exclusive(descriptor: int, busy: str) -> Iterator[int]:
+    """Keep others out of what a file descriptor is open on, and close it at the end.
+
+    The lock goes with the last process that has the descriptor, killed or not.
+
+    Raises:
+        TrainingError: With the text `busy`, if somebody else has the lock.
+    """
     try:
         try:
             import fcntl
@@ -66,10 +82,7 @@ def locked(file: Path, where: str, what: str) -> Iterator[int]:
         except ImportError:  # no such locks on Windows
             pass
         except OSError:
-            raise TrainingError(
-                f"{where}: {file.parent} must be free, but a {what}, or a training that a killed one left behind, "
-                "is working on it; wait for it, or stop it"
-            ) from None
+            raise TrainingError(busy) from None
         yield descriptor
     finally:
         os.close(descriptor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from shared_core.distillation.cache.fingerprints import teacher_fingerprint
 from shared_core.distillation.cache.manifest import DTYPES, FINGERPRINTS, Manifest
 from shared_core.distillation.cache.store_writer import Settings, StoreWriter
 from shared_core.distillation.softened_pair import check_temperature
-from shared_core.errors import CheckpointError, ConfigError, TrainingError
+from shared_core.errors import CheckpointError, ConfigError
+from shared_core.journal_file import exclusive
 
 
 def write_teacher_cache(
@@ -108,24 +109,12 @@ def write_teacher_cache(
         teacher.train(was_training)
 
 
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _alone(folder: Path) -> contextlib.AbstractContextManager[int]:
     """Keep other writers out of the folder; the lock goes with the process, killed or not."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            import fcntl
-
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # no such locks on Windows
-            pass
-        except OSError:
-            raise TrainingError(
-                f"cached teacher: {folder} must be free, but another process writes it; wait for it, or stop it"
-            ) from None
-        yield
-    finally:
-        os.close(descriptor)
+    return exclusive(
+        os.open(folder, os.O_RDONLY),
+        f"cached teacher: {folder} must be free, but another process writes it; wait for it, or stop it",
+    )
 
 
 def _check(
