@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -40,7 +41,7 @@ class StudentBatch:
     unlabelled: Tensor | None = None
     """Which examples are unlabelled, where that is told; all of their positions count."""
 
-    @property
+    @functools.cached_property
     def inputs(self) -> dict[str, Any]:
         """The student's inputs by name."""
         return named_inputs(self.student, self.forward)

@@ -129,8 +129,8 @@ class Distillation(Technique):
         """Take the hook off the student and let go of the teacher."""
         if self._handle is not None:
             self._handle.remove()
-        for name, pairs in self._pairs.items():
-            self._saved_pairs[name] = pairs.state_dict()
+        self._saved_pairs = self._pair_states()
+        for pairs in self._pairs.values():
             pairs.detach()
         self._pairs = {}
         if self._comparison is not None:
@@ -286,10 +286,14 @@ class Distillation(Technique):
         """Return the counters, projections, and an average; a frozen teacher is not part of a checkpoint."""
         learned = {
             "teachers": self._comparison.teachers.state_dict() if self._comparison else dict(self._saved_teachers),
-            "pairs": {name: pairs.state_dict() for name, pairs in self._pairs.items()} or dict(self._saved_pairs),
+            "pairs": self._pair_states(),
         }
         counted = {"batches": self._batches, "positions": int(self._positions)} | self._examples.state_dict()
         return counted | {name: tensors for name, tensors in learned.items() if tensors}
+
+    def _pair_states(self) -> dict[str, Any]:
+        states = {name: pairs.state_dict() for name, pairs in self._pairs.items()}
+        return self._saved_pairs | {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back the counters."""

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.data import SequentialSampler
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 from conftest import make_language_model, make_trainer  # noqa: E402
+from hf_gradients import Gradients  # noqa: E402
 from two_ranks import run_two_ranks  # noqa: E402
 
 from hf_eff import attach  # noqa: E402
@@ -27,15 +28,6 @@ UNLABELLED = [0, 0, 0, 0, 1, 1, 1, 0]  # the fifth and sixth make a micro-batch 
 class InOrder(Trainer):
     def _get_train_sampler(self, *args, **kwargs):
         return SequentialSampler(self.train_dataset)
-
-
-class Gradients(TrainerCallback):
-    def __init__(self):
-        self.first = None
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        if self.first is None:
-            self.first = {name: value.grad.clone() for name, value in model.named_parameters()}
 
 
 def texts(flags=UNLABELLED, *, labelled=True, field=True):
