@@ -1,0 +1,101 @@
+"""The sum of what a run needs: weights, gradients, moments, activations, traffic, and each technique's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shared_core.config import TechniqueConfig
+from shared_core.scale.cost import Cost
+from shared_core.scale.run import PlannedRun
+from shared_core.scale.shape import ModelShape
+from shared_core.scale.techniques import COSTS, trained, weight_bytes
+
+# A token, layer and hidden unit: measured on transformers' Llama, whose scores scaled_dot_product_attention does not
+# keep. Models with dropout keep up to twice as much, and scores where their attention is not fused.
+_ACTIVATION_BYTES = {"fp32": 79, "mixed": 54, "16-true": 42}
+_LOGIT_BYTES = 8  # their log-softmax and its gradient in fp32, beside the logits themselves
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each device holds, needs at its worst moment, and sends in an optimizer step."""
+
+    costs: tuple[Cost, ...]
+
+    @property
+    def held(self) -> float:
+        """Bytes that stay from step to step."""
+        return sum(cost.held for cost in self.costs)
+
+    @property
+    def peak(self) -> float:
+        """Bytes at the worst moment: all that is held, and all that lives within a step at once, which is a bound."""
+        return self.held + sum(cost.during for cost in self.costs)
+
+    @property
+    def host(self) -> float:
+        """Bytes that stay in the host's memory, a rank."""
+        return sum(cost.host for cost in self.costs)
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends in an optimizer step."""
+        return sum(cost.sent for cost in self.costs)
+
+
+def plan(shape: ModelShape, run: PlannedRun, recipe: Mapping[str, TechniqueConfig] | None = None) -> Plan:
+    """Return what a run needs of each device.
+
+    With P parameters in w bytes, N = R ranks that cut under FSDP2 (else 1), T tokens a forward, L blocks of width h,
+    V tokens in the vocabulary, c bytes a computed value, A micro-batches a step:
+
+    - held: ``P·w/N`` weights, ``P·m/N`` moments, and DDP's buckets ``P·w``;
+    - within a step: ``P·w/N`` gradients, ``a·T·L·h`` activations (a = 42 in 16 bit, 54 mixed, 79 in fp32: measured
+      on Llama), ``T·V·(c + 8)`` logits; under FSDP2 two gathered blocks with one's gradients, embeddings and head; in
+      mixed precision without FSDP2 16-bit copies of the blocks' weights;
+    - sent: DDP ``2·(R-1)/R·P·w``; FSDP2 ``(R-1)/R·c`` bytes a parameter gathered in forward, again in backward for what
+      lies in blocks, and reduced, A times.
+
+    Args:
+        shape: The model.
+        run: How it is trained.
+        recipe: Techniques by key.
+
+    Source: Korthikanti et al., 2022, arXiv:2205.05198, equation 2 for activations; Rajbhandari et al., 2020,
+    arXiv:1910.02054, section 7 for traffic.
+
+    Example:
+        >>> run = PlannedRun(ranks=64, strategy="fsdp2", seq_len=4096)
+        >>> needs = plan(ModelShape.of_params(70e9), run)
+        >>> round(needs.held / 2**30, 1), round(needs.peak / 2**30), round(needs.sent / 1e9)
+        (12.2, 156, 412)
+    """
+    recipe = recipe or {}
+    own = [cost for key, config in recipe.items() for cost in COSTS[key](config, shape, run)]
+    return Plan((*_base(shape, run, recipe), *own))
+
+
+def _base(shape: ModelShape, run: PlannedRun, recipe: Mapping[str, TechniqueConfig]) -> list[Cost]:
+    whole, learned, computed = weight_bytes(recipe, shape, run), trained(recipe, shape), run.compute_bytes
+    gradients = learned * run.weight_bytes
+    activations = _ACTIVATION_BYTES[run.precision] * run.tokens * shape.layers * shape.hidden
+    costs = [
+        Cost("weights", held=whole / run.parts, why="P·w/N"),
+        Cost(f"moments of {run.optimizer}", held=learned * run.moment_bytes / run.parts, why="P·m/N"),
+        Cost("gradients", during=gradients / run.parts, why="P·w/N"),
+        Cost("activations", during=activations, why="a·T·L·h"),
+    ]
+    if not getattr(recipe.get("distill"), "chunked", False):
+        costs.append(Cost("logits", during=run.tokens * shape.vocab * (computed + 8.0), why="T·V·(c + 8)"))
+    if run.strategy == "ddp":
+        sent, why = 2 * run.ring(gradients), "buckets P·w; all-reduced once a step, 2·(R-1)/R·P·w"
+        costs.append(Cost("DDP", held=gradients, sent=sent, why=why))
+    if run.strategy == "fsdp2":
+        around = computed * (3 * shape.block + shape.embeddings)
+        passes = computed * (2 * shape.matrices + shape.embeddings + learned)
+        why = "two gathered blocks, gradients of one, what lies outside blocks; (R-1)/R·c·(2·P_blocks + P_rest + P)·A"
+        costs.append(Cost("FSDP2", during=around, sent=run.accumulate * run.ring(passes), why=why))
+    elif run.precision == "mixed":
+        costs.append(Cost("autocast", during=2.0 * shape.matrices, why="16-bit copies of the blocks' weights"))
+    return costs

@@ -1,0 +1,159 @@
+"""The sizes of a transformer that decide what a run of it needs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared_core.errors import CheckpointError, ConfigError
+
+_WIDTH_PER_LAYER = 128  # hidden units a layer of Llama 2 7B; 13B and 70B lie at 128 and 102
+_GATED = ("silu", "swish")  # Llama, Mistral, Qwen and their kin
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A transformer's sizes, all counts.
+
+    Args:
+        params: All parameters.
+        layers: Blocks.
+        hidden: Width of the residual stream.
+        vocab: Tokens that the head tells apart.
+        embeddings: Parameters in embeddings and head, which most techniques leave alone.
+    """
+
+    params: int
+    layers: int
+    hidden: int
+    vocab: int
+    embeddings: int
+
+    @property
+    def matrices(self) -> int:
+        """Parameters of the linear layers within blocks, which adapters sit on."""
+        return self.params - self.embeddings
+
+    @property
+    def linear(self) -> int:
+        """Those and an output head's of its own, which lies last in `embeddings`."""
+        return self.matrices + max(0, self.embeddings - self.vocab * self.hidden)
+
+    @property
+    def block(self) -> int:
+        """Parameters of one block."""
+        return self.matrices // self.layers
+
+    @classmethod
+    def of_params(
+        cls, params: float, *, layers: int | None = None, hidden: int | None = None, vocab: int = 32_000
+    ) -> ModelShape:
+        """Return a decoder's usual shape for a number of parameters: ``P = 12·L·h² + 2·V·h`` with ``h = 128·L``.
+
+        Args:
+            params: P, above 0; a float such as 70e9 is welcome.
+            layers: L, if known.
+            hidden: h, if known.
+            vocab: V.
+
+        Raises:
+            ConfigError: If no such model exists.
+
+        Source: Kaplan et al., 2020, arXiv:2001.08361, section 2.1, for 12·L·h².
+
+        Example:
+            >>> shape = ModelShape.of_params(7e9)
+            >>> shape.layers, shape.hidden
+            (32, 4157)
+        """
+        if not (math.isfinite(params) and params >= 1):
+            raise ConfigError(f"plan: params must be a number of at least 1, got {params!r}; write 70e9 for 70 billion")
+        for name, value in (("layers", layers), ("hidden", hidden), ("vocab", vocab)):
+            if value is not None and value < 1:
+                raise ConfigError(f"plan: {name} must be at least 1, got {value}; leave it out for the usual one")
+        if hidden is None:
+            hidden = _solve(lambda h: 12 * (layers or h / _WIDTH_PER_LAYER) * h * h + 2 * vocab * h - params)
+        layers = layers or max(1, round((params - 2 * vocab * hidden) / (12 * hidden * hidden)))
+        embeddings = 2 * vocab * hidden
+        if embeddings >= params:
+            raise ConfigError(
+                f"plan: params must exceed the {embeddings:,} of embeddings and head ({vocab:,} x {hidden}), "
+                f"got {params:,.0f}; give --vocab or --hidden"
+            )
+        return cls(params=round(params), layers=layers, hidden=hidden, vocab=vocab, embeddings=embeddings)
+
+    @classmethod
+    def of_config(cls, source: str | Path | Mapping[str, Any]) -> ModelShape:
+        """Return the shape that a Hugging Face ``config.json`` tells.
+
+        Attention counts ``h²·(2 + 2·kv/heads)``, the MLP ``2·h·i``, or ``3·h·i`` where it is gated (SiLU); biases and
+        norms are left out, some 0.1 %.
+
+        Args:
+            source: The file, its folder, or the mapping.
+
+        Raises:
+            CheckpointError: If the file cannot be read.
+            ConfigError: If a size is not in it.
+
+        Example:
+            >>> ModelShape.of_config({"hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 32000,
+            ...     "intermediate_size": 11008, "num_attention_heads": 32, "hidden_act": "silu",
+            ...     "tie_word_embeddings": False}).params
+            6738149376
+        """
+        config = source if isinstance(source, Mapping) else _read(Path(source))
+        hidden = _size(config, "hidden_size", "n_embd", "dim", "d_model")
+        layers = _size(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+        vocab = _size(config, "vocab_size")
+        heads = _size(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
+        inner = next(
+            (config[name] for name in ("intermediate_size", "n_inner", "hidden_dim") if config.get(name)), 4 * hidden
+        )
+        head_size = config.get("head_dim") or hidden // heads
+        attention = 2 * hidden * head_size * (heads + (config.get("num_key_value_heads") or heads))
+        is_gated = config.get("hidden_act") in _GATED or str(config.get("model_type")).startswith("gemma")
+        params_of_blocks = layers * (attention + (3 if is_gated else 2) * hidden * inner)
+        embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings", True) else 2)
+        return cls(
+            params=params_of_blocks + embeddings, layers=layers, hidden=hidden, vocab=vocab, embeddings=embeddings
+        )
+
+
+def _solve(function: Callable[[float], float]) -> int:
+    """Return where an increasing function crosses 0, by halving."""
+    low, high = 1.0, 2.0
+    while function(high) < 0:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if function(middle) < 0 else (low, middle)
+    return max(1, round(high))
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"plan: config must be a model's config.json or its folder, got {path}: {error}"
+        ) from error
+    if not isinstance(read, dict):
+        raise CheckpointError(f"plan: {file} must hold a mapping, got {type(read).__name__}")
+    return read
+
+
+def _size(config: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise ConfigError(
+        f"plan: config must tell {names[0]} (or {', '.join(names[1:]) or 'nothing else'}), got none; "
+        "give --params instead"
+    )

@@ -1,0 +1,106 @@
+"""What each technique adds to a run, or takes away; one function a recipe key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shared_core.scale.cost import Cost
+from shared_core.scale.run import PlannedRun
+from shared_core.scale.shape import ModelShape
+
+_KEPT_SCORES = ("taylor", "fisher", "neuron_taylor")
+_BASE_BYTES = {"nf4": 0.53, "fp4": 0.53, "int8": 1.0}  # codes with a scale for each 64 of them, or for each row
+_TEACHER_BYTES = {"nf4": 0.53, "int8": 1.0, "float32": 4.0}
+_CHUNK_MIB = 512  # of chunked distillation on a GPU
+_SOUP_MODELS = 2.4  # measured, see docs/techniques/soup.md
+
+
+def _prune(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
+    size = shape.linear / run.parts
+    packed = shape.linear / 8 if run.parts > 1 else 0.0
+    costs = [Cost("prune: masks", held=size, host=packed, why="1 byte a linear weight; under FSDP2 whole ones in bits")]
+    if config.straight_through:
+        costs.append(Cost("prune: weights beneath masks", held=4 * size, why="learn on until end, 4 bytes"))
+    if config.criterion == "movement" or config.criterion in _KEPT_SCORES:
+        costs.append(Cost(f"prune: {config.criterion} scores", held=4 * size, why="until end, 4 bytes a weight"))
+    return costs
+
+
+def _average(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
+    copies = config.k if config.kind == "last_k" else 1
+    held = copies * 4.0 * shape.params / run.parts
+    return [Cost(f"average: {config.kind}", held=held, why=f"{copies} x 4 bytes a parameter, cut as the weights are")]
+
+
+def _primary_weights(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
+    extra = (4 - run.weight_bytes) * run.moments
+    copy = 4.0 if config.kind == "fp32_copy" else 0.0
+    why = "moments in fp32, 4 bytes of a copy with fp32_copy; fp32 gradients in the step"
+    return [Cost("primary_weights", held=(copy + extra) * shape.params, during=4.0 * shape.params, why=why)]
+
+
+def _distill(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
+    if config.chunked:
+        chunk = 2.0**20 * (config.budget_mib or _CHUNK_MIB)
+        costs = [Cost("distill: chunk of logits", during=chunk, why="budget_mib")]
+    else:
+        logits = run.tokens * shape.vocab * (run.compute_bytes + 4.0)
+        costs = [Cost("distill: logits", during=logits, why="the teacher's and the soft term's gradient, T·V·(c + 4)")]
+    if run.teacher_params:
+        bytes_each = _TEACHER_BYTES.get(config.teacher_dtype, run.compute_bytes)
+        size = run.teacher_params * bytes_each
+        sent = run.accumulate * run.ring(size) if run.strategy == "fsdp2" else 0.0
+        why = f"P_t·{bytes_each:g}/N; gathered in every forward under FSDP2"
+        return [*costs, Cost("distill: teacher", held=size / run.parts, sent=sent, why=why)]
+    why = "not counted: give --teacher-params; a cached teacher (eff cache-teacher) needs none"
+    return [*costs, Cost("distill: teacher", why=why)]
+
+
+def _soup(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
+    held = _SOUP_MODELS * 4 * shape.params
+    return [
+        Cost("soup", why=f"after training alone: {held / 2**30:,.1f} GiB of host memory, {_SOUP_MODELS} fp32 models")
+    ]
+
+
+def _lora(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
+    return [Cost("lora", why="frozen weights in codes; gradients and moments of adapters alone, 18·r·h a block")]
+
+
+def _nothing(why: str) -> Callable[[Any, ModelShape, PlannedRun], list[Cost]]:
+    return lambda config, shape, run: [Cost(config.key, why=why)]
+
+
+COSTS: dict[str, Callable[[Any, ModelShape, PlannedRun], list[Cost]]] = {
+    "matmul": _nothing("no memory, no traffic"),
+    "loss_scale": _nothing("one flag and one number agreed on by all ranks"),
+    "qat": _nothing("a few numbers a layer, agreed on each step; quantised weights are saved for backward as float"),
+    "fp8": _nothing("histories of a few numbers a layer; casts saved for backward take 1 byte a value in place of 2"),
+    "share": lambda config, shape, run: [Cost("share: codes", held=shape.params / run.parts, why="1 byte a weight")],
+    "ticket": lambda config, shape, run: [
+        Cost("ticket: masks", held=shape.matrices / run.parts, why="1 byte a weight")
+    ],
+    "prune": _prune,
+    "average": _average,
+    "primary_weights": _primary_weights,
+    "distill": _distill,
+    "soup": _soup,
+    "lora": _lora,
+}
+
+
+def weight_bytes(recipe: Mapping[str, Any], shape: ModelShape, run: PlannedRun) -> float:
+    """Return the bytes of all weights, whole."""
+    lora = recipe.get("lora")
+    if lora is None:
+        return float(shape.params * run.weight_bytes)
+    each = _BASE_BYTES.get(lora.base, run.weight_bytes)
+    return shape.matrices * each + (shape.embeddings + trained(recipe, shape)) * run.weight_bytes
+
+
+def trained(recipe: Mapping[str, Any], shape: ModelShape) -> int:
+    """Return how many parameters have gradients and moments."""
+    lora = recipe.get("lora")
+    # 4 matrices of h x h and two of h x 4h have 8·h + 10·h rows and columns
+    return shape.params if lora is None else 18 * lora.rank * shape.hidden * shape.layers

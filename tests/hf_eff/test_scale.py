@@ -1,0 +1,42 @@
+"""What `eff plan` says of a model, against transformers' own."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shared_core.scale import ModelShape, PlannedRun, plan
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_shape_of_a_config_has_its_parameters(tied):
+    config = LlamaConfig(
+        hidden_size=96, intermediate_size=200, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
+        vocab_size=500, tie_word_embeddings=tied,
+    )  # fmt: skip
+    found = sum(parameter.numel() for parameter in LlamaForCausalLM(config).parameters())
+    assert ModelShape.of_config(config.to_dict()).params == pytest.approx(found, rel=0.005)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "mixed", "16-true"])
+def test_what_a_forward_saves_is_what_was_predicted(precision):
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=688, num_hidden_layers=2, num_attention_heads=4, vocab_size=1000
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16 if precision == "16-true" else torch.float32)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved, kept = {}, []
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        kept.append(tensor)  # freed memory would be given out again
+        return tensor
+
+    tokens = torch.randint(1000, (2, 128))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):  # noqa: SIM117
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "mixed"):
+            model(input_ids=tokens, labels=tokens)
+    needs = plan(ModelShape.of_config(config.to_dict()), PlannedRun(micro_batch=2, seq_len=128, precision=precision))
+    lives = sum(cost.during for cost in needs.costs if cost.what in ("activations", "logits", "autocast"))
+    assert sum(saved.values()) == pytest.approx(lives, rel=0.1)
