@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,26 +25,26 @@ def export(
         Path | None,
         typer.Option(help="What qat saved: a folder, a .safetensors beside eff_deployment.json, or a Lightning .ckpt."),
     ] = None,
-    kind: Annotated[str, typer.Option("--format", help="Format of the file; onnx is the one there is.")] = "onnx",
-    opset: Annotated[int, typer.Option(help="ONNX opset, 21 to 23.")] = 21,
+    kind: Annotated[str, typer.Option("--format", help="onnx, or executorch for phones and boards.")] = "onnx",
+    opset: Annotated[int, typer.Option(help="Of onnx: 21 to 23.")] = 21,
     static_batch: Annotated[
-        bool, typer.Option("--static-batch", help="Fix the batch to the length of the example's.")
+        bool, typer.Option("--static-batch", help="Of onnx: fix the batch to the example's; executorch always does.")
     ] = False,
     calibration: Annotated[
         str | None, typer.Option(help="module:function that returns batches of inputs: codes between convolutions too.")
     ] = None,
     no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Do not run the file in onnxruntime and compare.")
+        bool, typer.Option("--no-verify", help="Do not run the file in its runtime and compare.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Write a quantised model with explicit QuantizeLinear and DequantizeLinear nodes, and check what was written.
+    """Write a model for another runtime, quantised layers as codes, and check what was written.
 
     The function builds the plain model; --weights loads what training with qat saved, and its ranges. Without
     --weights the function returns a model that is quantised already.
     """
-    if kind != "onnx":
-        raise ConfigError(f"eff export: --format must be onnx, got {kind!r}")
+    if kind not in ("onnx", "executorch"):
+        raise ConfigError(f"eff export: --format must be onnx or executorch, got {kind!r}")
     if out is None:
         raise ConfigError("eff export: --out must be given, got none; name the file to write")
     if out.is_dir():
@@ -56,9 +56,12 @@ def export(
         raise ConfigError(f"eff export: {model} must return (model, example_inputs), got a model alone; return both")
     if weights is not None:
         load_quantized(network, weights)
+    batches = None if calibration is None else list(user_batches(calibration, "eff export: --calibration"))
+    if kind == "executorch":
+        _export_program(network, inputs, out, verify=not no_verify, batches=batches, as_json=as_json)
+        return
     from shared_core.quantization.export_onnx import export_onnx
 
-    batches = None if calibration is None else list(user_batches(calibration, "eff export: --calibration"))
     report = export_onnx(
         network, inputs, out,
         opset=opset, dynamic_batch=not static_batch, verify=not no_verify, calibration=batches,
@@ -77,6 +80,25 @@ def export(
         typer.echo(f"codes between layers change the outputs by {report.relative_change:.2%}")
     nodes = ", ".join(f"{count} {name}" for name, count in report.integer_nodes.items())
     typer.echo(f"integer kernels of onnxruntime here: {nodes or 'none'}")
+
+
+def _export_program(
+    network: nn.Module, inputs: Any, out: Path, *, verify: bool, batches: list[Any] | None, as_json: bool
+) -> None:
+    from shared_core.quantization.export_executorch import export_executorch
+
+    report = export_executorch(network, inputs, out, verify=verify, calibration=batches)
+    if as_json:
+        typer.echo(json_text(dataclasses.asdict(report)))
+        return
+    typer.echo(f"wrote {report.path}: {report.bytes} bytes, {len(report.quantized)} layers quantised")
+    typer.echo(f"integer kernels of XNNPACK: {', '.join(report.integer) or 'none'}")
+    if report.float_layers:
+        typer.echo(f"left in float: {', '.join(report.float_layers)}")
+    others = ", ".join(f"{count} {name}" for name, count in report.other_operators.items())
+    typer.echo(f"portable kernels: {others or 'none'}")
+    change = report.relative_change
+    typer.echo("not compared with the model" if change is None else f"outputs change by {change:.2%} of the largest")
 
 
 def load_quantized(model: nn.Module, path: Path, where: str = "eff export") -> None:

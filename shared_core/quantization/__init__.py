@@ -12,6 +12,8 @@ from shared_core.quantization.convert import convert as convert
 from shared_core.quantization.equalization import EqualizationReport as EqualizationReport
 from shared_core.quantization.equalization import equalize as equalize
 from shared_core.quantization.estimator_bank import EstimatorBank as EstimatorBank
+from shared_core.quantization.export_executorch import ProgramReport as ProgramReport
+from shared_core.quantization.export_executorch import export_executorch as export_executorch
 from shared_core.quantization.export_onnx import ExportReport as ExportReport
 from shared_core.quantization.export_onnx import export_onnx as export_onnx
 from shared_core.quantization.fake_quant import ActivationQParams as ActivationQParams

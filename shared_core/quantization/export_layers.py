@@ -32,7 +32,7 @@ class _Exported(nn.Module):
             x = dequantize(codes, self.input_scale, self.input_zero_point, 0, 0)
         elif self.scheme.input == "token":
             axis = -1 - len(getattr(self, "kernel_size", ()))
-            x = _of_tokens(x.movedim(axis, -1), self.scheme).movedim(-1, axis)
+            x = of_tokens(x.movedim(axis, -1), self.scheme).movedim(-1, axis)
         return x
 
     def quantized_weight(self: Any) -> Tensor:
@@ -50,7 +50,8 @@ class _Exported(nn.Module):
         return bias
 
 
-def _of_tokens(x: Tensor, scheme: LayerScheme) -> Tensor:
+def of_tokens(x: Tensor, scheme: LayerScheme) -> Tensor:
+    """Return values as codes with a range for each token, the last axis, can hold them."""
     if not scheme.affine_input:
         codes, scale = _token_codes(x, scheme.activation_bits)
         return codes * scale
@@ -145,7 +146,7 @@ _EXPORTED: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def check_begun(name: str, module: Any) -> None:
+def check_begun(name: str, module: Any, where: str = "export_onnx") -> None:
     """Refuse a layer that does not quantise yet.
 
     Raises:
@@ -153,12 +154,12 @@ def check_begun(name: str, module: Any) -> None:
     """
     if not module.quantizer.bank.quantizing:
         raise CompatibilityError(
-            f"export_onnx: {name} must be quantised, got a layer before qat's begin; train past it, or let qat finish"
+            f"{where}: {name} must be quantised, got a layer before qat's begin; train past it, or let qat finish"
         )
 
 
-def check_exportable(name: str, module: Any) -> None:
-    """Refuse a fake-quantising layer that ONNX cannot hold as it is.
+def check_exportable(name: str, module: Any, where: str = "export_onnx") -> None:
+    """Refuse a fake-quantising layer that no exported file can hold as it is.
 
     Raises:
         CompatibilityError: Naming the layer, and what would work.
@@ -166,19 +167,19 @@ def check_exportable(name: str, module: Any) -> None:
     scheme: LayerScheme = module.quantizer.scheme
     if STOCK[type(module)] not in _EXPORTED:
         raise CompatibilityError(
-            f"export_onnx: {name} must be one of {', '.join(kind.__name__ for kind in _EXPORTED)}, got "
+            f"{where}: {name} must be one of {', '.join(kind.__name__ for kind in _EXPORTED)}, got "
             f"{STOCK[type(module)].__name__}, whose ONNX operator has no quantised form; skip it in qat"
         )
     if scheme.weight not in INTEGER_WEIGHTS or scheme.input not in ("none", "static", "token"):
         raise CompatibilityError(
-            f"export_onnx: {name} must have integer codes, got weight {scheme.weight} and input {scheme.input}; "
+            f"{where}: {name} must have integer codes, got weight {scheme.weight} and input {scheme.input}; "
             "train with scheme int8, int8_weight, int8_dynamic, int4_weight or ternary"
         )
     if getattr(module, "max_norm", None) is not None:
-        raise CompatibilityError(f"export_onnx: {name} must have no max_norm, which rescales rows; skip it in qat")
+        raise CompatibilityError(f"{where}: {name} must have no max_norm, which rescales rows; skip it in qat")
     weight: Tensor = module.weight
     if weight.dtype != torch.float32:
-        raise CompatibilityError(f"export_onnx: {name} must be float32, got {weight.dtype}; call model.float() first")
+        raise CompatibilityError(f"{where}: {name} must be float32, got {weight.dtype}; call model.float() first")
 
 
 def input_qparams(module: Any) -> tuple[Tensor, Tensor] | None:

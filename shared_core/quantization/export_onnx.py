@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import importlib.util
-import logging
 import tempfile
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +14,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shared_core.atomic import atomic_write
-from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError
+from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
 from shared_core.quantization.export_activations import quantize_activations
 from shared_core.quantization.export_check import check_file, integer_nodes, relative_change
-from shared_core.quantization.export_layers import check_begun, check_exportable, input_qparams, to_export
+from shared_core.quantization.export_layers import to_export
 from shared_core.quantization.export_ops import translations
-from shared_core.quantization.fusion import fuse_batch_norm
+from shared_core.quantization.export_source import (
+    arguments,
+    baked_copy,
+    float_layers,
+    plain,
+    quantized_reference,
+    quiet,
+)
 from shared_core.quantization.graph import call_model
-from shared_core.quantization.layers import weights_of
-from shared_core.quantization.modules import FAKE_QUANT, STOCK, is_quantized, layer_entry, restore
-from shared_core.quantization.ranges import apply_ranges, merge_folds_
-from shared_core.quantization.weights import bake_
 
 _LARGEST_FILE = 2**31 - 2**20  # protobuf's limit, less room for the graph
 _OPSETS = range(21, 24)
@@ -117,7 +116,7 @@ def export_onnx(
         (('0',), {'QGemm': 1}, True)
     """
     _check_arguments(example_inputs, opset, calibration is not None)
-    reference, names = _reference(model)
+    reference, names = quantized_reference(model, "export_onnx")
     runs = importlib.util.find_spec("onnxruntime") is not None
     activations: tuple[str, ...] = ()
     change: float | None = None
@@ -125,7 +124,7 @@ def export_onnx(
     with tempfile.TemporaryDirectory(prefix="eff-onnx-") as folder:
         file = Path(folder) / "model.onnx"
         for exact_bias in (False, True):
-            exported, float_layers = _exportable(reference, names, example_inputs, exact_bias)
+            exported, left = _exportable(reference, names, example_inputs, exact_bias)
             _export(exported, example_inputs, file, opset, dynamic_batch)
             if not (runs and verify):
                 break
@@ -144,7 +143,7 @@ def export_onnx(
             temporary.write_bytes(file.read_bytes())
     path = Path(path)
     size = path.stat().st_size
-    return ExportReport(path, size, names, float_layers, nodes, difference, moved, activations, change)
+    return ExportReport(path, size, names, left, nodes, difference, moved, activations, change)
 
 
 def _check_arguments(example_inputs: Any, opset: int, calibrates: bool) -> None:
@@ -153,82 +152,33 @@ def _check_arguments(example_inputs: Any, opset: int, calibrates: bool) -> None:
             raise MissingExtraError("export_onnx", library, "onnx")
     if isinstance(opset, bool) or opset not in _OPSETS:
         raise ConfigError(f"export_onnx: opset must be {_OPSETS[0]} to {_OPSETS[-1]}, got {opset!r}")
-    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(_plain(example_inputs))):
+    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(plain(example_inputs))):
         raise ConfigError(
             f"export_onnx: example_inputs must hold a tensor, got {type(example_inputs).__name__}; pass what the model "
             "is called with"
         )
 
 
-def _plain(inputs: Any) -> Any:
-    # a tokenizer's BatchEncoding is a mapping that torch does not know
-    return dict(inputs) if isinstance(inputs, Mapping) else inputs
-
-
-def _reference(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return a copy of `model` in evaluation whose quantised layers all fake-quantise, and their names."""
-    reference = copy.deepcopy(model).eval().cpu()
-    for name, module in reference.named_modules():
-        if is_quantized(module):
-            check_begun(name, module)
-    merge_folds_(reference)
-    entries = {
-        name: layer_entry(module)
-        for name, module in reference.named_modules()
-        # stock layers that training left, and layers whose batch norm was just merged
-        if type(module) in FAKE_QUANT or (is_quantized(module) and module.quantizer.saved is not None)  # type: ignore[union-attr]
-    }
-    after = {name: entry for name, entry in entries.items() if entry is not None}
-    if after:
-        apply_ranges(reference, after)
-    names = tuple(name for name, module in reference.named_modules() if type(module) in STOCK)
-    if not names:
-        raise MatchError(
-            "export_onnx: model must have quantised layers, found none; train it with qat, or call apply_ranges on a "
-            "model with baked weights"
-        )
-    for name in names:
-        check_exportable(name, reference.get_submodule(name))
-    return reference, names
-
-
 def _exportable(
     reference: nn.Module, names: tuple[str, ...], inputs: Any, exact_bias: bool
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    exported = copy.deepcopy(reference)
-    layers: dict[str, Any] = {name: exported.get_submodule(name) for name in names}
-    qparams = {name: input_qparams(layer) for name, layer in layers.items()}
-    schemes = {}
-    baked: set[int] = set()
-    for name, layer in layers.items():
-        quantizer = layer.quantizer
-        scheme = quantizer.scheme
-        if scheme.input == "static" and qparams[name] is None:  # it saw no input: the model leaves that in float too
-            scheme = dataclasses.replace(scheme, input="none")
-        schemes[name] = scheme
-        if not quantizer.baked:
-            bake_(layer, baked)
-    for layer in layers.values():
-        restore(layer)
-    with contextlib.suppress(CompatibilityError):  # a model that cannot be traced keeps its batch norms
-        fuse_batch_norm(exported, _plain(inputs))
+    exported, layers, schemes, qparams = baked_copy(reference, names, inputs)
     shared: dict[int, Any] = {}
     for name, layer in layers.items():
         to_export(name, layer, schemes[name], qparams[name], shared, exact_bias)
-    left = tuple(name for name, module in exported.named_modules() if type(module) in FAKE_QUANT and weights_of(module))
-    return exported, left
+    return exported, float_layers(exported)
 
 
 def _export(exported: nn.Module, inputs: Any, file: Path, opset: int, dynamic_batch: bool) -> None:
     import onnxscript
     from onnx_ir.passes.common import DeduplicateInitializersPass
 
-    inputs = _plain(inputs)
+    inputs = plain(inputs)
     if dynamic_batch:
         inputs = _two_examples(inputs)
-    args, kwargs = _arguments(inputs)
+    args, kwargs = arguments(inputs)
     shapes = _dynamic_shapes(inputs) if dynamic_batch else None
-    with _quiet(), torch.no_grad():
+    with quiet(), torch.no_grad():
         try:
             program: Any = torch.onnx.export(
                 exported,
@@ -259,12 +209,6 @@ def _export(exported: nn.Module, inputs: Any, file: Path, opset: int, dynamic_ba
     program.save(file)
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
-
-
 def _batch(inputs: Any) -> int | None:
     first = next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
     return len(first) if first.dim() else None
@@ -287,26 +231,10 @@ def _dynamic_shapes(inputs: Any) -> Any:
         is_batch = isinstance(value, Tensor) and value.dim() > 0 and len(value) == length
         return {0: batch} if is_batch else None
 
-    return shape(inputs) if isinstance(inputs, Mapping) else shape(_arguments(inputs)[0])
+    return shape(inputs) if isinstance(inputs, Mapping) else shape(arguments(inputs)[0])
 
 
 def _output_names(output: Any) -> list[str] | None:
     if isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values()):
         return [str(key) for key in output]
     return None
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    # the exporter warns of torchvision's operators and of its own registry
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
