@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.utils.import_utils import is_peft_available, is_torch_xla_available
 
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
@@ -92,13 +92,14 @@ def check_outputs(trainer: Trainer, recipe: Recipe) -> None:
         raise ConfigError(
             "soup: save_strategy must save checkpoints while training, got 'no'; set save_strategy to steps or epoch"
         )
-    if is_peft(trainer.model):
-        raise CompatibilityError(
-            "soup: model must be saved whole, got a PEFT model, whose checkpoints hold A and B apart, and averaging "
-            "these is not averaging BA; average the checkpoints with `eff soup` afterwards, which averages BA"
-        )
-    if recipe["soup"].to_dict()["kind"] == "greedy" and trainer.eval_dataset is None:
+    soup = recipe["soup"].to_dict()
+    if soup["kind"] == "greedy" and trainer.eval_dataset is None:
         raise ConfigError("soup: eval_dataset must be given for a greedy soup, got None; pass one to the trainer")
+    if soup["order"] == "logged" and args.eval_strategy == IntervalStrategy.NO:
+        raise ConfigError(
+            "soup: eval_strategy must evaluate while training for order logged, got 'no'; give it the value of "
+            "save_strategy"
+        )
 
 
 def _check_distillation(trainer: Trainer, *, chunked: bool) -> None:

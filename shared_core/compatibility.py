@@ -56,8 +56,8 @@ REFUSED: dict[tuple[str, str], str] = {
     ),
     ("lora", "fp8"): "both replace the same linear layers, and the frozen weights are 4-bit codes already; drop one",
     ("lora", "soup"): (
-        "a candidate's weights would be quantised anew to become the frozen base; soup the merged checkpoints with "
-        "`eff soup` instead"
+        "requantize puts the merged weights on the base's grid, which an average of them leaves. It is allowed "
+        "without: the model then holds the average of the merged weights"
     ),
     ("lora", "deepspeed"): _OWN,
     ("lora", "fsdp1"): "flat shards of FSDP1 mix frozen codes with trained floats; use DDP",
@@ -164,6 +164,7 @@ def _scales_e5m2(recipe: Mapping[str, Any]) -> bool:
 ALLOWED_IF: dict[tuple[str, str], Callable[[Mapping[str, Any]], bool]] = {
     ("loss_scale", "bf16"): _scales_e5m2,
     ("lora", "qat"): lambda recipe: recipe["lora"].base == "none",
+    ("lora", "soup"): lambda recipe: not recipe["lora"].requantize,
 }
 
 
