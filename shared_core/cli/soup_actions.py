@@ -16,7 +16,10 @@ from shared_core.cli.run import front_ends
 from shared_core.errors import CheckpointError, ConfigError, MissingExtraError
 from shared_core.strict_json import json_text
 
-_TASKS: dict[str, Literal["max", "min"]] = {"accuracy": "max", "f1": "max", "loss": "min", "perplexity": "min"}
+_TASKS: dict[str, Literal["max", "min"]] = {
+    "accuracy": "max", "f1": "max", "loss": "min", "perplexity": "min",
+    "mse": "min", "mae": "min", "pearson": "max", "spearman": "max",
+}  # fmt: skip
 
 
 @dataclass
