@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,7 @@ class TrainerServices:
         model.train()
         try:
             with torch.no_grad():
-                for batch in itertools.islice(trainer.get_train_dataloader(), num_batches):
+                for batch in _first(trainer.get_train_dataloader(), num_batches):
                     model(**trainer._prepare_inputs(batch))
         finally:
             set_rng_state(random)
@@ -108,3 +108,11 @@ class TrainerServices:
             raise TrainingError("hf: trainer must have a model")
         unwrapped: nn.Module = self._trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
         return unwrapped
+
+
+def _first(batches: Iterable[Any], count: int) -> Iterator[Any]:
+    try:
+        yield from itertools.islice(batches, count)
+    except ValueError as error:
+        if "does not contain any data" not in str(error):  # accelerate (1.15) says so of a stream that has ended
+            raise

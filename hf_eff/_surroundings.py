@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sized
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -93,13 +94,23 @@ def check_outputs(trainer: Trainer, recipe: Recipe) -> None:
             "soup: save_strategy must save checkpoints while training, got 'no'; set save_strategy to steps or epoch"
         )
     soup = recipe["soup"].to_dict()
-    if soup["kind"] == "greedy" and trainer.eval_dataset is None:
-        raise ConfigError("soup: eval_dataset must be given for a greedy soup, got None; pass one to the trainer")
+    evaluated = trainer.eval_dataset
+    if soup["kind"] == "greedy" and (evaluated is None or _is_empty(evaluated)):
+        got = "None" if evaluated is None else "one without examples"
+        raise ConfigError(
+            f"soup: eval_dataset must hold examples for a greedy soup, got {got}; pass one to the trainer"
+        )
     if soup["order"] == "logged" and args.eval_strategy == IntervalStrategy.NO:
         raise ConfigError(
             "soup: eval_strategy must evaluate while training for order logged, got 'no'; give it the value of "
             "save_strategy"
         )
+
+
+def _is_empty(data: Any) -> bool:
+    """Return whether a data set, or one of a dict of them, is known to have no example; a stream does not tell."""
+    parts = data.values() if isinstance(data, dict) else [data]
+    return any(isinstance(part, Sized) and len(part) == 0 for part in parts)
 
 
 def _check_distillation(trainer: Trainer, *, chunked: bool) -> None:

@@ -166,7 +166,7 @@ class ModelSoup(Technique):
             "kind": "greedy",
             "metric": options.metric,
             "candidates": len(ingredients),
-            "best_single": result.history[0]["single"],
+            "best_single" if order == "metric" else "first_single": result.history[0]["single"],
             **path_dict(result),
             **_ranks(result.state_dict),
         }

@@ -2,60 +2,15 @@
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 import torch
+from soup_runs import RunServices, a_run
 from torch import nn
 
 from shared_core.errors import CheckpointError, ConfigError, EffError, MatchError
 from shared_core.soup import ModelSoup, SoupConfig, greedy_soup, uniform_soup
-from shared_core.technique import Context, SavedCheckpoint
-
-
-class RunServices:
-    """Checkpoints in memory, evaluated by a function of the model."""
-
-    def __init__(self, model, weights, metric):
-        self.model, self.weights, self.metric = model, weights, metric
-        self.said, self.evaluations, self.calibrations, self.logged = [], 0, 0, {}
-
-    def checkpoints(self):
-        return [SavedCheckpoint(Path(f"checkpoint-{step}"), step, self.logged.get(step)) for step in self.weights]
-
-    def load_weights(self, path):
-        return self.weights[int(path.name.rsplit("-", 1)[1])]
-
-    def evaluate(self):
-        self.evaluations += 1
-        return {"eval_loss": self.metric(self.model), "eval_runtime": 1.0}
-
-    def calibrate(self, num_batches):
-        self.calibrations += 1
-        self.model.train()
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for _ in range(num_batches):
-                self.model(torch.randn(16, 3, generator=generator))
-
-    def say(self, text):
-        self.said.append(text)
-
-
-def a_run(metric=None, count=4, **options):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    weights = {}
-    for step in range(10, 10 * count + 10, 10):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
-        model[1].num_batches_tracked.fill_(step)
-        weights[step] = {name: value.clone() for name, value in model.state_dict().items()}
-    metric = metric or (lambda model: float(model[0].weight.detach().square().sum()))
-    services = RunServices(model, weights, metric)
-    context = Context(model=model, services=services, step=10 * count)
-    return model, context, services, ModelSoup(SoupConfig(kind=options.pop("kind", "greedy"), **options))
+from shared_core.technique import Context
 
 
 def test_the_model_holds_the_soup_of_its_checkpoints():
@@ -178,24 +133,6 @@ def test_rank_is_for_adapters():
     _, context, _, technique = a_run(rank=2)
     with pytest.raises(MatchError, match="rank must be given for a PEFT model only"):
         technique.begin(context)
-
-
-def test_whatever_ends_the_search_leaves_the_final_weights():
-    for end in (KeyboardInterrupt, RuntimeError):
-        calls = iter(range(6))
-
-        def metric(model, calls=calls, end=end):
-            if next(calls) == 5:
-                raise end
-            return 1.0
-
-        model, context, _, technique = a_run(metric=metric)
-        with torch.no_grad():
-            model[0].weight.add_(1)
-        final = {name: value.clone() for name, value in model.state_dict().items()}
-        with pytest.raises(end):
-            technique.finish(model, context)
-        assert all(torch.equal(value, final[name]) for name, value in model.state_dict().items())
 
 
 def test_a_best_model_that_was_loaded_is_no_second_ingredient():
