@@ -60,8 +60,8 @@ class TrainerServices:
         return ModelWeights(path, self._model())
 
     def evaluate(self) -> dict[str, float]:
-        """Return the trainer's metrics on its eval_dataset; neither log nor callbacks hear of it."""
-        trainer = self._trainer
+        """Return the trainer's metrics on its eval_dataset; log, callbacks and random numbers stay as they were."""
+        trainer, random = self._trainer, rng_state()
         callbacks, history = trainer.callback_handler.callbacks, list(trainer.state.log_history)
         trainer.callback_handler.callbacks = []
         try:
@@ -69,6 +69,7 @@ class TrainerServices:
         finally:
             trainer.callback_handler.callbacks = callbacks
             trainer.state.log_history = history
+            set_rng_state(random)
 
     def calibrate(self, num_batches: int) -> None:
         """Run training batches without gradients; random numbers and the order of training data stay as they were."""

@@ -60,3 +60,11 @@ def test_what_a_soup_needs_is_said_at_the_start(make, tmp_path):
         trainer.train()
     assert trainer.state.global_step == 4
     assert torch.isfinite(next(trainer.model.parameters())).all()
+
+
+def test_equal_weights_get_equal_metrics_though_ranges_are_estimated_with_dropout(make, tmp_path):
+    trainer = make.trainer(tmp_path, **SAVING)  # its attention has dropout
+    session = attach(trainer, {"soup": {"kind": "greedy"}, "qat": {"scheme": "int8"}})
+    trainer.train()
+    told = session.receipt()["techniques"]["soup"]
+    assert told["repeat"][0] == told["repeat"][1]

@@ -1,13 +1,14 @@
 """Soups at the end of runs whose checkpoints hold adapters (PEFT), or are merged from them (lora)."""
 
 import copy
+import shutil
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Trainer
 
-from hf_eff import ModelSoup
+from hf_eff import ModelSoup, attach
 from hf_eff.lora import QLora
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError
 
@@ -15,12 +16,12 @@ LORA = {"r": 2, "lora_alpha": 8, "target_modules": ["query", "value"], "modules_
         "task_type": "SEQ_CLS"}  # fmt: skip
 
 
-def train(make, folder, soup, lora=None, **settings):
+def train(make, folder, soup, lora=None, resume=None, **settings):
     model = get_peft_model(make.classifier(hidden_dropout_prob=0.0), LoraConfig(**(LORA | (lora or {}))))
     callback = ModelSoup(**soup)
     settings = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 0.1, **settings}
     trainer = make.trainer(folder, model=model, callbacks=[callback], **settings)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer, callback.session.receipt()["techniques"]["soup"]
 
 
@@ -77,6 +78,23 @@ def test_what_cannot_be_averaged_is_refused_before_the_first_step(make, tmp_path
     with pytest.raises(kind, match=match):
         train(make, tmp_path, {"kind": "uniform", **soup}, lora)
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_a_resumed_run_ends_with_the_same_soup(make, tmp_path):
+    straight, _ = train(make, tmp_path / "one", {"kind": "uniform"})
+    for step in (2, 4):
+        shutil.copytree(tmp_path / "one" / f"checkpoint-{step}", tmp_path / "two" / f"checkpoint-{step}")
+    resumed, told = train(make, tmp_path / "two", {"kind": "uniform"}, resume=True)
+    assert told["candidates"] == 4
+    ends = resumed.model.state_dict()
+    assert all(torch.equal(value, ends[name]) for name, value in straight.model.state_dict().items())
+
+
+def test_what_holds_single_weights_is_refused_beside_it(make, tmp_path):
+    model = get_peft_model(make.classifier(), LoraConfig(**LORA))
+    with pytest.raises(CompatibilityError, match="soup of a model of PEFT cannot be combined with prune"):
+        attach(make.trainer(tmp_path, model=model, save_strategy="epoch"),
+               {"prune": {"sparsity": 0.5}, "soup": {"kind": "uniform"}})  # fmt: skip
 
 
 def test_adapters_without_a_peft_model_are_refused(make, tmp_path):
