@@ -26,9 +26,9 @@ from shared_core.technique import Context, Technique
 class ModelSoup(Technique):
     """Averages this run's checkpoints when training ends; the model then holds the soup.
 
-    The final weights are an ingredient too, unless they are those of the newest checkpoint. Candidates are written
-    straight into the model and scored by the trainer's evaluation, with masks re-applied; every process follows the
-    main process's score.
+    The final weights are an ingredient too, unless a checkpoint holds them. Candidates are written straight into the
+    model (averages of a PEFT model's adapters as adapters of other ranks) and scored by the trainer's evaluation, with
+    masks re-applied; every process follows the main process's score.
     """
 
     key = "soup"

@@ -12,8 +12,8 @@ from hf_eff import ModelSoup, attach
 from hf_eff.lora import QLora
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError
 
-LORA = {"r": 2, "lora_alpha": 8, "target_modules": ["query", "value"], "modules_to_save": ["classifier"],
-        "task_type": "SEQ_CLS"}  # fmt: skip
+LORA = {"r": 2, "lora_alpha": 8, "target_modules": ["query", "value", "word_embeddings"],
+        "modules_to_save": ["classifier"], "task_type": "SEQ_CLS"}  # fmt: skip
 
 
 def train(make, folder, soup, lora=None, resume=None, **settings):
