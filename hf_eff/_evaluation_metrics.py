@@ -37,9 +37,9 @@ def regression_score(task: str, predicted: Tensor, truth: Tensor) -> float:
         truth: Shape (examples).
 
     Example:
-        >>> one, two = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 3.0, 9.0])
-        >>> regression_score("mae", one, two), regression_score("spearman", one, two)
-        (2.0, 1.0)
+        >>> one, two = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 5.0])
+        >>> regression_score("mae", one, two), regression_score("mse", one, two)
+        (2.0, 5.0)
     """
     predicted, truth = predicted.double(), truth.double()
     if task in ("mse", "loss"):
