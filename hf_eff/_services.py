@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +60,8 @@ class TrainerServices:
         return ModelWeights(path, self._model())
 
     def evaluate(self) -> dict[str, float]:
-        """Return the trainer's metrics on its eval_dataset; neither log nor callbacks hear of it."""
-        trainer = self._trainer
+        """Return the trainer's metrics on its eval_dataset; log, callbacks and random numbers stay as they were."""
+        trainer, random = self._trainer, rng_state()
         callbacks, history = trainer.callback_handler.callbacks, list(trainer.state.log_history)
         trainer.callback_handler.callbacks = []
         try:
@@ -69,6 +69,7 @@ class TrainerServices:
         finally:
             trainer.callback_handler.callbacks = callbacks
             trainer.state.log_history = history
+            set_rng_state(random)
 
     def calibrate(self, num_batches: int) -> None:
         """Run training batches without gradients; random numbers and the order of training data stay as they were."""
@@ -80,7 +81,7 @@ class TrainerServices:
         model.train()
         try:
             with torch.no_grad():
-                for batch in itertools.islice(trainer.get_train_dataloader(), num_batches):
+                for batch in _first(trainer.get_train_dataloader(), num_batches):
                     model(**trainer._prepare_inputs(batch))
         finally:
             set_rng_state(random)
@@ -108,3 +109,11 @@ class TrainerServices:
             raise TrainingError("hf: trainer must have a model")
         unwrapped: nn.Module = self._trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
         return unwrapped
+
+
+def _first(batches: Iterable[Any], count: int) -> Iterator[Any]:
+    try:
+        yield from itertools.islice(batches, count)
+    except ValueError as error:
+        if "does not contain any data" not in str(error):  # accelerate (1.15) says so of a stream that has ended
+            raise

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sized
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.utils.import_utils import is_peft_available, is_torch_xla_available
 
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
@@ -47,6 +48,7 @@ def surroundings(trainer: Trainer) -> set[str]:
         "data_parallel": args.n_gpu > 1,
         "unequal_ranks": args.world_size > 1 and not args.average_tokens_across_devices,
         "lbfgs": isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.LBFGS),
+        "peft": is_peft(trainer.model),
         "tpu": is_torch_xla_available(),
         "tensor_parallel": bool(getattr(trainer.model, "is_distributed_loading_by_transformers", False)),
     }
@@ -92,13 +94,24 @@ def check_outputs(trainer: Trainer, recipe: Recipe) -> None:
         raise ConfigError(
             "soup: save_strategy must save checkpoints while training, got 'no'; set save_strategy to steps or epoch"
         )
-    if is_peft(trainer.model):
-        raise CompatibilityError(
-            "soup: model must be saved whole, got a PEFT model, whose checkpoints hold A and B apart, and averaging "
-            "these is not averaging BA; average the checkpoints with `eff soup` afterwards, which averages BA"
+    soup = recipe["soup"].to_dict()
+    evaluated = trainer.eval_dataset
+    if soup["kind"] == "greedy" and (evaluated is None or _is_empty(evaluated)):
+        got = "None" if evaluated is None else "one without examples"
+        raise ConfigError(
+            f"soup: eval_dataset must hold examples for a greedy soup, got {got}; pass one to the trainer"
         )
-    if recipe["soup"].to_dict()["kind"] == "greedy" and trainer.eval_dataset is None:
-        raise ConfigError("soup: eval_dataset must be given for a greedy soup, got None; pass one to the trainer")
+    if soup["order"] == "logged" and args.eval_strategy == IntervalStrategy.NO:
+        raise ConfigError(
+            "soup: eval_strategy must evaluate while training for order logged, got 'no'; give it the value of "
+            "save_strategy"
+        )
+
+
+def _is_empty(data: Any) -> bool:
+    """Return whether a data set, or one of a dict of them, is known to have no example; a stream does not tell."""
+    parts = data.values() if isinstance(data, dict) else [data]
+    return any(isinstance(part, Sized) and len(part) == 0 for part in parts)
 
 
 def _check_distillation(trainer: Trainer, *, chunked: bool) -> None:

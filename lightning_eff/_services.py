@@ -107,6 +107,10 @@ class LightningServices:
                 "soup: Trainer must have a validation loop, got none; define validation_step and pass "
                 "val_dataloaders, with limit_val_batches above 0"
             )
+        if self._trainer.val_dataloaders is not None and not any(self._trainer.num_val_batches):
+            raise CompatibilityError(
+                "soup: Trainer must have validation batches, got none from val_dataloaders; give it data to evaluate on"
+            )
 
     def evaluate(self) -> dict[str, float]:
         """Return the metrics of the validation loop, run without other callbacks, loggers or random numbers used up."""

@@ -170,9 +170,6 @@ class EffCallback(Callback):
         if self.session is None:
             return
         check(self.session.recipe, _surroundings.surroundings(trainer, pl_module))
-        soup: Any = self.session.recipe.get("soup")
-        if soup is not None and soup.kind == "greedy":
-            self._services.check_validation()
         scaling: Any = self.session.techniques.get("loss_scale")
         if scaling is not None:
             trainer.precision_plugin.scaler = scaling.make_scaler(trainer.strategy.root_device.type)
@@ -185,6 +182,9 @@ class EffCallback(Callback):
         """Begin the session; sharded strategies have restored callbacks only now."""
         if self.session is None:
             return
+        soup: Any = self.session.recipe.get("soup")
+        if soup is not None and soup.kind == "greedy":
+            self._services.check_validation()
         self._begin(trainer, pl_module)
         for optimizer in trainer.optimizers:
             self._hooks.append(optimizer.register_step_post_hook(self._stepped))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ def surroundings(trainer: Any, model: Any) -> set[str]:
         found.add("tensor_parallel")
     if str(trainer.precision_plugin.precision).startswith("bf16"):
         found.add("bf16")
+    peft = sys.modules.get("peft")  # without it there is no such model
+    if peft is not None and any(isinstance(module, peft.PeftModel) for module in model.modules()):
+        found.add("peft")
     if not model.automatic_optimization:
         found.add("manual_optimization")
     optimizers = trainer.optimizers

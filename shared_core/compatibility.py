@@ -21,6 +21,7 @@ SURROUNDINGS = {
     "data_parallel": "torch.nn.DataParallel",
     "unequal_ranks": "average_tokens_across_devices=False with several processes",
     "tensor_parallel": "tensor parallelism, or a model that was sharded while it was loaded",
+    "peft": "a model of PEFT",
     "tpu": "XLA",
 }
 
@@ -56,8 +57,8 @@ REFUSED: dict[tuple[str, str], str] = {
     ),
     ("lora", "fp8"): "both replace the same linear layers, and the frozen weights are 4-bit codes already; drop one",
     ("lora", "soup"): (
-        "a candidate's weights would be quantised anew to become the frozen base; soup the merged checkpoints with "
-        "`eff soup` instead"
+        "requantize puts the merged weights on the base's grid, which an average of them leaves. It is allowed "
+        "without: the model then holds the average of the merged weights"
     ),
     ("lora", "deepspeed"): _OWN,
     ("lora", "fsdp1"): "flat shards of FSDP1 mix frozen codes with trained floats; use DDP",
@@ -164,8 +165,12 @@ def _scales_e5m2(recipe: Mapping[str, Any]) -> bool:
 ALLOWED_IF: dict[tuple[str, str], Callable[[Mapping[str, Any]], bool]] = {
     ("loss_scale", "bf16"): _scales_e5m2,
     ("lora", "qat"): lambda recipe: recipe["lora"].base == "none",
+    ("lora", "soup"): lambda recipe: not recipe["lora"].requantize,
 }
 
+
+# Masks, clusters, copies and quantisers that belong to single parameters.
+_HOLDS_WEIGHTS = ("primary_weights", "prune", "share", "qat", "fp8")
 
 _NOT_MUTUAL = {
     "lora": "peers train whole models from newly drawn weights, which adapters over a frozen base do not",
@@ -229,6 +234,13 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
             "qat with keep cannot be combined with lora: adapters are merged into plain layers at the end; "
             "apply_ranges puts quantisers back into these"
         )
+    if "soup" in recipe and "peft" in surroundings:
+        lines += [
+            f"soup of {SURROUNDINGS['peft']} cannot be combined with {key}: what it holds of the adapters is of other "
+            "shapes than those of their averages; average the saved adapters with `eff soup`"
+            for key in _HOLDS_WEIGHTS
+            if key in recipe
+        ]
     if qat is not None and qat.range in ("lsq", "lsq_plus", "pact"):
         lines += [
             f"qat with range {qat.range} cannot be combined with {key}: the average of weights has no learned scales "

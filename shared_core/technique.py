@@ -24,9 +24,9 @@ ORDER = (
 
 # Finish: the soup evaluates through live masks and quantisers, so it comes before quantisation bakes itself in;
 # pruning comes first because a schedule cut short takes its last update then. Adapters are merged while quantisers
-# are live, so that the sum is what is baked.
-FINISH_ORDER = ("distill", "loss_scale", "dp", "average", "prune", "ticket", "share", "soup", "checkpointing",
-                "fp8", "lora", "qat", "primary_weights", "low_rank", "matmul")  # fmt: skip
+# are live, so that the sum is what is baked, and before the soup, since checkpoints hold merged weights.
+FINISH_ORDER = ("distill", "loss_scale", "dp", "average", "prune", "ticket", "share", "lora", "soup", "checkpointing",
+                "fp8", "qat", "primary_weights", "low_rank", "matmul")  # fmt: skip
 
 
 def in_order(keys: Iterable[str], order: tuple[str, ...] = ORDER) -> list[str]:

@@ -29,10 +29,17 @@ def soup(
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(help="In place of --eval, for Hugging Face folders: accuracy, f1, perplexity or loss on --data."),
+        typer.Option(
+            help="In place of --eval, for Hugging Face folders, on --data: accuracy, f1, loss, perplexity, mse, mae, "
+            "pearson or spearman."
+        ),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="A .jsonl, .csv or .parquet file, or the folder of a saved data set.")
+        Path | None,
+        typer.Option(
+            help="A .jsonl, .csv or .parquet file, the folder of a saved data set; for images also an .npz, or a "
+            "folder of images a class."
+        ),
     ] = None,
     text: Annotated[str | None, typer.Option(help="Columns of text, one or two as a,b; default all of text.")] = None,
     batch_size: Annotated[int, typer.Option(help="Examples at a time.", min=1)] = 32,

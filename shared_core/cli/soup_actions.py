@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +18,10 @@ from shared_core.cli.run import front_ends
 from shared_core.errors import CheckpointError, ConfigError, MissingExtraError
 from shared_core.strict_json import json_text
 
-_TASKS: dict[str, Literal["max", "min"]] = {"accuracy": "max", "f1": "max", "loss": "min", "perplexity": "min"}
+_TASKS: dict[str, Literal["max", "min"]] = {
+    "accuracy": "max", "f1": "max", "loss": "min", "perplexity": "min",
+    "mse": "min", "mae": "min", "pearson": "max", "spearman": "max",
+}  # fmt: skip
 
 
 @dataclass
@@ -30,7 +35,11 @@ class Judge:
     @classmethod
     def of_function(cls, name: str, mode: str | None) -> Judge:
         """Return the user's function as a judge."""
-        return cls(function(name, "eff soup: --eval"), cast(Any, mode or "max"), {"evaluate": name})
+        evaluate = function(name, "eff soup: --eval")
+        file = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
+        # scores of a function that was changed since are not its own
+        code = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else None
+        return cls(evaluate, cast(Any, mode or "max"), {"evaluate": name, "evaluate_file": code})
 
     @classmethod
     def of_task(cls, task: str, first: Any, data: Path | None, **options: Any) -> Judge:

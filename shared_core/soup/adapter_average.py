@@ -15,6 +15,9 @@ from shared_core.soup.averaging import accumulator_dtype, mean_with_
 from shared_core.soup.sources import Ingredient, averaged
 from shared_core.soup.sources.adapter import LoraLayer, lora_layers, scaling
 
+RANK_FIELDS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
+"""The fields of an adapter's config that an average changes."""
+
 
 class AdapterWeights(dict[str, Tensor]):
     """The state dict of an adapter under PEFT's names, with what its config must be."""
@@ -71,7 +74,7 @@ def average_adapters(
         if rank is not None:
             norm = _norm(factors)
             if factors.a.shape[0] > rank:
-                factors, cut = _cut(factors, rank)
+                factors, cut = _cut(factors, rank, parts[0][0].scale)
                 soup.errors[layer.module] = cut / norm if norm else 0.0
                 lost += cut**2
             whole += norm**2
@@ -140,18 +143,20 @@ def _norm(factors: _Factors) -> float:
     return factors.scale * math.sqrt(max(0.0, float(((b.T @ b) * (a @ a.T)).sum())))
 
 
-def _cut(factors: _Factors, rank: int) -> tuple[_Factors, float]:
+def _cut(factors: _Factors, rank: int, scale: float) -> tuple[_Factors, float]:
     """Return the nearest product of a lower rank, and its distance; the SVD is of the small core ``R_b R_a^T``."""
     a, b = factors.a.double().flatten(1), factors.b.double().flatten(1)
     q_a, r_a = torch.linalg.qr(a.T)
     q_b, r_b = torch.linalg.qr(b)
     u, values, v = torch.linalg.svd(factors.scale * r_b @ r_a.T)
-    # B starts with most of the size where training starts: split evenly
-    root = values[:rank].sqrt()
+    # B starts with most of the size where training starts: split evenly. The first one's scale stays, so that a model
+    # built for this rank takes the factors as they are.
+    scale = scale if scale > 0 else 1.0
+    root = (values[:rank] / scale).sqrt()
     rank = root.numel()
     new_a = (root[:, None] * (v[:rank] @ q_a.T)).reshape(rank, *factors.a.shape[1:])
     new_b = (q_b @ u[:, :rank] * root).reshape(-1, rank, *factors.b.shape[2:])
-    return _Factors(new_a, new_b, 1.0), float(values[rank:].norm())
+    return _Factors(new_a, new_b, scale), float(values[rank:].norm())
 
 
 def _config_of(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from shared_core.config import TechniqueConfig, option
 
 _SMALLER_IS_BETTER = frozenset({
     "loss", "perplexity", "ppl", "error", "err", "wer", "cer", "ter", "mae", "mse", "rmse", "nll", "bpc", "bpb",
 })  # fmt: skip
+_GREEDY: dict[str, Any] = {"only_with": {"kind": ("greedy",)}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,21 +26,48 @@ class SoupConfig(TechniqueConfig):
     key: ClassVar[str] = "soup"
     switch: ClassVar[str] = "kind"
 
-    kind: Literal["greedy", "uniform"] = option(
-        help="Average the run's checkpoints at the end: greedy (add while the metric does not fall) or uniform (all)."
+    kind: Literal["greedy", "uniform", "weighted"] = option(
+        help="Average the run's checkpoints at the end: greedy (add while the metric does not fall), uniform (all) or "
+        "weighted (by weights)."
     )
-    metric: str = option("eval_loss", help="Validation metric that greedy follows, as the trainer names it.")
+    metric: str = option("eval_loss", help="Validation metric that greedy follows, as the trainer names it.", **_GREEDY)
     mode: Literal["auto", "max", "min"] = option(
         "auto",
         help="Whether the metric is better when larger (max) or smaller (min); auto: min for losses and errors.",
+        **_GREEDY,
     )
-    strict: bool = option(False, help="Accept only an average that improves the metric, not one that keeps it.")
-    last: int | None = option(None, help="Use only the last so many checkpoints; all by default.", low=1)
-    max_ingredients: int | None = option(None, help="Stop when the soup has so many members.", low=1)
+    strict: bool = option(
+        False, help="Accept only an average that improves the metric, not one that keeps it.", **_GREEDY
+    )
+    min_delta: float = option(0.0, help="Accept only an average that is better by at least this.", low=0, **_GREEDY)
+    order: Literal["metric", "logged", "newest", "random"] = option(
+        "metric",
+        help="In which order greedy tries: metric (best first, each evaluated alone), or with only the first evaluated "
+        "alone: logged (best first by what training logged), newest (first), random.",
+        **_GREEDY,
+    )
+    seed: int = option(0, help="Of the random order.", only_with={"order": ("random",)})
+    repeat: bool = option(True, help="Evaluate the first member twice, to notice an evaluation with noise.", **_GREEDY)
+    weights: tuple[float, ...] = option(
+        (), help="How much each of the newest checkpoints counts, oldest first.", only_with={"kind": ("weighted",)}
+    )
+    last: int | None = option(
+        None, help="Use only the last so many checkpoints; all by default.", low=1,
+        only_with={"kind": ("greedy", "uniform")},
+    )  # fmt: skip
+    max_ingredients: int | None = option(None, help="Stop when the soup has so many members.", low=1, **_GREEDY)
+    rank: int | None = option(
+        None, help="Cut averages of a PEFT model's adapters to this rank (SVD); by default ranks add up.", low=1
+    )
     bn_batches: int = option(
         0, help="Training batches on which BatchNorm statistics are re-estimated for every average; 0: average them.",
         low=0,
     )  # fmt: skip
+
+    def validate(self) -> None:
+        """Raise `ConfigError` unless the weights of a weighted soup are there and can be."""
+        if self.kind == "weighted" and not (self.weights and all(weight > 0 for weight in self.weights)):
+            raise self._error("weights", "must be numbers above 0, as 1,2,3, for kind weighted")
 
     @property
     def larger_is_better(self) -> bool:

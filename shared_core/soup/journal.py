@@ -46,6 +46,11 @@ class Journal:
         search, scores = content.get("search"), content.get("scores")
         if not isinstance(search, dict) or not isinstance(scores, dict):
             raise CheckpointError(f"{path}: journal must be one that a soup search wrote; give another file")
+        if search.get("format") != _FORMAT:
+            raise CheckpointError(
+                f"{path}: journal must have format {_FORMAT}, got {search.get('format')!r} of another version of "
+                "efftrain; remove the file to start again, or give another"
+            )
         for name in self._search | search:
             mine, theirs = self._search.get(name), search.get(name)
             if theirs != mine:

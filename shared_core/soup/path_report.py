@@ -30,19 +30,24 @@ def path_table(result: SoupResult) -> Table:
     return table
 
 
+def path_dict(result: SoupResult) -> dict[str, Any]:
+    """Return the path as plain values: score, ingredients, history, and the first member's metric if taken twice."""
+    # an evaluation that gives NaN the second time is one that JSON has no number for
+    repeat = result.repeat and [score if math.isfinite(score) else None for score in result.repeat]
+    return {
+        "score": result.score, "ingredients": result.ingredients, "history": result.history, "repeat": repeat,
+        **rank_errors(result.state_dict),
+    }  # fmt: skip
+
+
 def path_json(result: SoupResult) -> str:
-    """Return the path as JSON: score, ingredients, history, and the first member's metric if it was evaluated twice.
+    """Return `path_dict` as JSON.
 
     Example:
         >>> path_json(SoupResult({}, ["a"], 0.5, []))
         '{"score": 0.5, "ingredients": ["a"], "history": [], "repeat": null}'
     """
-    # an evaluation that gives NaN the second time is one that JSON has no number for
-    repeat = result.repeat and [score if math.isfinite(score) else None for score in result.repeat]
-    return json.dumps({
-        "score": result.score, "ingredients": result.ingredients, "history": result.history, "repeat": repeat,
-        **rank_errors(result.state_dict),
-    })  # fmt: skip
+    return json.dumps(path_dict(result))
 
 
 def noise_of(result: SoupResult) -> str | None:
@@ -57,7 +62,7 @@ def noise_of(result: SoupResult) -> str | None:
     first, second = result.repeat
     return (
         f"evaluation is not deterministic: {result.ingredients[0]} got {first:.6g}, then {second:.6g}; gains of "
-        f"{abs(first - second):.2g} may be chance: fix its seed, evaluate in eval mode, or ask for more by --min-delta"
+        f"{abs(first - second):.2g} may be chance: fix its seed, evaluate in eval mode, or ask for more (min_delta)"
     )
 
 

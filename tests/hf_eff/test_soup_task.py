@@ -19,7 +19,8 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from hf_eff._evaluator import FolderEvaluator, f1
+from hf_eff._evaluation_metrics import f1
+from hf_eff._evaluator import FolderEvaluator
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError
 
@@ -204,7 +205,14 @@ def test_what_cannot_be_evaluated_is_refused_at_once(room, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     cases = [
-        ("accuracy", llama, "far.jsonl", {}, CheckpointError, "must have a text classifier .* got LlamaForCausalLM"),
+        (
+            "accuracy",
+            llama,
+            "far.jsonl",
+            {},
+            CheckpointError,
+            "must have a classifier of texts .* got LlamaForCausalLM",
+        ),
         ("perplexity", bert, "far.jsonl", {}, CheckpointError, "must have a language model"),
         ("accuracy", bert, "unlabelled.jsonl", {}, ConfigError, "a column label or labels"),
         ("accuracy", bert, "far.jsonl", {}, ConfigError, "labels from 0 to 3, .* got 4"),

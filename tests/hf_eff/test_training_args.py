@@ -147,8 +147,14 @@ FLAGS = [
     "soup_metric",
     "soup_mode",
     "soup_strict",
+    "soup_min_delta",
+    "soup_order",
+    "soup_seed",
+    "soup_repeat",
+    "soup_weights",
     "soup_last",
     "soup_max_ingredients",
+    "soup_rank",
     "soup_bn_batches",
 ]
 

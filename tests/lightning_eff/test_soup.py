@@ -2,7 +2,8 @@ import importlib
 
 import pytest
 import torch
-from lightning_world import BOTH, fit, hook_callback, loader, make_module, make_trainer
+from lightning_world import BOTH, dataset, fit, hook_callback, loader, make_module, make_trainer
+from torch.utils.data import DataLoader
 
 from lightning_eff import EffCallback, ModelSoup
 from shared_core.errors import CompatibilityError, ConfigError
@@ -80,6 +81,10 @@ def test_what_a_soup_needs_is_said_at_the_start(tmp_path):
         fit(trainer, make_module(), val=True)
     with pytest.raises(CompatibilityError, match="validation_step"):
         run(tmp_path / "no", {"soup": {"kind": "greedy"}}, val=False, monitor=None, every_n_epochs=1)
+    for data in ([], DataLoader(dataset(0), batch_size=4)):
+        trainer = make_trainer(tmp_path / "no", callbacks=[ModelSoup(kind="greedy")], enable_checkpointing=True)
+        with pytest.raises(CompatibilityError, match="must have validation batches"):
+            trainer.fit(make_module(), loader(), data)
     assert not list(tmp_path.glob("no/*.ckpt"))
     with pytest.raises(ConfigError, match="did you mean 'val_acc'"):
         run(tmp_path, {"soup": {"kind": "greedy", "metric": "val_accc"}})

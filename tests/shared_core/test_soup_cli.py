@@ -73,6 +73,9 @@ def test_a_journal_spares_evaluations(room):
     eff("run", "--eval", "soup_task:quality", "--out", "two", "--journal", "journal.json")
     assert len(soup_task.calls) == 6
     assert (room / "one" / "model.safetensors").read_bytes() == (room / "two" / "model.safetensors").read_bytes()
+    (room / "soup_task.py").write_text(TASK.replace("1.6", "1.7"))
+    with pytest.raises(CheckpointError, match="its evaluate_file were"):
+        eff("run", "--eval", "soup_task:quality", "--out", "three", "--journal", "journal.json")
 
 
 def test_order_min_delta_and_an_evaluation_with_noise(room):

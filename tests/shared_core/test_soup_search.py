@@ -1,6 +1,9 @@
 """The greedy search: the authors' choices on random tables of scores, orders, margins, repeated evaluation."""
 
+import json
+import os
 import random
+import signal
 
 import pytest
 import torch
@@ -131,6 +134,44 @@ def test_a_killed_search_goes_on_to_the_same_answer(tmp_path, order):
         assert table.calls == whole_table.calls
         assert (result.history, result.repeat) == (whole.history, whole.repeat)
         assert torch.equal(result.state_dict["w"], whole.state_dict["w"])
+
+
+def test_a_search_ended_by_kill_9_goes_on_to_the_same_bits(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    members = [{"w": torch.randn(9, generator=generator)} for _ in range(4)]
+
+    def quality(weights):
+        return -float((weights["w"] - 0.3).square().sum())
+
+    whole = greedy_soup(members, quality, repeat=True)
+    for kill_at in (0, 3, 5, 7):
+        journal, calls = tmp_path / f"{kill_at}.json", []
+
+        def until_killed(weights, kill_at=kill_at, calls=calls):
+            if len(calls) == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            calls.append(1)
+            return quality(weights)
+
+        if (process := os.fork()) == 0:
+            greedy_soup(members, until_killed, repeat=True, journal=journal)
+            os._exit(0)
+        assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
+        assert len(json.loads(journal.read_text())["scores"]) == kill_at
+        result = greedy_soup(members, quality, repeat=True, journal=journal)
+        assert (result.history, result.repeat) == (whole.history, whole.repeat)
+        assert torch.equal(result.state_dict["w"], whole.state_dict["w"])
+
+
+def test_a_journal_of_another_version_is_refused(tmp_path):
+    table, journal = Table(0, 3), tmp_path / "journal"
+    greedy_soup(table.members, table, journal=journal)
+    content = json.loads(journal.read_text())
+    for other in (1, None):
+        content["search"]["format"] = other
+        journal.write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match=f"must have format 2, got {other} of another version of efftrain"):
+            greedy_soup(table.members, table, journal=journal)
 
 
 @pytest.mark.parametrize(

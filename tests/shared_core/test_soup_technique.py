@@ -1,60 +1,16 @@
 """A soup at the end of training: candidates through the trainer's own evaluation."""
 
 import json
-from pathlib import Path
+import random
 
 import pytest
 import torch
+from soup_runs import RunServices, a_run
 from torch import nn
 
 from shared_core.errors import CheckpointError, ConfigError, EffError, MatchError
 from shared_core.soup import ModelSoup, SoupConfig, greedy_soup, uniform_soup
-from shared_core.technique import Context, SavedCheckpoint
-
-
-class RunServices:
-    """Checkpoints in memory, evaluated by a function of the model."""
-
-    def __init__(self, model, weights, metric):
-        self.model, self.weights, self.metric = model, weights, metric
-        self.said, self.evaluations, self.calibrations = [], 0, 0
-
-    def checkpoints(self):
-        return [SavedCheckpoint(Path(f"checkpoint-{step}"), step) for step in self.weights]
-
-    def load_weights(self, path):
-        return self.weights[int(path.name.rsplit("-", 1)[1])]
-
-    def evaluate(self):
-        self.evaluations += 1
-        return {"eval_loss": self.metric(self.model), "eval_runtime": 1.0}
-
-    def calibrate(self, num_batches):
-        self.calibrations += 1
-        self.model.train()
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for _ in range(num_batches):
-                self.model(torch.randn(16, 3, generator=generator))
-
-    def say(self, text):
-        self.said.append(text)
-
-
-def a_run(metric=None, count=4, **options):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    weights = {}
-    for step in range(10, 10 * count + 10, 10):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
-        model[1].num_batches_tracked.fill_(step)
-        weights[step] = {name: value.clone() for name, value in model.state_dict().items()}
-    metric = metric or (lambda model: float(model[0].weight.detach().square().sum()))
-    services = RunServices(model, weights, metric)
-    context = Context(model=model, services=services, step=10 * count)
-    return model, context, services, ModelSoup(SoupConfig(kind=options.pop("kind", "greedy"), **options))
+from shared_core.technique import Context
 
 
 def test_the_model_holds_the_soup_of_its_checkpoints():
@@ -69,8 +25,9 @@ def test_the_model_holds_the_soup_of_its_checkpoints():
     )
     assert all(torch.equal(value, expected.state_dict[name]) for name, value in model.state_dict().items())
     assert [id(parameter) for parameter in model.parameters()] == parameters
-    assert services.evaluations == 7
-    assert len(replaced) == 8
+    assert services.evaluations == 8  # the best one twice
+    assert len(replaced) == 9
+    assert technique.report()["repeat"] == [expected.history[0]["single"]] * 2
     report = technique.report()
     assert report["score"] == expected.score <= report["best_single"]
     assert len(report["ingredients"]) == len(expected.ingredients)
@@ -94,6 +51,109 @@ def test_uniform_takes_all():
     expected = uniform_soup(list(services.weights.values()))
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     assert services.evaluations == 0
+
+
+def test_weights_are_of_the_newest_oldest_first():
+    model, context, services, technique = a_run(kind="weighted", weights=[1, 3])
+    with torch.no_grad():
+        model[0].weight.add_(1)  # the final weights, which no checkpoint holds
+    final = {name: value.clone() for name, value in model.state_dict().items()}
+    technique.finish(model, context)
+    expected = uniform_soup([services.weights[40], final], [1, 3])
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert technique.report()["weights"] == [1, 3]
+    model, context, services, technique = a_run(kind="weighted", weights=[9, 9, 1, 3], count=2)
+    technique.finish(model, context)
+    expected = uniform_soup(list(services.weights.values()), [1, 3])
+    assert torch.equal(model[0].weight, expected["0.weight"])
+    assert "only the last 2 weights" in services.said[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "tried"),
+    [
+        ({"order": "newest"}, [40, 30, 20, 10]),
+        ({"order": "logged"}, [20, 10, 40, 30]),  # 40 was saved with a NaN, 30 without a metric
+        ({"order": "logged", "mode": "max"}, [10, 20, 40, 30]),
+        ({"order": "random", "seed": 5}, None),
+        ({"order": "random", "seed": 6}, None),
+    ],
+)
+def test_in_another_order_only_the_first_is_evaluated_alone(options, tried):
+    model, context, services, technique = a_run(metric=lambda model: 1.0, repeat=False, **options)
+    services.logged = {10: 0.5, 20: 0.25, 40: float("nan")}
+    technique.finish(model, context)
+    names = [row["name"] for row in technique.report()["history"]]
+    by_step = [f"checkpoint-{step}" for step in (10, 20, 30, 40)]
+    if tried is None:
+        random.Random(options["seed"]).shuffle(by_step)
+        assert names == by_step
+    else:
+        assert names == [f"checkpoint-{step}" for step in tried]
+    assert services.evaluations == 4
+    assert technique.report()["repeat"] is None
+
+
+def test_without_a_logged_metric_the_newest_is_first():
+    model, context, services, technique = a_run(metric=lambda model: 1.0, order="logged")
+    technique.finish(model, context)
+    assert technique.report()["ingredients"][0] == "checkpoint-40"
+    assert "no checkpoint was saved with eval_loss" in services.said[0]
+
+
+def test_min_delta_strict_and_noise_are_those_of_the_search():
+    scores = iter([4.0, 3.0, 2.0, 1.0, 1.5, 0.75, 0.25, 0.25])  # alone, again, averages
+    model, context, services, technique = a_run(metric=lambda model: next(scores), min_delta=0.5, max_ingredients=2)
+    technique.finish(model, context)
+    assert [row["score"] for row in technique.report()["history"]] == [1.0, 0.75, 0.25, None]
+    assert technique.report()["ingredients"] == ["checkpoint-40", "checkpoint-20"]
+    assert technique.report()["repeat"] == [1.0, 1.5]
+    assert "not deterministic" in services.said[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"kind": "uniform", "strict": True}, "strict must come with kind=greedy"),
+        ({"kind": "uniform", "metric": "eval_f1"}, "metric must come with kind=greedy"),
+        ({"kind": "greedy", "seed": 1}, "seed must come with order=random"),
+        ({"kind": "greedy", "min_delta": -1}, "min_delta must be in"),
+        ({"kind": "greedy", "weights": [1]}, "weights must come with kind=weighted"),
+        ({"kind": "weighted"}, "weights must be numbers above 0"),
+        ({"kind": "weighted", "weights": [1, 0]}, "weights must be numbers above 0"),
+        ({"kind": "weighted", "weights": [1], "last": 2}, "last must come with kind=greedy or uniform"),
+    ],
+)
+def test_options_that_would_play_no_part_are_refused(options, match):
+    with pytest.raises(ConfigError, match=match):
+        SoupConfig(**options)
+
+
+def test_rank_is_for_adapters():
+    _, context, _, technique = a_run(rank=2)
+    with pytest.raises(MatchError, match="rank must be given for a PEFT model only"):
+        technique.begin(context)
+
+
+def test_a_best_model_that_was_loaded_is_no_second_ingredient():
+    model, context, services, technique = a_run(metric=lambda model: 1.0)
+    model.load_state_dict(services.weights[20])
+    technique.finish(model, context)
+    assert technique.report()["ingredients"] == [f"checkpoint-{step}" for step in (10, 20, 30, 40)]
+
+
+def test_a_metric_that_validation_does_not_report_is_noticed_while_training():
+    _, context, _, technique = a_run()
+    context.step = 2
+    technique.evaluated(context, {"eval_news_loss": 1.0})
+    technique.evaluated(context, {"eval_books_loss": 1.0})  # one of several data sets
+    context.step = 4
+    with pytest.raises(ConfigError, match="metric must be one that evaluation reports, got 'eval_loss'; did you mean"):
+        technique.evaluated(context, {"eval_news_loss": 1.0})
+    _, context, _, technique = a_run()
+    for context.step in (2, 4, 6):
+        technique.evaluated(context, {"eval_news_loss": 1.0})
+        technique.evaluated(context, {"eval_loss": 1.0})
 
 
 def test_last_and_first_usable_step():
@@ -144,7 +204,7 @@ def test_batch_norm_is_estimated_anew_for_every_average():
     model, context, services, technique = a_run(bn_batches=3)
     technique.begin(context)
     technique.finish(model, context)
-    assert services.calibrations == 8
+    assert services.calibrations == 9
     assert model[1].momentum == 0.1
     mean = model[1].running_mean.clone()
     model[1].reset_running_stats()

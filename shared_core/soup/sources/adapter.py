@@ -160,7 +160,8 @@ def _plain(key: str) -> bool:
 
 def _comparable(value: Any) -> Any:
     if isinstance(value, list):
-        value = sorted(value, key=str)  # PEFT holds sets, and writes them in any order
+        # PEFT holds sets, writes them in any order, and adds to modules_to_save each time that it wraps a model
+        value = sorted(dict.fromkeys(map(str, value)))
     return value or None
 
 

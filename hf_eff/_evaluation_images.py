@@ -1,0 +1,163 @@
+"""Images and their labels from a folder, a table or arrays, made ready for a model a batch at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from transformers import AutoImageProcessor
+
+from hf_eff._evaluation_data import empty, goals, label_column, open_table, unreadable
+from shared_core.errors import CheckpointError, ConfigError
+
+_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
+_PIXELS = "pixel_values"
+
+
+class ImageExamples:
+    """Images of a local file or folder, read when a batch is asked for.
+
+    Args:
+        file: A folder with one folder of images a class; a table or saved data set with a column of images, of paths
+            to them, or ``pixel_values``; or an ``.npz`` of ``images`` (uint8, ``(n, height, width[, channels])``) or
+            ``pixel_values`` (floats as the model takes them) and ``labels``.
+        folder: Holds the image processor; not needed for ``pixel_values``.
+        config: The model's.
+        regression: Whether labels are numbers to predict.
+
+    Raises:
+        CheckpointError: If the data or the processor cannot be read.
+        ConfigError: If there are no images or labels that fit.
+    """
+
+    def __init__(self, file: Path, folder: Path, config: Any, *, regression: bool) -> None:
+        self._file, self._mode = file, "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
+        self._images, labels = _read(file)
+        if not len(self._images):
+            raise empty(file)
+        self.labels = goals(labels, config, regression, file)
+        self._processor: Any = None
+        if not isinstance(self._images, _Pixels):
+            try:
+                self._processor = cast(Any, AutoImageProcessor).from_pretrained(folder)
+            except Exception as error:  # transformers raises OSError, ValueError, ImportError and more
+                first_line = (str(error).splitlines() or [type(error).__name__])[0]
+                raise CheckpointError(
+                    f"eff soup: --task: {folder} must hold the image processor, got none that loads "
+                    f"({first_line:.200}); save it there, or give data with {_PIXELS}"
+                ) from error
+        self.batch(0, 1)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def digest(self) -> str:
+        """Return a hash of the images and labels."""
+        found = hashlib.sha256(repr((self.labels, self._processor and self._processor.to_dict())).encode())
+        for number in range(len(self)):
+            array = np.ascontiguousarray(np.asarray(self._one(number)))
+            found.update(f"{array.shape} {array.dtype}".encode() + array.tobytes())
+        return found.hexdigest()
+
+    def batch(self, begin: int, end: int) -> Tensor:
+        """Return these images as the model takes them, ``(n, channels, height, width)``."""
+        images = [self._one(number) for number in range(begin, min(end, len(self)))]
+        if self._processor is None:
+            return torch.stack([torch.as_tensor(image, dtype=torch.float32) for image in images])
+        pixels: Tensor = self._processor(images=images, return_tensors="pt")[_PIXELS]
+        return pixels
+
+    def _one(self, number: int) -> Any:
+        image = self._images[number]
+        if self._processor is None and isinstance(self._images, _Pixels):
+            return np.asarray(image, dtype=np.float32)
+        if isinstance(image, np.ndarray):
+            return Image.fromarray(image).convert(self._mode)
+        if isinstance(image, Image.Image):
+            return image.convert(self._mode)
+        path = Path(str(image))
+        try:
+            with Image.open(path if path.is_absolute() else self._file.parent / path) as opened:
+                return opened.convert(self._mode)
+        except (OSError, UnidentifiedImageError) as error:
+            raise unreadable(path, error) from error
+
+
+class _Pixels:
+    """Arrays that the model takes as they are."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, number: int) -> Any:
+        return self._values[number]
+
+
+def _read(file: Path) -> tuple[Any, list[Any]]:
+    if file.suffix == ".npz":
+        return _read_arrays(file)
+    if file.is_dir() and not any((file / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
+        return _read_folder(file)
+    data = open_table(file)
+    labels = data[label_column(data.column_names, file)]
+    return _column(data, file), list(labels)
+
+
+def _column(data: Any, file: Path) -> Sequence[Any] | _Pixels:
+    from datasets import Image as ImageFeature
+
+    if _PIXELS in data.column_names:
+        return _Pixels(data[_PIXELS])
+    images = [name for name, feature in data.features.items() if isinstance(feature, ImageFeature)]
+    images += [name for name in ("image", "img", "file_name", "path") if name in data.column_names]
+    if not images:
+        raise ConfigError(
+            f"eff soup: --data must have a column of images, of paths to them (image, img, file_name, path), or "
+            f"{_PIXELS}, got {data.column_names} in {file}"
+        )
+    found: Sequence[Any] = data[images[0]]
+    return found
+
+
+def _read_folder(folder: Path) -> tuple[Any, list[Any]]:
+    paths = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in _SUFFIXES)
+    if not paths:
+        raise ConfigError(
+            f"eff soup: --data must be a saved data set, or hold a folder of images for each class, got neither in "
+            f"{folder}"
+        )
+    names = [path.parent.name for path in paths]
+    return [path.absolute() for path in paths], [int(name) if name.isdigit() else name for name in names]
+
+
+def _read_arrays(file: Path) -> tuple[Any, list[Any]]:
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            held = {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise unreadable(file, error) from error
+    labels = held[label_column(sorted(held), file)]
+    if _PIXELS in held:
+        values = held[_PIXELS]
+        images: Any = _Pixels(values)
+        fits, rule = values.ndim == 4 and values.dtype.kind == "f", f"{_PIXELS} of floats, (n, channels, height, width)"
+    else:
+        images = values = held.get("images", np.empty(0))
+        fits = values.dtype == np.uint8 and (values.ndim == 3 or (values.ndim == 4 and values.shape[-1] in (3, 4)))
+        rule = f"images of uint8, (n, height, width) or (n, height, width, 3), or {_PIXELS}"
+    if not fits or labels.shape != values.shape[:1]:
+        raise ConfigError(
+            f"eff soup: --data must hold {rule}, and one label each, got {values.dtype} {values.shape} and labels "
+            f"{labels.shape} in {file}"
+        )
+    return images, labels.tolist()
