@@ -200,11 +200,12 @@ class EffCallback(Callback):
         if distillation is not None and distillation.config.unlabelled_field:
             args = (distillation.prepare_batch(args[0]), *args[1:])  # Lightning gives the batch by position
         self._services.step_arguments = (args, kwargs)
-        output = original(*args, **kwargs)
-        if isinstance(output, Tensor):
-            output = self._session.loss(output)
-        elif isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
-            output = {**output, "loss": self._session.loss(output["loss"])}
+        with self._session.forward():
+            output = original(*args, **kwargs)
+            if isinstance(output, Tensor):
+                output = self._session.loss(output)
+            elif isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+                output = {**output, "loss": self._session.loss(output["loss"])}
         self._services.step_arguments = (), {}  # they hold the batch
         return output
 

@@ -29,7 +29,7 @@ from shared_core.technique import (
 )
 
 _STEP = ("before_optimizer_step", "after_optimizer_step", "skipped_optimizer_step")
-_VERBS = ("loss", *_STEP, "before_eval", "after_eval", "before_save", "after_save", "evaluated")
+_VERBS = ("forward", "loss", *_STEP, "before_eval", "after_eval", "before_save", "after_save", "evaluated")
 
 
 class Session:
@@ -189,6 +189,15 @@ class Session:
             with self._timed(key):
                 technique.begin(context)
         self._begun = True
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Surround the forward and the loss of a training micro-batch; nothing happens before `begin`."""
+        with contextlib.ExitStack() as stack:
+            if self._begun and not self._finished:
+                for _, technique in self._driven["forward"]:
+                    stack.enter_context(technique.forward(self._attached("forward")))
+            yield
 
     def loss(self, task_loss: Tensor, normalise: Callable[[Tensor, Tensor | int], Tensor] | None = None) -> Tensor:
         """Return the loss to train on.
