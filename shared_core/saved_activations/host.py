@@ -61,9 +61,9 @@ class CudaLane:
 class Moved:
     """Tensors on the host; `parts` brings them back, as often as it is called."""
 
-    def __init__(self, mover: HostMover, parts: Parts, before: Moved | None) -> None:
+    def __init__(self, mover: HostMover, parts: Parts, before: weakref.ref[Moved] | None) -> None:
         self._mover, self._device = mover, parts[0].device
-        self._before = None if before is None else weakref.ref(before)
+        self._before = before
         self.host = tuple(mover.lane.host_like(part) for part in parts)
         self.source: Parts | None = parts
         """What is being copied: kept until the copy is done, as the allocator knows nothing of the other stream."""
@@ -105,14 +105,15 @@ class HostMover:
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        self._under_way: deque[tuple[Moved, Any]] = deque()
-        self._latest: Moved | None = None
+        # weakly: once backward is through with one, its copy is of no interest, and its memory is
+        self._under_way: deque[tuple[weakref.ref[Moved], Any]] = deque()
+        self._latest: weakref.ref[Moved] | None = None
 
     def out(self, parts: Parts) -> Moved:
         """Start copying tensors to the host."""
         moved = Moved(self, parts, self._latest)
-        self._latest = moved
-        self._under_way.append((moved, self.lane.run(lambda: _copy(parts, moved.host))))
+        self._latest = weakref.ref(moved)
+        self._under_way.append((weakref.ref(moved), self.lane.run(lambda: _copy(parts, moved.host))))
         if len(self._under_way) > _IN_FLIGHT:
             self._settle()
         return moved
@@ -124,9 +125,10 @@ class HostMover:
             self._settle()
 
     def _settle(self) -> None:
-        moved, event = self._under_way.popleft()
-        self.lane.wait(event)
-        moved.source = None
+        reference, event = self._under_way.popleft()
+        if (moved := reference()) is not None:
+            self.lane.wait(event)
+            moved.source = None
 
 
 def _copy(sources: Parts, targets: Parts) -> None:
