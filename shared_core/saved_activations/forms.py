@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shared_core.saved_activations.bits import pack_bits, unpack_bits
+from shared_core.saved_activations.bits import pack_bits, put, take, unpack_bits
 
 Parts = tuple[Tensor, ...]
 _FLOATS = {
@@ -122,13 +122,13 @@ def _two_values(flat: Tensor, integers: Tensor) -> Form | None:
 
 def _without_zeros(flat: Tensor, integers: Tensor, values: Callable[[Tensor], Form]) -> Form | None:
     mask, count = integers != 0, flat.numel()
-    others = int(torch.count_nonzero(mask))
+    others = int(mask.count_nonzero())
     # what a value costs, so that zeros are also weighed against rounded values
     cost = values(flat[:_SAMPLE]).nbytes / min(count, _SAMPLE)
     by_bits, by_index = count / 8 + others * cost, others * (4 + cost) if count < 2**31 else math.inf
     if min(by_bits, by_index) > _WORTH_IT * count * cost:
         return None
-    inner = values(flat[mask])
+    inner = values(take(flat, mask))
     if by_bits <= by_index:
         where, kind = pack_bits(mask), "bitmap"
     else:
@@ -136,10 +136,9 @@ def _without_zeros(flat: Tensor, integers: Tensor, values: Callable[[Tensor], Fo
 
     def rebuild(parts: Parts) -> Tensor:
         kept = inner.rebuild(parts[1:])
-        flat = kept.new_zeros(count)
         if kind == "bitmap":
-            return flat.masked_scatter_(unpack_bits(parts[0], count), kept)
-        return flat.index_copy_(0, parts[0].to(torch.int64), kept)
+            return put(kept, unpack_bits(parts[0], count))
+        return kept.new_zeros(count).scatter_(0, parts[0].to(torch.int64), kept)
 
     kind_told = kind if inner.kind == "as_is" else f"{kind}+{inner.kind}"
     return Form(kind_told, (where, *inner.parts), rebuild)

@@ -148,3 +148,11 @@ def test_int8_of_hostile_groups():
         assert torch.equal(y[16:], x[16:])
     half = torch.randn(100, dtype=torch.bfloat16)
     assert back(int8_form(half, 16)).dtype == torch.bfloat16
+
+
+def test_take_and_put_go_over_the_edges_of_chunks(monkeypatch):
+    monkeypatch.setattr("shared_core.saved_activations.bits._CHUNK", 100)
+    x = with_zeros(0.5, torch.float32, 1024)
+    form = exact_form(x, sparse=True)
+    assert form.kind == "bitmap"
+    assert same_bits(back(form), x)
