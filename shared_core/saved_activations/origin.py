@@ -34,10 +34,10 @@ def is_own_result(tensor: Tensor, operation: str) -> bool:
     """Return whether `operation` is just saving its own result, rather than another one its input.
 
     Autograd notes who made a tensor before it saves the result there, so the place is still empty. Asking for it
-    unpacks nothing (torch 2.13; `SavedTensor.data`).
+    unpacks nothing (`SavedTensor.data` of torch 2.13; without it no result counts as its own).
     """
     node: Any = tensor.grad_fn
-    return node is not None and node.name() == operation and node._raw_saved_result.data is None
+    return node is not None and node.name() == operation and getattr(node._raw_saved_result, "data", node) is None
 
 
 def is_region_input() -> bool:

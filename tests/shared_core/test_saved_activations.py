@@ -117,7 +117,7 @@ def test_the_mean_of_int8_gradients_is_the_gradient(kind):
     layers = [nn.Linear(16, 8), nn.Linear(8, 4)] if kind == "linear" else [nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 3)]
     net, x = nn.Sequential(*layers), torch.randn(6, 16) if kind == "linear" else torch.randn(2, 2, 8, 8)
     exact, _ = gradients(net.double(), x.double(), pack=None)
-    net, draws = net.float(), 400
+    net, draws = net.float(), 200
     seen = torch.stack(
         [
             torch.cat([g.flatten() for g in gradients(net, x, pack="int8", group_size=8, seed=i)[0]])
