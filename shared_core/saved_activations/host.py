@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shared_core.errors import TrainingError
+
 Parts = tuple[Tensor, ...]
 _IN_FLIGHT = 4
 _AHEAD = 2
@@ -67,7 +69,22 @@ class Moved:
         self.host = tuple(mover.lane.host_like(part) for part in parts)
         self.source: Parts | None = parts
         """What is being copied: kept until the copy is done, as the allocator knows nothing of the other stream."""
+        self._versions = [part._version for part in parts]
+        self._was_changed = False
         self._fetched: tuple[Parts, Any] | None = None
+
+    def release(self) -> None:
+        """The computation waits for the copy from here on: what it does to the source later changes nothing."""
+        self._check_source()
+        self.source = None
+
+    def _check_source(self) -> None:
+        self._was_changed |= [part._version for part in self.source or ()] != self._versions
+
+    def __del__(self) -> None:
+        # the allocator must not give memory away that a copy is still writing
+        if self._fetched is not None:
+            self._mover.lane.wait(self._fetched[1])
 
     def fetch(self) -> None:
         """Start copying back, unless the source is still there."""
@@ -78,7 +95,18 @@ class Moved:
         self._fetched = parts, self._mover.lane.run(lambda: _copy(self.host, parts))
 
     def parts(self) -> Parts:
-        """Return the tensors on their device, and start fetching those that backward will want next."""
+        """Return the tensors on their device, and start fetching those that backward will want next.
+
+        Raises:
+            TrainingError: If a source was modified in place while it was copied.
+        """
+        if self.source is not None:
+            self._check_source()
+        if self._was_changed:
+            raise TrainingError(
+                "activations: a tensor that backward needs must not be modified in place after forward saved it, got "
+                "one that was modified while it was copied to the host; leave out the in-place operation"
+            )
         self.fetch()
         earlier: Moved | None = self
         for _ in range(_AHEAD):
@@ -128,7 +156,7 @@ class HostMover:
         reference, event = self._under_way.popleft()
         if (moved := reference()) is not None:
             self.lane.wait(event)
-            moved.source = None
+            moved.release()
 
 
 def _copy(sources: Parts, targets: Parts) -> None:

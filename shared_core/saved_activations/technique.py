@@ -116,16 +116,16 @@ class CompressedActivations(Technique):
             raise TrainingError(
                 "activations: forward and loss must run inside session.forward(), got a step without; surround them"
             )
+        if self.config.rounds and not any(kind.endswith(pack) for kind in counts.kinds):
+            raise TrainingError(
+                f"activations: the first step must have rounded a tensor, got none with pack={pack}; {left}; 16-bit "
+                "values are not rounded to 16 bits, regions under activation checkpointing keep their inputs alone, and "
+                "what a compiled model saves cannot be told from statistics; pack exact, or lower min_size"
+            )
         if not counts.kinds:
             raise TrainingError(
                 f"activations: the first step must have packed a tensor, got none with pack={pack}; {left}; regions "
                 "under activation checkpointing keep nothing that could be packed; lower min_size, or pack bf16 or int8"
-            )
-        if self.config.rounds and not any(kind.endswith(pack) for kind in counts.kinds):
-            raise TrainingError(
-                f"activations: the first step must have rounded a tensor, got none with pack={pack}; {left}; 16-bit "
-                "values are not rounded to 16 bits, and what a compiled model saves cannot be told from statistics; "
-                "pack exact"
             )
 
     def after_optimizer_step(self, context: Context) -> None:

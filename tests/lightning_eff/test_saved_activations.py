@@ -28,10 +28,10 @@ def test_exact_packing_changes_no_bit(settings, tmp_path):
     assert found[1].receipt["techniques"]["activations"]["kinds"]
 
 
-def fit(module, *callbacks, **options):
+def fit(module, folder, *callbacks):
     trainer = pl.Trainer(
-        max_steps=4, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=list(callbacks), **options,
+        max_steps=4, default_root_dir=folder, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
     )  # fmt: skip
     torch.manual_seed(0)
     trainer.fit(module, DataLoader(train_examples(), batch_size=8))
@@ -54,29 +54,29 @@ class Manual(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_manual_optimisation():
+def test_manual_optimisation(tmp_path):
     callback = CompressedActivations(pack="exact", min_size=32)
-    assert difference(fit(Manual()), fit(Manual(), callback)) is None
+    assert difference(fit(Manual(), tmp_path), fit(Manual(), tmp_path, callback)) is None
     assert callback.receipt.values["techniques"]["activations"]["forwards"] == 2
 
 
-def test_a_compiled_module():
+def test_a_compiled_module(tmp_path):
     def module():
         return torch.compile(lightning_module(0.3), backend="aot_eager_decomp_partition")
 
     callback = CompressedActivations(pack="exact", min_size=32)
-    assert difference(fit(module()), fit(module(), callback)) is None
+    assert difference(fit(module(), tmp_path), fit(module(), tmp_path, callback)) is None
     assert callback.receipt.values["techniques"]["activations"]["kinds"]
 
 
-def test_a_run_that_packs_nothing_fails_in_its_first_step():
+def test_a_run_that_packs_nothing_fails_in_its_first_step(tmp_path):
     with pytest.raises(TrainingError, match="activations: the first step must have packed a tensor, got none"):
-        fit(lightning_module(), CompressedActivations(pack="exact", min_size=10**6))
+        fit(lightning_module(), tmp_path, CompressedActivations(pack="exact", min_size=10**6))
 
 
-def test_offloading_is_refused_on_a_cpu_and_the_module_stays_as_it_was():
+def test_offloading_is_refused_on_a_cpu_and_the_module_stays_as_it_was(tmp_path):
     module = lightning_module()
     with pytest.raises(CompatibilityError, match="there is nothing to offload"):
-        fit(module, CompressedActivations(pack="none", offload=True))
+        fit(module, tmp_path, CompressedActivations(pack="none", offload=True))
     assert type(module.net.head) is nn.Linear
     assert "training_step" not in vars(module)

@@ -6,7 +6,7 @@ from saved_runs import packed
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shared_core.errors import CompatibilityError
+from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.recipe import Recipe
 from shared_core.saved_activations.host import HostMover
 from shared_core.session import Session
@@ -99,6 +99,30 @@ def test_a_source_that_backward_is_through_with_is_freed_though_its_copy_is_unde
     assert not memory.expired()
     del moved
     assert memory.expired()
+
+
+def test_what_was_prefetched_and_never_wanted_is_waited_for_before_its_memory_is_given_away():
+    lane = LateLane()
+    mover = HostMover(lane)
+    moved = [mover.out((torch.ones(4),)) for _ in range(8)]
+    moved[3].parts()
+    lane.log.clear()
+    del moved[2]
+    assert [kind for kind, _ in lane.log] == ["wait"]
+
+
+@pytest.mark.parametrize("later", [0, 6])
+def test_a_source_modified_while_it_is_copied_is_an_error_and_later_is_harmless(later):
+    mover, source = HostMover(LateLane()), torch.ones(4)
+    moved = mover.out((source,))
+    others = [mover.out((torch.ones(4),)) for _ in range(later)]
+    source.zero_()
+    if later:
+        assert moved.parts()[0].sum() == 4
+        return
+    with pytest.raises(TrainingError, match="modified while it was copied to the host"):
+        moved.parts()
+    assert not others
 
 
 def test_a_cpu_has_nothing_to_offload_to():
