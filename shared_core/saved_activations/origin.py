@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 # what may lie between a parameter and the form of it that a product saves: autocast's copy, a transposed view
 _STILL_A_WEIGHT = ("ToCopyBackward", "TBackward", "TransposeBackward", "ViewBackward", "PermuteBackward")
-_MAX_FRAMES = 4
+_MAX_FRAMES = 8
 
 
 def is_weight(tensor: Tensor) -> bool:

@@ -119,8 +119,8 @@ class CompressedActivations(Technique):
         if self.config.rounds and not any(kind.endswith(pack) for kind in counts.kinds):
             raise TrainingError(
                 f"activations: the first step must have rounded a tensor, got none with pack={pack}; {left}; 16-bit "
-                "values are not rounded to 16 bits, regions under activation checkpointing keep their inputs alone, and "
-                "what a compiled model saves cannot be told from statistics; pack exact, or lower min_size"
+                "values are not rounded to 16 bits, regions under activation checkpointing keep their inputs alone, "
+                "and what a compiled model saves cannot be told from statistics; pack exact, or lower min_size"
             )
         if not counts.kinds:
             raise TrainingError(
