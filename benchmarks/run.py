@@ -15,7 +15,10 @@ from measure import Row, device, python, table, today, versions
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-NAMES = ("pruning", "sparse_inference", "soup", "loss_scaling", "overhead", "quantization", "distillation", "export")
+NAMES = (
+    "pruning", "sparse_inference", "soup", "loss_scaling", "overhead", "quantization", "distillation", "export",
+    "activations",
+)  # fmt: skip
 
 METHOD = """\
 One thread of CPU time (`time.process_time`), never wall time. Variants run in one process, in turn, and start each

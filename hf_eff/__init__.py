@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hf_eff.primary_weights import PrimaryWeights as PrimaryWeights
     from hf_eff.pruning import Pruning as Pruning
     from hf_eff.quantization import QuantizationAwareTraining as QuantizationAwareTraining
+    from hf_eff.saved_activations import CompressedActivations as CompressedActivations
     from hf_eff.soup import ModelSoup as ModelSoup
     from hf_eff.ticket import LotteryTicket as LotteryTicket
     from hf_eff.trainer import EffTrainer as EffTrainer
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from hf_eff.weight_sharing import WeightSharing as WeightSharing
 
 _HOMES = {
+    "CompressedActivations": "saved_activations",
     "Distillation": "distillation",
     "EffCallback": "_technique_callback",
     "EffFlags": "training_args",

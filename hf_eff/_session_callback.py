@@ -241,7 +241,14 @@ class SessionCallback(TrainerCallback):
 
     def _compute_loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         session = self.session
-        if not (model.training and session.is_attached and session.has_begun and self._adds_loss):
+        if not (model.training and session.is_attached and session.has_begun):
+            return method(model, inputs, *args, **kwargs)
+        with session.forward():
+            return self._training_loss(method, model, inputs, *args, **kwargs)
+
+    def _training_loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        session = self.session
+        if not self._adds_loss:
             return method(model, inputs, *args, **kwargs)
         if "distill" in session.techniques:
             whole = dict(inputs)  # label smoothing and compute_loss_func take labels out

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from lightning_eff.primary_weights import PrimaryWeights as PrimaryWeights
     from lightning_eff.pruning import Pruning as Pruning
     from lightning_eff.quantization import QuantizationAwareTraining as QuantizationAwareTraining
+    from lightning_eff.saved_activations import CompressedActivations as CompressedActivations
     from lightning_eff.soup import ModelSoup as ModelSoup
     from lightning_eff.ticket import LotteryTicket as LotteryTicket
     from lightning_eff.weight_average import WeightAverage as WeightAverage
     from lightning_eff.weight_sharing import WeightSharing as WeightSharing
 
 _HOME = {
+    "CompressedActivations": "saved_activations",
     "Distillation": "distillation",
     "EffCallback": "_session_callback",
     "Fp8": "fp8",

@@ -1,5 +1,6 @@
 """Everything for Trainers imported from ``pytorch_lightning``."""
 
+from lightning_eff import CompressedActivations as CompressedActivations
 from lightning_eff import Distillation as Distillation
 from lightning_eff import EffCallback as EffCallback
 from lightning_eff import Fp8 as Fp8

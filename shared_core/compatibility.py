@@ -135,6 +135,13 @@ REFUSED: dict[tuple[str, str], str] = {
     ),
     ("average", "deepspeed"): "DeepSpeed keeps the weights in parts of its own; use DDP or FSDP version 2",
     ("average", "fsdp1"): _FLAT,
+    ("activations", "deepspeed"): (
+        "it gathers weights into buffers that cannot be told from activations, and offloads by itself; use its own "
+        "activation checkpointing, or DDP"
+    ),
+    ("activations", "fsdp1"): (
+        "weights are views of flat buffers that cannot be told from activations; use DDP or FSDP version 2"
+    ),
     ("soup", "deepspeed"): _OWN,
     ("soup", "fsdp1"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
     ("soup", "fsdp2"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
@@ -229,6 +236,12 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
     for key, reason in _NOT_MUTUAL.items():
         if distill is not None and distill.mutual and key in recipe:
             lines.append(f"distill with teacher mutual cannot be combined with {key}: {reason}")
+    activations = recipe.get("activations")
+    if activations is not None and activations.rounds and "checkpointing" in recipe:
+        lines.append(
+            f"activations with pack {activations.pack} cannot be combined with checkpointing: a region keeps its "
+            "inputs alone, and computed again from rounded ones it would not be what forward was; pack exact"
+        )
     if qat is not None and qat.keep and "lora" in recipe:
         lines.append(
             "qat with keep cannot be combined with lora: adapters are merged into plain layers at the end; "

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared_core import compatibility
-from shared_core.errors import CheckpointError, TrainingError
+from shared_core import compatibility, session_state
+from shared_core.errors import TrainingError
 from shared_core.plain_checkpoint import PlainKeys
 from shared_core.receipt import Receipt, environment, figures
 from shared_core.recipe import Recipe
@@ -29,7 +29,7 @@ from shared_core.technique import (
 )
 
 _STEP = ("before_optimizer_step", "after_optimizer_step", "skipped_optimizer_step")
-_VERBS = ("loss", *_STEP, "before_eval", "after_eval", "before_save", "after_save", "evaluated")
+_VERBS = ("forward", "loss", *_STEP, "before_eval", "after_eval", "before_save", "after_save", "evaluated")
 
 
 class Session:
@@ -190,6 +190,15 @@ class Session:
                 technique.begin(context)
         self._begun = True
 
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Surround the forward and the loss of a training micro-batch; nothing happens before `begin`."""
+        with contextlib.ExitStack() as stack:
+            if self._begun and not self._finished:
+                for _, technique in self._driven["forward"]:
+                    stack.enter_context(technique.forward(self._attached("forward")))
+            yield
+
     def loss(self, task_loss: Tensor, normalise: Callable[[Tensor, Tensor | int], Tensor] | None = None) -> Tensor:
         """Return the loss to train on.
 
@@ -316,11 +325,7 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """Return all that an exact resume needs, beside what the trainer saves itself."""
         context = self._attached("state_dict")
-        return {
-            "step": context.step, "skipped": self.skipped, "recipe": self.recipe.to_dict(),
-            "generator": context.generator.get_state(),
-            "techniques": {key: technique.state_dict() for key, technique in self.techniques.items()},
-        }  # fmt: skip
+        return session_state.of(context, self.techniques, self.recipe, self.skipped)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back a saved state, after `attach` and before `begin`. A changed recipe is told, not hidden.
@@ -329,17 +334,9 @@ class Session:
             CheckpointError: If the state is not a session's.
         """
         context = self._attached("load_state_dict")
-        try:
-            saved, recipe = state["techniques"], state["recipe"]
-            context.step, self.skipped = int(state["step"]), int(state["skipped"])
-            context.generator.set_state(state["generator"])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"session: state must be one that a session saved, got {error!r}") from error
+        recipe, self.skipped = session_state.restore(state, context, self.techniques)
         for change in self.recipe.changes_since(recipe):
             self.note(f"resumed {change}")
-        for key, technique in self.techniques.items():
-            if key in saved:
-                technique.load_state_dict(saved[key])
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of all techniques for progress bar and logger."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,14 +20,14 @@ from shared_core.positions import Position, parse_position
 # must see masked weights.
 ORDER = (
     "matmul", "low_rank", "lora", "primary_weights", "prune", "ticket", "share", "qat", "fp8", "checkpointing",
-    "distill", "loss_scale", "dp", "average", "soup",
+    "activations", "distill", "loss_scale", "dp", "average", "soup",
 )  # fmt: skip
 
 # Finish: the soup evaluates through live masks and quantisers, so it comes before quantisation bakes itself in;
 # pruning comes first because a schedule cut short takes its last update then. Adapters are merged while quantisers
 # are live, so that the sum is what is baked, and before the soup, since checkpoints hold merged weights.
 FINISH_ORDER = ("distill", "loss_scale", "dp", "average", "prune", "ticket", "share", "lora", "soup", "checkpointing",
-                "fp8", "qat", "primary_weights", "low_rank", "matmul")  # fmt: skip
+                "activations", "fp8", "qat", "primary_weights", "low_rank", "matmul")  # fmt: skip
 
 
 def in_order(keys: Iterable[str], order: tuple[str, ...] = ORDER) -> list[str]:
@@ -223,6 +224,10 @@ class Technique:
 
     def begin(self, context: Context) -> None:
         """Resolve positions and make the first masks: the optimizer exists, saved state has been loaded."""
+
+    def forward(self, context: Context) -> contextlib.AbstractContextManager[None]:
+        """Return what surrounds the forward and the loss of each training micro-batch."""
+        return contextlib.nullcontext()
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
         """Return the loss to train on, after the student's forward."""

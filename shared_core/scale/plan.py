@@ -9,12 +9,7 @@ from shared_core.config import TechniqueConfig
 from shared_core.scale.cost import Cost
 from shared_core.scale.run import PlannedRun
 from shared_core.scale.shape import ModelShape
-from shared_core.scale.techniques import COSTS, trained, weight_bytes
-
-# A token, layer and hidden unit: measured on transformers' Llama, whose scores scaled_dot_product_attention does not
-# keep. Models with dropout keep up to twice as much, and scores where their attention is not fused.
-_ACTIVATION_BYTES = {"fp32": 79, "mixed": 54, "16-true": 42}
-_LOGIT_BYTES = 8  # their log-softmax and its gradient in fp32, beside the logits themselves
+from shared_core.scale.techniques import COSTS, activation_bytes, trained, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -79,12 +74,12 @@ def plan(shape: ModelShape, run: PlannedRun, recipe: Mapping[str, TechniqueConfi
 def _base(shape: ModelShape, run: PlannedRun, recipe: Mapping[str, TechniqueConfig]) -> list[Cost]:
     whole, learned, computed = weight_bytes(recipe, shape, run), trained(recipe, shape), run.compute_bytes
     gradients = learned * run.weight_bytes
-    activations = _ACTIVATION_BYTES[run.precision] * run.tokens * shape.layers * shape.hidden
+    activations, on_host = activation_bytes(recipe, shape, run)
     costs = [
         Cost("weights", held=whole / run.parts, why="P·w/N"),
         Cost(f"moments of {run.optimizer}", held=learned * run.moment_bytes / run.parts, why="P·m/N"),
         Cost("gradients", during=gradients / run.parts, why="P·w/N"),
-        Cost("activations", during=activations, why="a·T·L·h"),
+        Cost("activations", during=activations, host=on_host, why="a·T·L·h"),
     ]
     if not getattr(recipe.get("distill"), "chunked", False):
         costs.append(Cost("logits", during=run.tokens * shape.vocab * (computed + 8.0), why="T·V·(c + 8)"))

@@ -29,7 +29,8 @@ SCALE = {"loss_scale": {"kind": "dynamic", "init_scale": 1024.0, "telemetry_ever
 FP8 = {recipe: {"fp8": {"recipe": recipe}} for recipe in ("tensorwise", "delayed")}
 AVERAGE = {"average": {"kind": "ema", "decay": 0.7, "every": 2}}
 PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
-ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, "matmul": {"precision": "high"}}
+ACTIVATIONS = {"activations": {"pack": "exact", "min_size": 8}}
+ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, **ACTIVATIONS, "matmul": {"precision": "high"}}
 
 
 def distilled(**options):

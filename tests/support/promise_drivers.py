@@ -90,7 +90,8 @@ def run_bare(recipe: Any, *, accumulate: int = 1, batch_norm: bool = True, optim
     model.train()
     micro = [batch for _ in range(NUM_STEPS // 4) for batch in batches(accumulate)]
     for index, batch in enumerate(micro, 1):
-        loss = session.loss(model(**batch)["loss"]) / accumulate
+        with session.forward():
+            loss = session.loss(model(**batch)["loss"]) / accumulate
         (loss if scaler is None else scaler.scale(loss)).backward()
         if index % accumulate:
             continue

@@ -75,6 +75,7 @@ TECHNIQUES = {
         ),
         Row("matmul", {"precision": "high"}),
         Row("lora", {"rank": 2}),
+        Row("activations", {"pack": "exact", "min_size": 32}),
         # Over newly drawn weights masks hold from the first step.
         Row("ticket", {"control": "random_reinit"}, needs_ticket=True),
     )
@@ -108,6 +109,12 @@ VARIANTS = {
     "ticket-rate": Row("ticket", {"rewind_to": 2, "rewind": "learning_rate"}, needs_ticket=True),
     "ticket-tuned": Row("ticket", {"rewind_to": 2, "rewind": "none"}, needs_ticket=True),
     "average-last": Row("average", {"kind": "last_k", "k": 2, "every": 3}),
+    # Draws of its own for each micro-batch and process; their mean tests/shared_core tests.
+    "activations-int8": Row(
+        "activations",
+        {"pack": "int8", "min_size": 32, "group_size": 16},
+        exempt=frozenset({"accumulation", "two_processes"}),
+    ),
     "primary-copy": Row("primary_weights", {"kind": "fp32_copy"}, in_16_bit=True),
 }
 EVERYTHING = tuple(TECHNIQUES)

@@ -1,0 +1,146 @@
+"""How a saved tensor is stored: exact forms that are smaller, and the choice among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shared_core.saved_activations.bits import pack_bits, put, take, unpack_bits
+
+Parts = tuple[Tensor, ...]
+_FLOATS = {
+    torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64,
+}  # fmt: skip
+_NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
+_SAMPLE = 256
+_WORTH_IT = 0.9
+"""A form is taken if it needs at most this share of the bytes: less is not worth its passes over the data."""
+
+
+class Form(NamedTuple):
+    """A flat tensor in another form: `rebuild` makes it of the parts, wherever they were in between."""
+
+    kind: str
+    parts: Parts
+    rebuild: Callable[[Parts], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+
+def as_is(flat: Tensor) -> Form:
+    """Return a tensor in its own form."""
+    return Form("as_is", (flat,), lambda parts: parts[0])
+
+
+def sign_form(flat: Tensor) -> Form:
+    """Return of a ReLU's result what its backward needs: where it is not ``<= 0``, so 1 or 0 for each value.
+
+    NaN counts as positive, as it does in ``threshold_backward``. One bit a value (Jain et al. 2018, Gist).
+
+    Example:
+        >>> form = sign_form(torch.tensor([0.0, 2.5, 0.0]))
+        >>> form.rebuild(form.parts)
+        tensor([0., 1., 0.])
+    """
+    count, dtype = flat.numel(), flat.dtype
+    return Form("sign", (pack_bits(~(flat <= 0)),), lambda parts: unpack_bits(parts[0], count).to(dtype))
+
+
+def exact_form(flat: Tensor, *, sparse: bool, values: Callable[[Tensor], Form] | None = None) -> Form | None:
+    """Return the smallest exact form of a tensor, None if none is worth it.
+
+    - booleans: one bit each;
+    - integers: the narrowest type that holds their range;
+    - floats of two values, such as a dropout's noise: one bit each, and the two;
+    - floats with zeros: bits that tell where the others are, or their indices, and the others.
+
+    Equality is that of bits: -0.0 is no zero, and NaN keeps its payload.
+
+    Args:
+        flat: (n,) of any dtype, contiguous, not empty.
+        sparse: Whether floats are looked at.
+        values: Stores the values that are not zero; as they are if None.
+
+    Example:
+        >>> form = exact_form(torch.tensor([0.0, 0.0, 0.0, 0.0, 1.5, 0.0, 2.5, 3.5] * 8), sparse=True)
+        >>> form.kind, form.nbytes
+        ('bitmap', 104)
+    """
+    form = _candidate(flat, sparse, values or as_is)
+    return form if form is not None and form.nbytes <= _WORTH_IT * flat.nbytes else None
+
+
+def _candidate(flat: Tensor, sparse: bool, values: Callable[[Tensor], Form]) -> Form | None:
+    if flat.dtype is torch.bool:
+        count = flat.numel()
+        return Form("bits", (pack_bits(flat),), lambda parts: unpack_bits(parts[0], count))
+    if flat.dtype in (torch.int16, torch.int32, torch.int64):
+        return _integers(flat)
+    if not sparse or flat.dtype not in _FLOATS:
+        return None
+    integers = flat.view(_FLOATS[flat.dtype])
+    # a look at a few values spares most dense tensors the passes; an odd step, to meet every column
+    sample = integers[:: (integers.numel() // _SAMPLE) | 1].tolist()
+    if len(set(sample)) <= 2 and (form := _two_values(flat, integers)) is not None:
+        return form
+    return _without_zeros(flat, integers, values) if 0 in sample else None
+
+
+def _integers(flat: Tensor) -> Form | None:
+    low, high = (int(bound) for bound in flat.aminmax())
+    for dtype in _NARROW:
+        bounds = torch.iinfo(dtype)
+        if bounds.min <= low and high <= bounds.max:
+            return Form("integers", (flat.to(dtype),), partial(_cast, dtype=flat.dtype))
+    return None
+
+
+def _cast(parts: Parts, dtype: torch.dtype) -> Tensor:
+    return parts[0].to(dtype)
+
+
+def _two_values(flat: Tensor, integers: Tensor) -> Form | None:
+    low, high = integers.aminmax()
+    mask = integers == high
+    if not bool((mask | (integers == low)).all()):
+        return None
+    count, dtype = flat.numel(), flat.dtype
+
+    def rebuild(parts: Parts) -> Tensor:
+        first, second = parts[1]
+        # differences of integers wrap around; `where` with single values takes several times as long on a CPU
+        return unpack_bits(parts[0], count).to(first.dtype).mul_(second - first).add_(first).view(dtype)
+
+    return Form("two_values", (pack_bits(mask), torch.stack([low, high])), rebuild)
+
+
+def _without_zeros(flat: Tensor, integers: Tensor, values: Callable[[Tensor], Form]) -> Form | None:
+    mask, count = integers != 0, flat.numel()
+    others = int(mask.count_nonzero())
+    # what a value costs, so that zeros are also weighed against rounded values
+    cost = values(flat[:_SAMPLE]).nbytes / min(count, _SAMPLE)
+    by_bits, by_index = count / 8 + others * cost, others * (4 + cost) if count < 2**31 else math.inf
+    if min(by_bits, by_index) > _WORTH_IT * count * cost:
+        return None
+    inner = values(take(flat, mask))
+    if by_bits <= by_index:
+        where, kind = pack_bits(mask), "bitmap"
+    else:
+        where, kind = mask.nonzero().flatten().to(torch.int32), "index"
+
+    def rebuild(parts: Parts) -> Tensor:
+        kept = inner.rebuild(parts[1:])
+        if kind == "bitmap":
+            return put(kept, unpack_bits(parts[0], count))
+        return kept.new_zeros(count).scatter_(0, parts[0].to(torch.int64), kept)
+
+    kind_told = kind if inner.kind == "as_is" else f"{kind}+{inner.kind}"
+    return Form(kind_told, (where, *inner.parts), rebuild)

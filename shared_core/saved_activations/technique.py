@@ -1,0 +1,156 @@
+"""Compressed and offloaded activations: what autograd keeps between forward and backward, stored smaller."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from shared_core.errors import CompatibilityError, TrainingError
+from shared_core.ranks import rank
+from shared_core.saved_activations.config import ActivationsConfig
+from shared_core.saved_activations.counts import Counts
+from shared_core.saved_activations.host import CudaLane, HostMover
+from shared_core.saved_activations.ledger import Ledger
+from shared_core.technique import Context, Technique
+
+
+class CompressedActivations(Technique):
+    """Packs the tensors that a training forward saves for backward, through autograd's own hooks.
+
+    The model is not touched. With ``pack: exact`` gradients are the same to the bit.
+
+    Args:
+        config: The options.
+
+    Example:
+        >>> from shared_core.recipe import Recipe
+        >>> from shared_core.session import Session
+        >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
+        >>> session = Session(Recipe.from_dict({"activations": {"pack": "exact", "min_size": 64}}))
+        >>> session.attach(model)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> session.begin([optimizer], total_steps=1)
+        >>> with session.forward():
+        ...     loss = model(torch.randn(32, 8)).square().mean()
+        >>> loss.backward()
+        >>> session.before_optimizer_step()
+        >>> session.techniques["activations"].report()["kinds"]["bitmap"]["tensors"]
+        1
+    """
+
+    key: ClassVar[str] = "activations"
+    config: ActivationsConfig
+
+    def __init__(self, config: ActivationsConfig) -> None:
+        super().__init__(config)
+        self.counts = Counts()
+        self._mover: HostMover | None = None
+        self._micro_batch = 0
+        self._seed = 0
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._is_checked = False
+
+    def attach(self, model: nn.Module, context: Context) -> None:
+        """Refuse to offload where there is no GPU.
+
+        Raises:
+            CompatibilityError: If there is nowhere to offload from.
+        """
+        if self.config.offload and not torch.cuda.is_available():
+            raise _nothing_to_offload("a machine without one")
+
+    def begin(self, context: Context) -> None:
+        """Open the lane to the host.
+
+        Raises:
+            CompatibilityError: If the model is not on a GPU.
+        """
+        if self.config.offload:
+            device = next(context.model.parameters()).device
+            if device.type != "cuda":
+                raise _nothing_to_offload(f"a model on {device.type}")
+            self._mover = HostMover(CudaLane(device))
+
+    @contextlib.contextmanager
+    def forward(self, context: Context) -> Iterator[None]:
+        """Pack what the forward inside saves."""
+        self._micro_batch += 1
+        self._generators.clear()
+        text = f"{context.generator.initial_seed()}/{context.step}/{self._micro_batch}/{rank()}"
+        self._seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+        model = context.model
+        held = (tensor for group in (model.parameters(), model.buffers()) for tensor in group)
+        weights = {tensor.untyped_storage()._cdata for tensor in held if type(tensor) in (torch.Tensor, nn.Parameter)}
+        if self._mover is not None:
+            self._mover.start()
+        ledger = Ledger(self.config, self.counts, weights=weights, mover=self._mover, generator=self._generator_on)
+        with saved_tensors_hooks(ledger.pack, ledger.unpack):
+            yield
+        ledger.close()
+
+    def _generator_on(self, device: torch.device) -> torch.Generator:
+        # Of its own for each micro-batch and process: a resumed run draws the same, and nothing else draws otherwise.
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+    def before_optimizer_step(self, context: Context) -> None:
+        """Look once whether anything was packed, and rounded where that was asked for.
+
+        Raises:
+            TrainingError: If not.
+        """
+        if not self._is_checked:
+            self._is_checked = True
+            self._check()
+
+    def _check(self) -> None:
+        pack, counts, left = self.config.pack, self.counts, f"left alone were {self.counts.left_alone()}"
+        if not counts.forwards:
+            raise TrainingError(
+                "activations: forward and loss must run inside session.forward(), got a step without; surround them"
+            )
+        if self.config.rounds and not any(kind.endswith(pack) for kind in counts.kinds):
+            raise TrainingError(
+                f"activations: the first step must have rounded a tensor, got none with pack={pack}; {left}; 16-bit "
+                "values are not rounded to 16 bits, regions under activation checkpointing keep their inputs alone, "
+                "and what a compiled model saves cannot be told from statistics; pack exact, or lower min_size"
+            )
+        if not counts.kinds:
+            raise TrainingError(
+                f"activations: the first step must have packed a tensor, got none with pack={pack}; {left}; regions "
+                "under activation checkpointing keep nothing that could be packed; lower min_size, or pack bf16 or int8"
+            )
+
+    def after_optimizer_step(self, context: Context) -> None:
+        """The next micro-batch is the first of its step."""
+        self._micro_batch = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far into its step the run is."""
+        return {"micro_batch": self._micro_batch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self._micro_batch = int(state.get("micro_batch", 0))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the share of the activations' bytes that was saved so far."""
+        return {"activations/saved": self.counts.share_saved}
+
+    def report(self) -> dict[str, Any]:
+        """Return bytes of a forward before and after, the share saved, and tensors by kind."""
+        return self.counts.report()
+
+
+def _nothing_to_offload(found: str) -> CompatibilityError:
+    return CompatibilityError(
+        f"activations: offload must have activations on a CUDA device, got {found}: they lie in host memory already, "
+        "and there is nothing to offload; leave it out, and pack them (--activations_pack exact)"
+    )

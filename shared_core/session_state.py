@@ -1,0 +1,40 @@
+"""What a checkpoint holds of a session: the step, its generator, and the state of each technique."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shared_core.errors import CheckpointError
+from shared_core.recipe import Recipe
+from shared_core.technique import Context, Technique
+
+
+def of(context: Context, techniques: Mapping[str, Technique], recipe: Recipe, skipped: int) -> dict[str, Any]:
+    """Return the state as plain values and tensors."""
+    return {
+        "step": context.step, "skipped": skipped, "recipe": recipe.to_dict(),
+        "generator": context.generator.get_state(),
+        "techniques": {key: technique.state_dict() for key, technique in techniques.items()},
+    }  # fmt: skip
+
+
+def restore(
+    state: Mapping[str, Any], context: Context, techniques: Mapping[str, Technique]
+) -> tuple[Mapping[str, Any], int]:
+    """Put a saved state back; return the recipe that it was saved with and how many steps had been skipped.
+
+    Raises:
+        CheckpointError: If the state is not a session's.
+    """
+    try:
+        saved, recipe = state["techniques"], state["recipe"]
+        step, skipped = int(state["step"]), int(state["skipped"])
+        context.generator.set_state(state["generator"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"session: state must be one that a session saved, got {error!r}") from error
+    context.step = step
+    for key, technique in techniques.items():
+        if key in saved:
+            technique.load_state_dict(saved[key])
+    return recipe, skipped

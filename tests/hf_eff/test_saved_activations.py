@@ -1,0 +1,86 @@
+"""Packed activations in the Hugging Face Trainer."""
+
+import pytest
+import torch
+from promise_drivers import difference, hf_trainer
+from promise_table import DigitsNet
+from torch import nn
+
+from hf_eff import CompressedActivations
+from shared_core.errors import CompatibilityError, TrainingError
+
+EXACT = {"activations": {"pack": "exact", "min_size": 32}}
+
+
+def told(callback):
+    return callback.session.receipt()["techniques"]["activations"]
+
+
+def weights_after(trainer, seed=0):
+    torch.manual_seed(seed)
+    trainer.train()
+    return trainer.model.state_dict()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"accumulate": 2, "dropout": 0.4, "shuffle": True},
+        {"bf16": True},
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    ],
+    ids=lambda settings: "+".join(settings),
+)
+def test_exact_packing_changes_no_bit(settings, tmp_path):
+    plain = weights_after(hf_trainer({}, tmp_path / "plain", plugin=False, **settings))
+    ours = weights_after(hf_trainer(EXACT, tmp_path / "ours", **settings))
+    assert difference(dict(plain), dict(ours)) is None
+
+
+@pytest.mark.parametrize("pack", ["exact", "int8"])
+def test_a_language_model_with_gradient_checkpointing(pack, make, tmp_path):
+    losses = []
+    for callbacks in ([], [CompressedActivations(pack=pack, min_size=32)]):
+        trainer = make.trainer(
+            tmp_path, model=make.language_model(), data=make.texts(), callbacks=callbacks, gradient_checkpointing=True
+        )
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[1] == losses[0] if pack == "exact" else losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert told(callbacks[0])["share_saved"] > 0
+    assert "activations/saved" in trainer.state.log_history[0]
+
+
+def test_a_run_that_packs_nothing_fails_in_its_first_step(tmp_path):
+    trainer = hf_trainer({"activations": {"pack": "exact", "min_size": 10**6}}, tmp_path)
+    with pytest.raises(TrainingError, match="activations: the first step must have packed a tensor, got none"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_offloading_is_refused_on_a_cpu_before_training(tmp_path):
+    with pytest.raises(CompatibilityError, match="there is nothing to offload"):
+        hf_trainer({"activations": {"pack": "exact", "offload": True}}, tmp_path)
+
+
+def test_evaluation_is_left_alone(tmp_path):
+    trainer = hf_trainer(EXACT, tmp_path, eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    from hf_eff._attach import session_callback_of
+
+    assert session_callback_of(trainer).session.receipt()["techniques"]["activations"]["forwards"] == 8
+
+
+def test_a_loss_outside_of_the_model_is_packed_too(tmp_path):
+    class NoLoss(DigitsNet):
+        def forward(self, x, labels=None):
+            return super().forward(x)
+
+    seen = []
+    for recipe in ({}, EXACT):
+        trainer = hf_trainer(recipe, tmp_path, plugin=bool(recipe))
+        torch.manual_seed(0)
+        trainer.model = trainer.model_wrapped = NoLoss()
+        trainer.compute_loss_func = lambda outputs, labels, **_: nn.functional.cross_entropy(outputs["logits"], labels)
+        seen.append(dict(weights_after(trainer)))
+    assert difference(*seen) is None
