@@ -34,6 +34,8 @@ class Tally:
     """Bytes that the first backward found dropped: what autograd would have held, less what was held instead."""
     compiled: bool = False
     """Whether a block was traced by torch.compile, which recomputes inside its own backward, uncounted."""
+    uncompiled: bool = False
+    """Whether torch.compile met a segment of several blocks, whose calls it cannot trace as one: they run eagerly."""
     notes: list[str] = field(default_factory=list)
     """What the user should be told, each line once."""
     _first_backward: int | None = None
@@ -113,6 +115,7 @@ class Region:
         self.calls: list[_Call] = []
         self._slots: list[tuple[weakref.ref[_Slot], tuple[Any, ...]]] = []
         self._outputs: dict[int, tuple[weakref.ref[Tensor], int, _Output]] = {}
+        self._last = _Output(-1, -1)
         self._kept_elsewhere = 0
 
     def _source(self, value: Any) -> _Output | None:
@@ -123,9 +126,8 @@ class Region:
         return output if reference() is value and version == version_of(value) else None
 
     def feeds(self, args: Any) -> bool:
-        """Return whether the last call's output is among these arguments, unchanged."""
-        sources = (self._source(value) for value in tree_flatten(args)[0])
-        return any(source.call == len(self.calls) - 1 for source in sources if source is not None)
+        """Return whether the last call's first tensor is among these arguments, unchanged."""
+        return any(self._source(value) == self._last for value in tree_flatten(args)[0] if isinstance(value, Tensor))
 
     def call(
         self,
@@ -157,9 +159,10 @@ class Region:
         for kept_input in inputs.values():
             if kept_input.is_changed():
                 raise _changed(name, "its input must not be changed in place inside it", "inplace=False helps")
-        for leaf, value in enumerate(tree_flatten(output)[0]):
-            if isinstance(value, Tensor):
-                self._outputs[id(value)] = weakref.ref(value), version_of(value), _Output(len(self.calls), leaf)
+        found = [(leaf, value) for leaf, value in enumerate(tree_flatten(output)[0]) if isinstance(value, Tensor)]
+        for leaf, value in found:
+            self._outputs[id(value)] = weakref.ref(value), version_of(value), _Output(len(self.calls), leaf)
+        self._last = _Output(len(self.calls), found[0][0] if found else -1)
         self.calls.append(call)
         return output
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from shared_core.activation_checkpointing.blocks import find_blocks as find_blocks
 from shared_core.activation_checkpointing.moving_buffers import Buffer, Snapshot
@@ -160,13 +160,16 @@ class _Checkpointed:
         if not (torch.is_grad_enabled() and self.block.training):
             return self.run(*args, **kwargs)
         args, kwargs = self._without_cache(args, kwargs)
-        if self.segment.length == 1 and torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and self.segment.length > 1:
+            self.segment.tally.uncompiled = True
+        elif torch.compiler.is_compiling():
             self.segment.tally.compiled = True
-            contexts = self.segment.contexts or noop_context_fn
-            return checkpoint(self.run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            if self.segment.contexts is None:
+                return checkpoint(self.run, *args, use_reentrant=False, **kwargs)
+            return checkpoint(self.run, *args, use_reentrant=False, context_fn=self.segment.contexts, **kwargs)
         return self._record(args, kwargs)
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         region = self.segment.region(self.place, (args, kwargs))
         snapshot = Snapshot(self.block, self.moving)
@@ -176,22 +179,21 @@ class _Checkpointed:
 
     def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Leave out a generation cache, as transformers does under checkpointing: run again, it would grow twice."""
-        if getattr(self.block, "_can_checkpoint_with_cache", False):
+        if getattr(self.block, "_can_checkpoint_with_cache", False):  # it only reads
             return args, kwargs
-        layers = [layer for module in self.block.modules() if (layer := getattr(module, "layer_idx", None)) is not None]
-
-        def kept(value: Any) -> Any:
-            if not hasattr(value, "get_seq_length"):
-                return value
-            if value.get_seq_length(*layers[:1]) > 0:
-                raise TrainingError(
-                    f"checkpointing: {self.name}: past_key_values must be empty in training, got a filled cache; "
-                    "it would be read and written twice; leave the block out"
-                )
-            self.segment.tally.note("generation caches are off in checkpointed blocks while training")
-            return None
-
-        kwargs = {name: kept(value) for name, value in kwargs.items()}
+        kwargs = {name: None if self._is_cache(value) else value for name, value in kwargs.items()}
         if kwargs.get("use_cache") is True:
             kwargs["use_cache"] = False
-        return tuple(kept(value) for value in args), kwargs
+        return tuple([None if self._is_cache(value) else value for value in args]), kwargs
+
+    def _is_cache(self, value: Any) -> bool:
+        if not hasattr(value, "get_seq_length"):
+            return False
+        numbers = [number for part in self.block.modules() if (number := getattr(part, "layer_idx", None)) is not None]
+        if value.get_seq_length(*numbers[:1]) > 0:
+            raise TrainingError(
+                f"checkpointing: {self.name}: past_key_values must be empty in training, got a filled cache; it would "
+                "be read and written twice; leave the block out"
+            )
+        self.segment.tally.note("generation caches are off in checkpointed blocks while training")
+        return True
