@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shared_core.activation_checkpointing.moving_buffers import Snapshot
@@ -31,7 +32,8 @@ class Tally:
     blocks: Counter[str] = field(default_factory=Counter)
     """Times that each block was run again."""
     saved_bytes: int = 0
-    """Bytes that the first backward found dropped: what autograd would have held, less what was held instead."""
+    """Bytes that the first backward found dropped: what autograd would have held, less what was held instead. What a
+    region hands on is not counted: whatever runs next may hold it."""
     compiled: bool = False
     """Whether a block was traced by torch.compile, which recomputes inside its own backward, uncounted."""
     uncompiled: bool = False
@@ -39,6 +41,11 @@ class Tally:
     notes: list[str] = field(default_factory=list)
     """What the user should be told, each line once."""
     _first_backward: int | None = None
+
+    @property
+    def has_measured(self) -> bool:
+        """Whether there was a backward whose bytes were counted."""
+        return self._first_backward is not None
 
     def note(self, text: str) -> None:
         """Keep a line, once."""
@@ -117,6 +124,9 @@ class Region:
         self._outputs: dict[int, tuple[weakref.ref[Tensor], int, _Output]] = {}
         self._last = _Output(-1, -1)
         self._kept_elsewhere = 0
+        # by weak references, as an address can be that of another tensor soon
+        self._packed: list[StorageWeakRef] | None = None if tally.has_measured else []
+        self._handed_on: set[int] = set()
 
     def _source(self, value: Any) -> _Output | None:
         """Return where in this region a tensor was computed, None if elsewhere or if it was changed since."""
@@ -162,6 +172,7 @@ class Region:
         found = [(leaf, value) for leaf, value in enumerate(tree_flatten(output)[0]) if isinstance(value, Tensor)]
         for leaf, value in found:
             self._outputs[id(value)] = weakref.ref(value), version_of(value), _Output(len(self.calls), leaf)
+        self._handed_on = {_storage(value) for _, value in found}
         self._last = _Output(len(self.calls), found[0][0] if found else -1)
         self.calls.append(call)
         return output
@@ -169,6 +180,8 @@ class Region:
     def _pack(self, tensor: Tensor) -> _Slot:
         slot = _Slot()
         self._slots.append((weakref.ref(slot), _looks(tensor)))
+        if self._packed is not None:
+            self._packed.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
         return slot
 
     def _unpack(self, slot: _Slot) -> Tensor:
@@ -210,14 +223,22 @@ class Region:
                     outputs.append(_again(call, outputs))
             raise _differs(self.calls[0].name, f"{len(kept)} saved tensors in place of {len(self._slots)}")
         except _Done:
-            self.tally.recomputed(names, self._bytes_of(kept))
+            self.tally.recomputed(names, self._dropped_bytes(kept))
+            self._packed = None
 
-    def _bytes_of(self, recomputed: list[Tensor]) -> int:
-        weights = {_storage(weight) for call in self.calls for weight in call.block.parameters()}
-        dropped = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in recomputed}
+    def _dropped_bytes(self, recomputed: list[Tensor]) -> int:
+        if self._packed is None:
+            return 0
         inputs = [leaf.tensor for call in self.calls for leaf in call.leaves if isinstance(leaf, _Input)]
         held = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in inputs}
-        gross = sum(size for storage, size in dropped.items() if storage not in weights)
+        elsewhere = {_storage(weight) for call in self.calls for weight in call.block.parameters()}
+        elsewhere |= {
+            _storage(tensor)
+            for tensor, packed in zip(recomputed, self._packed, strict=True)
+            if packed.cdata in self._handed_on and _storage(tensor) not in held
+        }
+        dropped = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in recomputed}
+        gross = sum(size for storage, size in dropped.items() if storage not in elsewhere)
         return gross - sum(held.values()) - self._kept_elsewhere
 
 

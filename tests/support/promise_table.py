@@ -74,6 +74,7 @@ TECHNIQUES = {
             in_16_bit=True,
         ),
         Row("matmul", {"precision": "high"}),
+        Row("checkpointing", {"policy": "block", "include": ["*norm", "*dropout", "*hidden"]}),
         Row("lora", {"rank": 2}),
         # Over newly drawn weights masks hold from the first step.
         Row("ticket", {"control": "random_reinit"}, needs_ticket=True),
