@@ -4,63 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shared_core.activation_checkpointing.moving_buffers import Snapshot
 from shared_core.activation_checkpointing.selective import KeptBytes
+from shared_core.activation_checkpointing.surroundings import Surroundings
+from shared_core.activation_checkpointing.tally import Tally
 from shared_core.errors import TrainingError
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """Returns what the forward and its recomputation run in, as `create_selective_checkpoint_contexts` does."""
-
-
-@dataclass
-class Tally:
-    """What ran: counted where it happens, for the receipt."""
-
-    recomputations: int = 0
-    """Times that backward ran a region again."""
-    blocks: Counter[str] = field(default_factory=Counter)
-    """Times that each block was run again."""
-    saved_bytes: int = 0
-    """Bytes that the first backward found dropped: what autograd would have held, less what was held instead. What a
-    region hands on is not counted: whatever runs next may hold it."""
-    compiled: bool = False
-    """Whether a block was traced by torch.compile, which recomputes inside its own backward, uncounted."""
-    uncompiled: bool = False
-    """Whether torch.compile met a segment of several blocks, whose calls it cannot trace as one: they run eagerly."""
-    notes: list[str] = field(default_factory=list)
-    """What the user should be told, each line once."""
-    _first_backward: int | None = None
-
-    @property
-    def has_measured(self) -> bool:
-        """Whether there was a backward whose bytes were counted."""
-        return self._first_backward is not None
-
-    def note(self, text: str) -> None:
-        """Keep a line, once."""
-        if text not in self.notes:
-            self.notes.append(text)
-
-    def recomputed(self, names: list[str], num_bytes: int) -> None:
-        """Count one recomputation of a region."""
-        self.recomputations += 1
-        self.blocks.update(names)
-        backward = torch._C._current_graph_task_id()
-        if self._first_backward is None:
-            self._first_backward = backward
-        if self._first_backward == backward:
-            self.saved_bytes += num_bytes
 
 
 class _Done(BaseException):
@@ -107,7 +69,7 @@ class _Call:
     buffers: Snapshot
     recompute_context: AbstractContextManager[Any]
     weights: int
-    surroundings: _Surroundings
+    surroundings: Surroundings
 
 
 class Region:
@@ -121,19 +83,22 @@ class Region:
         self.tally = tally
         self.calls: list[_Call] = []
         self._slots: list[tuple[weakref.ref[_Slot], tuple[Any, ...]]] = []
-        self._outputs: dict[int, tuple[weakref.ref[Tensor], int, _Output]] = {}
+        self._outputs: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], int, _Output]] = {}
         self._last = _Output(-1, -1)
         self._kept_elsewhere = 0
         # by weak references, as an address can be that of another tensor soon
         self._packed: list[StorageWeakRef] | None = None if tally.has_measured else []
         self._handed_on: set[int] = set()
 
-    def _source(self, value: Any) -> _Output | None:
-        """Return where in this region a tensor was computed, None if elsewhere or if it was changed since."""
-        if not isinstance(value, Tensor) or id(value) not in self._outputs:
-            return None
-        reference, version, output = self._outputs[id(value)]
-        return output if reference() is value and version == version_of(value) else None
+    def _source(self, value: Tensor) -> _Output | None:
+        """Return where in this region a tensor was computed, None if elsewhere or if it was changed since.
+
+        By its memory, as FSDP2 hands a block another tensor over the same.
+        """
+        reference, version, output = self._outputs.get(_place(value), (None, 0, None))
+        computed = reference() if reference is not None else None
+        same = computed is not None and computed.requires_grad == value.requires_grad and version == version_of(value)
+        return output if same else None
 
     def feeds(self, args: Any) -> bool:
         """Return whether the last call's first tensor is among these arguments, unchanged."""
@@ -152,13 +117,20 @@ class Region:
         """Return ``run(*args, **kwargs)``, the forward of `block`, and keep what is needed to run it again."""
         values, spec = tree_flatten((args, kwargs))
         inputs: dict[int, _Input] = {}  # one for each tensor: attention asks whether query `is` key
-        leaves = [
-            (self._source(value) or inputs.setdefault(id(value), _Input(value))) if isinstance(value, Tensor) else value
-            for value in values
-        ]
+        computed: dict[_Output, Tensor] = {}
+
+        def leaf_of(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            source = self._source(value)
+            if source is not None and computed.setdefault(source, value) is value:
+                return source
+            return inputs.setdefault(id(value), _Input(value))
+
+        leaves = [leaf_of(value) for value in values]
         forward_context, recompute_context = contexts() if contexts else (contextlib.nullcontext(),) * 2
         call = _Call(
-            name, block, run, leaves, spec, snapshot, recompute_context, _weights_version(block), _Surroundings(values)
+            name, block, run, leaves, spec, snapshot, recompute_context, _weights_version(block), Surroundings(values)
         )
         kept = KeptBytes() if contexts else None  # type: ignore[no-untyped-call]
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -171,7 +143,7 @@ class Region:
                 raise _changed(name, "its input must not be changed in place inside it", "inplace=False helps")
         found = [(leaf, value) for leaf, value in enumerate(tree_flatten(output)[0]) if isinstance(value, Tensor)]
         for leaf, value in found:
-            self._outputs[id(value)] = weakref.ref(value), version_of(value), _Output(len(self.calls), leaf)
+            self._outputs[_place(value)] = weakref.ref(value), version_of(value), _Output(len(self.calls), leaf)
         self._handed_on = {_storage(value) for _, value in found}
         self._last = _Output(len(self.calls), found[0][0] if found else -1)
         self.calls.append(call)
@@ -194,6 +166,8 @@ class Region:
 
     def _recompute(self) -> None:
         for call in self.calls:
+            if isinstance(call.block, FSDPModule):
+                call.block.unshard()  # backward gathers the last block's weights alone
             if any(isinstance(leaf, _Input) and leaf.is_changed() for leaf in call.leaves):
                 raise _changed(call.name, "its input must not be changed in place before backward", "copy it first")
             if _weights_version(call.block) != call.weights:
@@ -258,45 +232,23 @@ def _again(call: _Call, outputs: list[list[Any]]) -> list[Any]:
         return tree_flatten(call.run(*args, **kwargs))[0]
 
 
-class _Surroundings:
-    """The random state and the autocast settings of a forward."""
-
-    def __init__(self, values: list[Any]) -> None:
-        devices = {value.device for value in values if isinstance(value, Tensor)}
-        self._devices = sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str)
-        self._cpu = torch.get_rng_state()
-        self._states = [torch.get_device_module(device).get_rng_state(device) for device in self._devices]
-        cached = torch.is_autocast_cache_enabled()
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cached)
-            for kind in sorted({"cpu", *(device.type for device in self._devices)})
-            if torch.amp.is_autocast_available(kind)
-        ]
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            kind = self._devices[0].type if self._devices else "cuda"
-            stack.enter_context(torch.random.fork_rng(self._devices, device_type=kind))
-            torch.set_rng_state(self._cpu)
-            for device, state in zip(self._devices, self._states, strict=True):
-                torch.get_device_module(device).set_rng_state(state, device)
-            for settings in self._autocast:
-                stack.enter_context(torch.autocast(*settings))
-            yield
-
-
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place; 0 where autograd does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _weights_version(block: nn.Module) -> int:
+    if any(hasattr(module, "unshard") for module in block.modules()):
+        return 0  # FSDP2 puts gathered weights in place of sharded ones and back, whose versions are their own
     return sum(version_of(parameter) for parameter in block.parameters())
 
 
 def _looks(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, type(tensor)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shared_core.activation_checkpointing.blocks import find_blocks as find_blocks
 from shared_core.activation_checkpointing.moving_buffers import Buffer, Snapshot
-from shared_core.activation_checkpointing.regions import Contexts, Region, Tally
+from shared_core.activation_checkpointing.regions import Contexts, Region
+from shared_core.activation_checkpointing.tally import Tally
 from shared_core.errors import CompatibilityError, MatchError, TrainingError, nearest
 from shared_core.module_match import plain_name
 
