@@ -172,6 +172,8 @@ class _Checkpointed:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.segment.tally.uncompiled:
+            self.segment.tally.note("segments of several blocks run uncompiled; take a policy of single blocks")
         region = self.segment.region(self.place, (args, kwargs))
         snapshot = Snapshot(self.block, self.moving)
         output = region.call(self.name, self.block, self.run, args, kwargs, snapshot, self.segment.contexts)

@@ -42,7 +42,7 @@ class ActivationCheckpointing(Technique):
         self.handle: Handle | None = None
         """What is wrapped; None until a budget is planned."""
         self._first_forward: RemovableHandle | None = None
-        self._steps = 0
+        self._steps = self._num_said = 0
 
     def attach(self, model: nn.Module, context: Context) -> None:
         """Wrap the blocks; a budget needs the first micro-batch of training for that."""
@@ -63,10 +63,10 @@ class ActivationCheckpointing(Technique):
         self._steps += 1
         if self._steps == 1 and len(context.optimizers) < 2:  # else the blocks may belong to another one's loss
             self._check()
-        for text in self.handle.tally.notes if self.handle is not None else ():
+        notes = self.handle.tally.notes if self.handle is not None else []
+        for text in notes[self._num_said :]:
             context.services.say(f"efftrain: checkpointing: {text}")
-        if self.handle is not None:
-            self.handle.tally.notes.clear()
+        self._num_said = len(notes)
 
     def _check(self) -> None:
         tally = self.handle.tally if self.handle is not None else None
@@ -104,5 +104,5 @@ class ActivationCheckpointing(Technique):
             "modules_recomputed": tally.blocks.total(),
             "never_recomputed": [name for name in self.handle.names if name not in tally.blocks],
             "saved_bytes": tally.saved_bytes,
-            **({"compiled": True} if tally.compiled else {}),
+            **({"compiled": tally.compiled} if tally.compiled or tally.uncompiled else {}),
         }
