@@ -18,6 +18,7 @@ RESULTS = HERE / "results"
 NAMES = (
     "pruning", "sparse_inference", "soup", "loss_scaling", "overhead", "quantization", "distillation", "export",
     "activations",
+    "checkpointing",
 )  # fmt: skip
 
 METHOD = """\

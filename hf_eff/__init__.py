@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_eff._attach import attach as attach
     from hf_eff._technique_callback import EffCallback as EffCallback
+    from hf_eff.activation_checkpointing import ActivationCheckpointing as ActivationCheckpointing
     from hf_eff.distillation import Distillation as Distillation
     from hf_eff.fp8 import Fp8 as Fp8
     from hf_eff.lora import QLora as QLora
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from hf_eff.weight_sharing import WeightSharing as WeightSharing
 
 _HOMES = {
+    "ActivationCheckpointing": "activation_checkpointing",
     "CompressedActivations": "saved_activations",
     "Distillation": "distillation",
     "EffCallback": "_technique_callback",

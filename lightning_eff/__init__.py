@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_eff._session_callback import EffCallback as EffCallback
+    from lightning_eff.activation_checkpointing import ActivationCheckpointing as ActivationCheckpointing
     from lightning_eff.distillation import Distillation as Distillation
     from lightning_eff.fp8 import Fp8 as Fp8
     from lightning_eff.fp8 import Fp8Precision as Fp8Precision
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_eff.weight_sharing import WeightSharing as WeightSharing
 
 _HOME = {
+    "ActivationCheckpointing": "activation_checkpointing",
     "CompressedActivations": "saved_activations",
     "Distillation": "distillation",
     "EffCallback": "_session_callback",

@@ -23,6 +23,7 @@ SURROUNDINGS = {
     "tensor_parallel": "tensor parallelism, or a model that was sharded while it was loaded",
     "peft": "a model of PEFT",
     "tpu": "XLA",
+    "trainer_checkpointing": "the trainer's own activation checkpointing",
 }
 
 _SHARDED = "its whole-tensor decisions have not been proven on sharded parameters yet; use DDP"
@@ -127,6 +128,15 @@ REFUSED: dict[tuple[str, str], str] = {
         "distill",
         "lbfgs",
     ): "LBFGS evaluates its closure many times a step, and the teacher with it; use another optimizer",
+    ("checkpointing", "trainer_checkpointing"): (
+        "blocks would be recomputed twice; switch the trainer's off (gradient_checkpointing or "
+        "activation_checkpointing of transformers: policy block does the same, every_k as its every_n_layers)"
+    ),
+    (
+        "checkpointing",
+        "deepspeed",
+    ): "DeepSpeed partitions weights by hooks of its own; use its activation checkpointing",
+    ("checkpointing", "fsdp1"): "flat shards of FSDP1 have not been run with it; use FSDP version 2, or its own policy",
     ("distill", "deepspeed"): _OWN,
     ("distill", "fsdp1"): "the teacher is not prepared under FSDP1; use DDP",
     ("average", "ticket"): (
@@ -197,6 +207,11 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
             for sharded in ("fsdp1", "fsdp2")
             if sharded in surroundings
         ]
+        if "checkpointing" in recipe:
+            lines.append(
+                "loss_scale with flush_every cannot be combined with checkpointing: the backward that it repeats "
+                "counts every forward of a layer, recomputed ones too; histogram_every shows small gradients as well"
+            )
     prune = recipe.get("prune")
     if prune is not None and "fsdp2" in surroundings and not prune.works_sharded:
         lines.append(

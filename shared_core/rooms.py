@@ -48,6 +48,7 @@ ROOMS = {
         Room("share", "pruning", "ShareConfig", "WeightSharing"),
         Room("qat", "quantization", "QatConfig", "QuantizationAwareTraining"),
         Room("fp8", "fp8", "Fp8Config", "Fp8Training"),
+        Room("checkpointing", "activation_checkpointing", "CheckpointingConfig", "ActivationCheckpointing"),
         Room("activations", "saved_activations", "ActivationsConfig", "CompressedActivations"),
         Room("distill", "distillation", "DistillConfig", "Distillation"),
         Room("loss_scale", "loss_scaling", "LossScaleConfig", "LossScaling"),

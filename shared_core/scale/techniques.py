@@ -81,6 +81,7 @@ COSTS: dict[str, Callable[[Any, ModelShape, PlannedRun], list[Cost]]] = {
     "loss_scale": _nothing("one flag and one number agreed on by all ranks"),
     "qat": _nothing("a few numbers a layer, agreed on each step; quantised weights are saved for backward as float"),
     "fp8": _nothing("histories of a few numbers a layer; casts saved for backward take 1 byte a value in place of 2"),
+    "checkpointing": _nothing("see the line of activations"),
     "activations": _nothing("see the line above; exact saves what the receipt says, 0 to 50 % and more"),
     "share": lambda config, shape, run: [Cost("share: codes", held=shape.params / run.parts, why="1 byte a weight")],
     "ticket": lambda config, shape, run: [

@@ -74,6 +74,7 @@ TECHNIQUES = {
             in_16_bit=True,
         ),
         Row("matmul", {"precision": "high"}),
+        Row("checkpointing", {"policy": "block", "include": ["*norm", "*dropout", "*hidden"]}),
         Row("lora", {"rank": 2}),
         Row("activations", {"pack": "exact", "min_size": 32}),
         # Over newly drawn weights masks hold from the first step.

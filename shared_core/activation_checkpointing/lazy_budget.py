@@ -1,0 +1,160 @@
+"""A budget that is resolved while training: the user's own first micro-batches are the profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from shared_core.activation_checkpointing.budget import PROFILED_STEPS, parse_budget
+from shared_core.activation_checkpointing.live_bytes import PeakBytes, device_of, measure_peak
+from shared_core.activation_checkpointing.plan import BlockCost, SegmentPlan, StepCost
+from shared_core.activation_checkpointing.profile import StepProfile
+from shared_core.ranks import all_reduce_
+
+_COLUMNS = ("input", "saved", "inner", "seconds", "tail")
+
+
+class LazyBudget:
+    """Profiles the first two micro-batches that it is shown, plans, applies, and measures the one after.
+
+    Both verbs around every micro-batch, or `after_backward` once for a window of accumulation: then its last one
+    counts. The plan changes no result, so it may come in the middle of a window. Every process decides by the most
+    bytes and times of all, and so alike. A resumed run applies the saved plan at once.
+
+    Args:
+        model: The user's, without wrappers.
+        budget: As of `parse_budget`.
+        names: Its blocks, in the order of `find_blocks`.
+        apply: Given the plan's segments, which may be none, checkpoints them.
+
+    Raises:
+        ConfigError: If the budget is none.
+
+    Example:
+        >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(8)))
+        >>> applied = []
+        >>> lazy = LazyBudget(net, "budget:0.7", [str(i) for i in range(8)], applied.extend)
+        >>> for _ in range(3):
+        ...     lazy.before_forward()
+        ...     net(torch.ones(64, 8)).sum().backward()
+        ...     lazy.after_backward()
+        >>> lazy.plan.segments == tuple(applied), lazy.measured_peak > 0
+        (True, True)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        budget: str,
+        names: Sequence[str],
+        apply: Callable[[Sequence[Sequence[str]]], object],
+    ) -> None:
+        self._model, self._budget, self._apply = model, parse_budget(budget), apply
+        self._profile = StepProfile(model, names)
+        self._measuring: tuple[ExitStack, PeakBytes] | None = None
+        self._looking = False
+        self.plan: SegmentPlan | None = None
+        """What was chosen, None until then."""
+        self.measured_peak: int | None = None
+        """The most bytes of activations that a micro-batch under the plan held on any process, None until then."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing more to see: the verbs need not be called any more."""
+        return self.measured_peak is not None
+
+    def before_forward(self) -> None:
+        """A micro-batch of training begins; one whose backward never came is forgotten."""
+        self.cancel()
+        if self.is_done:
+            return
+        self._looking = True
+        if self.plan is None:
+            self._profile.start()
+        else:
+            stack = ExitStack()
+            self._measuring = stack, stack.enter_context(measure_peak(self._model))
+
+    def cancel(self) -> None:
+        """Forget the micro-batch that was begun, if any: it failed, or was none of training."""
+        self._looking = False
+        self._profile.cancel()
+        if self._measuring is not None:
+            self._measuring[0].close()
+            self._measuring = None
+
+    def after_backward(self) -> None:
+        """A micro-batch's backward is over. With several processes, all of them call it as often.
+
+        Raises:
+            ConfigError: If the budget is less than the least; on every process.
+            TrainingError: If blocks do not run once in every step, in one order.
+        """
+        if not self._looking:
+            return
+        self._looking = False
+        if self._measuring is not None:
+            stack, peak = self._measuring
+            self._measuring = None
+            stack.close()
+            most = all_reduce_(torch.tensor(peak.activations, device=device_of(self._model)), "max")
+            self.measured_peak = int(most.item())
+            return
+        self._profile.stop()
+        if self._profile.num_steps == PROFILED_STEPS:
+            self.plan = self._budget.plan(_most_of_all_processes(self._profile.cost(), device_of(self._model)))
+            self._apply(self.plan.segments)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plan and what was measured, as plain values; nothing before there is a plan."""
+        if self.plan is None:
+            return {}
+        plan = asdict(self.plan) | {"segments": [list(segment) for segment in self.plan.segments]}
+        return {"plan": plan} | ({} if self.measured_peak is None else {"measured_peak": self.measured_peak})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Apply the saved plan, if there is one."""
+        if "plan" in state:
+            segments = tuple(tuple(segment) for segment in state["plan"]["segments"])
+            self.plan = SegmentPlan(**{**state["plan"], "segments": segments})
+            self.measured_peak = state.get("measured_peak")
+            self._apply(segments)
+
+    def report(self) -> dict[str, Any]:
+        """Return predicted and measured peak in bytes, and what the recomputation takes, for the receipt."""
+        if self.plan is None:
+            return {"planned": False}
+        return {
+            "planned": True,
+            "segments": [list(segment) for segment in self.plan.segments],
+            "predicted_peak_bytes": self.plan.peak,
+            "measured_peak_bytes": self.measured_peak,
+            "peak_bytes_without": self.plan.full_peak,
+            "least_peak_bytes": self.plan.least_peak,
+            "recomputed_share_of_forward": self.plan.share,
+        }
+
+
+def _most_of_all_processes(cost: StepCost, device: torch.device) -> StepCost:
+    """Return the most of every figure over all processes; every process must call it."""
+    rows = [[*(float(getattr(block, name)) for name in _COLUMNS), float(not block.follows)] for block in cost.blocks]
+    figures = torch.tensor([[cost.head] + [0] * len(_COLUMNS), *rows], dtype=torch.float64)
+    (head, *_), *rows = all_reduce_(figures.to(device), "max").tolist()
+    blocks = (
+        BlockCost(
+            name=block.name,
+            input=int(most[0]),
+            saved=int(most[1]),
+            inner=int(most[2]),
+            seconds=most[3],
+            tail=most[4],
+            follows=not most[5],
+        )
+        for block, most in zip(cost.blocks, rows, strict=True)
+    )
+    return StepCost(blocks=tuple(blocks), head=int(head))

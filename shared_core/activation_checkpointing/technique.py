@@ -1,0 +1,152 @@
+"""Activation checkpointing as a technique of a session."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shared_core.activation_checkpointing.config import CheckpointingConfig
+from shared_core.activation_checkpointing.lazy_budget import LazyBudget
+from shared_core.activation_checkpointing.policies import BUDGET, apply_policy, chosen_blocks
+from shared_core.activation_checkpointing.segments import Handle, apply_segments
+from shared_core.errors import TrainingError
+from shared_core.technique import Context, Technique
+
+
+class ActivationCheckpointing(Technique):
+    """Recomputes activations in backward in place of keeping them; gradients stay the same to the bit.
+
+    Args:
+        config: The options.
+
+    Example:
+        >>> from shared_core import Recipe, Session
+        >>> net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+        >>> session = Session(Recipe.from_dict({"checkpointing": {"policy": "every_k", "k": 2}}))
+        >>> session.attach(net)
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        >>> session.begin([optimizer], total_steps=1)
+        >>> session.loss(net(torch.ones(2, 4)).sum()).backward()
+        >>> session.before_optimizer_step()
+        >>> session.techniques["checkpointing"].report()["recomputations"]
+        2
+    """
+
+    key: ClassVar[str] = "checkpointing"
+    config: CheckpointingConfig
+
+    def __init__(self, config: CheckpointingConfig) -> None:
+        super().__init__(config)
+        self.handle: Handle | None = None
+        """What is wrapped; None until a budget is planned, or if it holds without."""
+        self._budget: LazyBudget | None = None
+        self._model: nn.Module | None = None
+        self._hook: RemovableHandle | None = None
+        self._in_forward = False
+        self._steps = self._num_said = 0
+
+    def attach(self, model: nn.Module, context: Context) -> None:
+        """Wrap the blocks; a budget looks at the first micro-batches of training for that."""
+        config = self.config
+        if config.policy.startswith(BUDGET):
+            self._model = model
+            self._budget = LazyBudget(model, config.policy, chosen_blocks(model, config.include), self._wrap)
+            # a loop that does not surround its forward with the session's calls the model at least
+            self._hook = model.register_forward_pre_hook(lambda *_: self._look() if not self._in_forward else None)
+        else:
+            self.handle = apply_policy(model, config.policy, k=config.k, include=config.include)
+
+    def _wrap(self, segments: Sequence[Sequence[str]]) -> None:
+        wanted = [segment for segment in segments if segment]
+        if wanted and self._model is not None:
+            self.handle = apply_segments(self._model, wanted)
+
+    @contextlib.contextmanager
+    def forward(self, context: Context) -> Iterator[None]:
+        """Tell a budget that a micro-batch begins."""
+        self._look()
+        self._in_forward = True
+        try:
+            yield
+        finally:
+            self._in_forward = False
+
+    def _look(self) -> None:
+        if self._budget is None or self._model is None or not (self._model.training and torch.is_grad_enabled()):
+            return
+        self._budget.before_forward()
+
+    def before_optimizer_step(self, context: Context) -> None:
+        """Refuse to go on as if memory were saved when backward recomputed nothing."""
+        if self._budget is not None and not self._budget.is_done:
+            self._budget.after_backward()
+            if self._budget.plan is None or self.handle is None or self.handle.tally.recomputations == 0:
+                return  # the plan is made, or just wrapped
+        self._steps += 1
+        if self._steps == 1 and len(context.optimizers) < 2:  # else the blocks may belong to another one's loss
+            self._check()
+        notes = self.handle.tally.notes if self.handle is not None else []
+        for text in notes[self._num_said :]:
+            context.services.say(f"efftrain: checkpointing: {text}")
+        self._num_said = len(notes)
+
+    def _check(self) -> None:
+        if self._budget is not None and self._budget.plan is not None and not self._budget.plan.segments:
+            return  # all fits
+        tally = self.handle.tally if self.handle is not None else None
+        if tally is None or not (tally.recomputations or tally.compiled):
+            raise TrainingError(
+                f"checkpointing: policy {self.config.policy} must recompute blocks in backward, got none recomputed: "
+                "the blocks did not run in train mode, or need no gradients; name others with include, or drop it"
+            )
+
+    def finish(self, model: nn.Module, context: Context) -> None:
+        """Unwrap the blocks; weights need no baking."""
+        if self._steps:
+            self._check()
+        elif self._budget is not None and self._budget.plan is None:
+            context.services.say("efftrain: checkpointing: the run was over before a budget could be planned")
+        self.detach(model)
+
+    def detach(self, model: nn.Module) -> None:
+        """Give the blocks their own forward back."""
+        if self._budget is not None:
+            self._budget.cancel()
+        if self._hook is not None:
+            self._hook.remove()
+        if self.handle is not None:
+            self.handle.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a budget's plan, so that a resumed run holds it from its first step."""
+        return {} if self._budget is None else {"budget": self._budget.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the plan back."""
+        if self._budget is not None:
+            self._budget.load_state_dict(state.get("budget", {}))
+
+    def report(self) -> dict[str, Any]:
+        """Return what was wrapped, how often it was run again, and the bytes that one backward found dropped."""
+        budget = {} if self._budget is None else {"budget": self._budget.report()}
+        if self.handle is None:
+            return {"policy": self.config.policy, **budget}
+        tally = self.handle.tally
+        return {
+            "policy": self.config.policy,
+            "blocks": len(self.handle.names),
+            "segments": len(self.handle.segments),
+            "modules": self.handle.names,
+            "recomputations": tally.recomputations,
+            "recomputations_per_step": tally.recomputations / max(self._steps, 1),
+            "modules_recomputed": tally.blocks.total(),
+            "never_recomputed": [name for name in self.handle.names if name not in tally.blocks],
+            "saved_bytes": tally.saved_bytes,
+            **budget,
+            **({"compiled": tally.compiled} if tally.compiled or tally.uncompiled else {}),
+        }

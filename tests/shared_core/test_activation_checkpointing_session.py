@@ -1,0 +1,88 @@
+"""Checkpointing in a session: with every other technique the run is the same to the bit; what is refused and told."""
+
+import pytest
+import torch
+from promise_drivers import difference, run_bare
+from promise_table import EVERYTHING, TECHNIQUES, VARIANTS, recipe_of
+from torch import nn
+
+from shared_core import Recipe, Session
+from shared_core.compatibility import refusal
+from shared_core.errors import CompatibilityError, ConfigError, TrainingError
+
+ROW = TECHNIQUES["checkpointing"].recipe()
+OTHERS = [key for key in EVERYTHING if key not in ("checkpointing", "soup") and not refusal("checkpointing", key)]
+
+
+# int8 activations are refused beside it: recomputed values would differ
+@pytest.mark.parametrize("key", [None, *OTHERS, *(key for key in VARIANTS if key != "activations-int8")])
+def test_the_run_is_the_same_to_the_bit(key):
+    plain, found = (run_bare((recipe_of(key) if key else {}) | more, accumulate=2) for more in ({}, ROW))
+    assert difference(plain.weights, found.weights) is None
+    told = found.receipt["techniques"]["checkpointing"]
+    # a dropout of 0 keeps nothing that could be dropped, nor does a norm that is folded or has only frozen layers below
+    idle = told["never_recomputed"]
+    assert idle == (
+        ["norm", "dropout"] if key and key.startswith(("qat", "lora")) and "int4" not in key else ["dropout"]
+    )
+    assert told["recomputations_per_step"] == 2 * (3 - len(idle))
+    assert told["recomputations"] == 8 * told["recomputations_per_step"]
+
+
+def make(options, model):
+    session = Session(Recipe.from_dict({"checkpointing": options}))
+    session.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.begin([optimizer], total_steps=2)
+    return session, optimizer
+
+
+def blocks(count=4):
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(count)))
+
+
+def test_a_policy_that_recomputed_nothing_is_an_error_in_the_first_step():
+    model = blocks().eval()
+    session, _ = make({"policy": "block"}, model)
+    session.loss(model(torch.ones(2, 4)).sum()).backward()
+    with pytest.raises(TrainingError, match=r"policy block must recompute blocks in backward, got none recomputed"):
+        session.before_optimizer_step()
+
+
+def test_blocks_of_one_of_two_optimizers_are_looked_for_at_the_end():
+    model = blocks().eval()
+    session = Session(Recipe.from_dict({"checkpointing": {"policy": "block"}}))
+    session.attach(model)
+    session.begin([torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 1)], total_steps=1)
+    session.before_optimizer_step()
+    session.after_optimizer_step()
+    with pytest.raises(TrainingError, match="got none recomputed"):
+        session.finish()
+
+
+def test_a_run_that_ends_leaves_the_model_and_the_receipt():
+    model = blocks()
+    session, optimizer = make({"policy": "sqrt"}, model)
+    for _ in range(2):
+        session.loss(model(torch.ones(2, 4)).sum()).backward()
+        session.before_optimizer_step()
+        optimizer.step()
+        session.after_optimizer_step()
+    session.finish()
+    assert not any("forward" in vars(module) for module in model.modules())
+    told = session.receipt().values["techniques"]["checkpointing"]
+    assert (told["policy"], told["blocks"], told["segments"]) == ("sqrt", 4, 2)
+    assert (told["recomputations"], told["modules_recomputed"], told["never_recomputed"]) == (4, 8, [])
+    assert told["saved_bytes"] == 2 * (2 * 4 * 4)  # one tanh inside each segment: inputs and what is handed on are held
+
+
+def test_options():
+    with pytest.raises(ConfigError, match=r"k must come with policy=every_k"):
+        Recipe.from_dict({"checkpointing": {"policy": "block", "k": 3}})
+    with pytest.raises(ConfigError, match=r"a budget must be budget:<fraction below 1>"):
+        Recipe.from_dict({"checkpointing": {"policy": "budget:much"}})
+    with pytest.raises(ConfigError, match=r"got 'blocks'; did you mean 'block'"):
+        Recipe.from_dict({"checkpointing": {"policy": "blocks"}})
+    with pytest.raises(CompatibilityError, match="flush_every cannot be combined with checkpointing"):
+        recipe = {"checkpointing": {"policy": "block"}, "loss_scale": {"kind": "dynamic", "flush_every": 2}}
+        Session(Recipe.from_dict(recipe)).attach(blocks())
