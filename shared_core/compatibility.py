@@ -106,7 +106,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("share", "lbfgs"): _LBFGS,
     ("qat", "deepspeed"): _OWN,
     ("qat", "fsdp1"): _FLAT,
-    ("qat", "fsdp2"): _SHARDED,
     ("qat", "lbfgs"): _LBFGS,
     ("qat", "fp8"): (
         "both change the class of the same linear layers, and int8 rounding inside an FP8 product is neither; "
