@@ -29,6 +29,10 @@ SCALE = {"loss_scale": {"kind": "dynamic", "init_scale": 1024.0, "telemetry_ever
 FP8 = {recipe: {"fp8": {"recipe": recipe}} for recipe in ("tensorwise", "delayed")}
 AVERAGE = {"average": {"kind": "ema", "decay": 0.7, "every": 2}}
 PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
+QAT = {
+    "FULL_STATE_DICT": {"qat": {"scheme": "int8", "range": "lsq", "begin": 2}},
+    "SHARDED_STATE_DICT": {"qat": {"scheme": "int8", "begin": 2}},
+}
 ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, "matmul": {"precision": "high"}}
 
 
@@ -139,6 +143,8 @@ def found(trainer, session):
         for name, value in trainer.model.state_dict().items()
     }
     bank = session.state_dict()["techniques"].get("fp8", {}).get("bank", {})
+    if "qat" in session.techniques:
+        values["qat.ranges"] = session.techniques["qat"].bank.ranges
     return {**values, **{f"fp8.{name}": torch.as_tensor(value) for name, value in bank.items()}}
 
 
@@ -149,6 +155,7 @@ def compared(folder):
         "loss_scale": found(*train(folder / "loss_scale", SCALE, **plain)),
         "all": found(*train(folder / "all", ALL, same=True, **plain)),
         "distill": found(*train(folder / "distill", distilled(), **plain)),
+        **{f"qat {kind}": found(*train(folder / f"compared {kind}", QAT[kind], **plain)) for kind in QAT},
         "tensorwise": found(*train(folder / "tensorwise", FP8["tensorwise"], same=True, **plain)),
     }
 
@@ -157,10 +164,10 @@ def sharded_only(folder):
     """Train what there is to see under FSDP2 alone; return tensors, and what was told."""
     tensors, told = {}, {}
     for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
-        tensors[kind] = found(*train(folder / kind, ALL, **fsdp_flags(kind)))
-        tensors[f"{kind} resumed"] = found(
-            *train(folder / kind, ALL, resume=str(folder / kind / "checkpoint-3"), **fsdp_flags(kind))
-        )
+        for name, recipe in ((kind, ALL), (f"qat {kind}", QAT[kind])):
+            saved, options = folder / name, fsdp_flags(kind)
+            tensors[name] = found(*train(saved, recipe, **options))
+            tensors[f"{name} resumed"] = found(*train(saved, recipe, resume=str(saved / "checkpoint-3"), **options))
     trainer, session = train(folder / "typed", {**FP8["delayed"], **SCALE}, fp16=True)
     saved = folder / "typed" / "final"
     trainer.save_model(str(saved))

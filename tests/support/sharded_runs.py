@@ -22,7 +22,9 @@ GROWING = {"sparsity": 0.5, "begin": 1, "end": 5, "every": 2}
 RECIPES = {
     "qat": {"qat": {"scheme": "int8", "begin": 2, "freeze_observers": 5}},
     "qat-kl": {"qat": {"scheme": "int8", "range": "kl", "begin": 2}},
-    "qat-group": {"qat": {"scheme": "int8_dynamic_int4_weight", "group_size": 8, "rounding": "stochastic", "skip": ["first"]}},
+    "qat-group": {
+        "qat": {"scheme": "int8_dynamic_int4_weight", "group_size": 8, "rounding": "stochastic", "skip": ["first"]}
+    },
     "qat-ternary": {"qat": {"scheme": "ternary"}},
     "qat-lsq": {"qat": {"scheme": "int8", "range": "lsq_plus", "weight_bits": 4, "begin": 2}},
     "qat-prune": {"qat": {"scheme": "int8", "begin": 2}, "prune": GROWING},
