@@ -185,11 +185,8 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
             if sharded in surroundings
         ]
     prune = recipe.get("prune")
-    if prune is not None and "fsdp2" in surroundings and not prune.works_sharded:
-        lines.append(
-            f"prune with these options cannot be combined with {SURROUNDINGS['fsdp2']}: what they gather belongs to "
-            "whole tensors; take criterion magnitude, threshold or random of single weights, n_m or blocks, or use DDP"
-        )
+    if prune is not None and "fsdp2" in surroundings and prune.why_not_sharded:
+        lines.append(f"prune cannot be combined with {SURROUNDINGS['fsdp2']}: {prune.why_not_sharded}")
     distill = recipe.get("distill")
     if distill is not None and "fsdp2" in surroundings and not distill.works_sharded:
         lines.append(

@@ -105,7 +105,7 @@ def test_what_is_not_proven_on_shards_is_refused(runs):
     for told in runs["told"]:
         prune, flush, average = told["refused"]
         assert "distill with these options cannot be combined with FSDP version 2" in average
-        assert "prune with these options cannot be combined with FSDP version 2" in prune
+        assert "prune cannot be combined with FSDP version 2: criterion fisher keeps" in prune
         assert "loss_scale with flush_every cannot be combined with FSDP version 2" in flush
 
 

@@ -81,7 +81,7 @@ def test_all_processes_leave_out_a_step_that_one_alone_knows_to_be_bad(runs, nam
 def test_what_is_not_proven_on_shards_is_refused(runs):
     for told in runs["told"]:
         prune, flush, parallel = told["refused"]
-        assert "prune with these options cannot be combined with FSDP version 2" in prune
+        assert "prune cannot be combined with FSDP version 2: criterion fisher keeps" in prune
         assert "loss_scale with flush_every cannot be combined with FSDP version 2" in flush
         assert "fp8 cannot be combined with tensor parallelism" in parallel
 

@@ -206,7 +206,7 @@ def sharded_only(folder):
         "batches": session.receipt()["techniques"]["distill"]["batches"],
     }
     told["refused"] = []
-    gathers = {"prune": {"sparsity": 0.5, "criterion": "taylor"}}
+    gathers = {"prune": {"sparsity": 0.5, "criterion": "fisher"}}
     for recipe in (gathers, {"loss_scale": {"kind": "dynamic", "flush_every": 2}}, {"distill": {"teacher": "ema"}}):
         try:
             train(folder / "refused", recipe)

@@ -196,7 +196,7 @@ def sharded_only(folder):
         told[name] = {"skipped": session.skipped, "applied": session.step, "finite": made[2].finite_when_poisoned}
         told[name]["rate"] = made[0].lr_scheduler_configs[0].scheduler.last_epoch
     told["refused"] = []
-    gathers = {"prune": {"sparsity": 0.5, "criterion": "taylor"}}
+    gathers = {"prune": {"sparsity": 0.5, "criterion": "fisher"}}
     for recipe in (gathers, {"loss_scale": {"kind": "dynamic", "flush_every": 2}}):
         try:
             train(folder / "refused", recipe)
