@@ -188,12 +188,8 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
     if prune is not None and "fsdp2" in surroundings and prune.why_not_sharded:
         lines.append(f"prune cannot be combined with {SURROUNDINGS['fsdp2']}: {prune.why_not_sharded}")
     distill = recipe.get("distill")
-    if distill is not None and "fsdp2" in surroundings and not distill.works_sharded:
-        lines.append(
-            f"distill with these options cannot be combined with {SURROUNDINGS['fsdp2']}: averages, other "
-            "students, projections, copied layers and heads in chunks need whole weights; leave out teacher ema and "
-            "mutual, hidden, attention, init_layers and chunked, or use DDP"
-        )
+    if distill is not None and "fsdp2" in surroundings and distill.why_not_sharded:
+        lines.append(f"distill cannot be combined with {SURROUNDINGS['fsdp2']}: {distill.why_not_sharded}")
     if prune is not None and prune.straight_through and "primary_weights" in recipe:
         lines.append(
             "prune with movement, recompute or sr_ste cannot be combined with primary_weights: both keep other weights "

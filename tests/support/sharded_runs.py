@@ -37,18 +37,21 @@ RECIPES = {
     "filter-taylor": {"prune": {"granularity": "filter", "criterion": "taylor", "cost": "flops", **GROWING}},
     "layer": {"prune": {"granularity": "layer", "criterion": "l2_norm", **GROWING}},
     "units": {"prune": {"granularity": "filter", "criterion": "neuron_taylor", **GROWING}},
+    "ema": {"distill": {"teacher": "ema", "ema_decay": 0.5}},
+    "hidden": {"distill": {"teacher": "other", "hidden": ["middle=middle"]}},
+    "relations": {"distill": {"teacher": "other", "hidden": ["hidden=hidden"], "hidden_loss": "cka"}},
     "qat-prune": {"qat": {"scheme": "int8", "begin": 2}, "prune": GROWING},
 }
-SHARDED_LATER = ("qat-lsq",)
+SHARDED_LATER = ("qat-lsq", "ema")
 """Those that must see the model before it is sharded, as the Hugging Face Trainer lets them; others come after it."""
 
 
 class Net(nn.Module):
     """Layers of which no process holds as much as the other."""
 
-    def __init__(self):
+    def __init__(self, seed=0):
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.embedding = nn.Embedding(7, 16)
         self.hidden = nn.Linear(16, 24)
         self.middle = nn.Linear(24, 16)
@@ -68,6 +71,8 @@ def shard(net):
 
 def train(recipe, *, later=False, resume=None):
     """Return what is left at the end, whole, and what was saved in the middle."""
+    if recipe.get("distill", {}).get("teacher") == "other":
+        recipe = {"distill": {**recipe["distill"], "teacher": Net(seed=7).double()}}
     net = Net().double()  # so that no rounding of a sum over ranks tips a code over
     session = Session(Recipe.from_dict(recipe), seed=4)
     if later:
