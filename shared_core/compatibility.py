@@ -24,7 +24,6 @@ SURROUNDINGS = {
     "tpu": "XLA",
 }
 
-_SHARDED = "its whole-tensor decisions have not been proven on sharded parameters yet; use DDP"
 _FLAT = "flat shards of FSDP1 have no rows, channels or names left to decide on; use DDP"
 _OWN = "DeepSpeed partitions the optimizer and scales the loss by itself; use DDP"
 _LBFGS = "LBFGS moves the weights many times in one step, and nothing holds in between; use another optimizer"
@@ -88,7 +87,9 @@ REFUSED: dict[tuple[str, str], str] = {
     ),
     ("ticket", "deepspeed"): _OWN,
     ("ticket", "fsdp1"): _FLAT,
-    ("ticket", "fsdp2"): _SHARDED,
+    ("ticket", "fsdp2"): (
+        "a round rewinds to a whole model, which one process compares bit by bit and writes into one file; use DDP"
+    ),
     ("ticket", "lbfgs"): _LBFGS,
     ("share", "lora"): (
         "the base is frozen, and merging the adapters would move members of a cluster apart; merge, then share the "
@@ -102,7 +103,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ),
     ("share", "deepspeed"): _OWN,
     ("share", "fsdp1"): _FLAT,
-    ("share", "fsdp2"): _SHARDED,
     ("share", "lbfgs"): _LBFGS,
     ("qat", "deepspeed"): _OWN,
     ("qat", "fsdp1"): _FLAT,
@@ -135,7 +135,10 @@ REFUSED: dict[tuple[str, str], str] = {
     ("average", "fsdp1"): _FLAT,
     ("soup", "deepspeed"): _OWN,
     ("soup", "fsdp1"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
-    ("soup", "fsdp2"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
+    ("soup", "fsdp2"): (
+        "candidates are averaged whole and written into whole weights; soup the saved checkpoints with `eff soup` "
+        "instead, which reads sharded ones too"
+    ),
     **{
         (
             key,

@@ -103,8 +103,8 @@ def test_the_best_model_comes_back(runs):
 
 def test_what_is_not_proven_on_shards_is_refused(runs):
     for told in runs["told"]:
-        prune, flush, average = told["refused"]
-        assert "distill with these options cannot be combined with FSDP version 2" in average
+        prune, flush, mutual = told["refused"]
+        assert "distill cannot be combined with FSDP version 2: teacher mutual" in mutual
         assert "prune cannot be combined with FSDP version 2: criterion fisher keeps" in prune
         assert "loss_scale with flush_every cannot be combined with FSDP version 2" in flush
 

@@ -36,6 +36,9 @@ QAT = {
 ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, "matmul": {"precision": "high"}}
 
 
+ATTENTION = ["model.layers.?.self_attn=model.layers.?.self_attn"]
+
+
 def distilled(**options):
     return {"distill": {"teacher": make_language_model(seed=9, hidden_size=32), "alpha": 0.3, **options}}
 
@@ -154,7 +157,7 @@ def compared(folder):
     return {
         "loss_scale": found(*train(folder / "loss_scale", SCALE, **plain)),
         "all": found(*train(folder / "all", ALL, same=True, **plain)),
-        "distill": found(*train(folder / "distill", distilled(), **plain)),
+        "distill": found(*train(folder / "distill", distilled(attention=ATTENTION), **plain)),
         **{f"qat {kind}": found(*train(folder / f"compared {kind}", QAT[kind], **plain)) for kind in QAT},
         "tensorwise": found(*train(folder / "tensorwise", FP8["tensorwise"], same=True, **plain)),
     }
@@ -207,7 +210,7 @@ def sharded_only(folder):
     }
     told["refused"] = []
     gathers = {"prune": {"sparsity": 0.5, "criterion": "fisher"}}
-    for recipe in (gathers, {"loss_scale": {"kind": "dynamic", "flush_every": 2}}, {"distill": {"teacher": "ema"}}):
+    for recipe in (gathers, {"loss_scale": {"kind": "dynamic", "flush_every": 2}}, {"distill": {"teacher": "mutual"}}):
         try:
             train(folder / "refused", recipe)
         except CompatibilityError as error:

@@ -37,6 +37,7 @@ RECIPES = {
     "filter-taylor": {"prune": {"granularity": "filter", "criterion": "taylor", "cost": "flops", **GROWING}},
     "layer": {"prune": {"granularity": "layer", "criterion": "l2_norm", **GROWING}},
     "units": {"prune": {"granularity": "filter", "criterion": "neuron_taylor", **GROWING}},
+    "share": {"share": {"bits": 3, "begin": 2, "min_size": 64}, "prune": {**GROWING, "end": 2}},
     "ema": {"distill": {"teacher": "ema", "ema_decay": 0.5}},
     "hidden": {"distill": {"teacher": "other", "hidden": ["middle=middle"]}},
     "relations": {"distill": {"teacher": "other", "hidden": ["hidden=hidden"], "hidden_loss": "cka"}},
