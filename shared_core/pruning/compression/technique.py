@@ -125,7 +125,8 @@ class WeightSharing(Technique):
         if self._weights and not self._codes:
             self._cluster(context)
         self._tie()
-        self._gathered, self._told = self._whole_codes(), self._tensors(gather=True)
+        if any(map(is_sharded, self._weights.values())):
+            self._gathered, self._told = self._whole_codes(), self._tensors(gather=True)
 
     def before_save(self, context: Context, baked: bool) -> None:
         """Gather the clusters of sharded weights, so that saving needs no other process."""
