@@ -357,10 +357,10 @@ class SessionCallback(TrainerCallback):
         try:
             with self.session.saving(baked=not _internal_call):
                 method(output_dir, _internal_call)
+                if not _internal_call and self._trainer.args.should_save and self.session.has_begun:
+                    write_deployment(output_dir or str(self._trainer.args.output_dir), self.session.deployment())
         finally:
             self._baking = False
-        if not _internal_call and self._trainer.args.should_save and self.session.has_begun:
-            write_deployment(output_dir or str(self._trainer.args.output_dir), self.session.deployment())
         step = step_of(output_dir) if output_dir and _internal_call else None
         if step is not None and self.session.is_attached and self.session.has_begun:
             self._save_state(Path(str(output_dir)), step)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from lightning_eff import _surroundings
 from lightning_eff._namespaces import Callback
 from lightning_eff._resume import ExactResume
+from lightning_eff._saved_weights import bake_saved, restore_raw
 from lightning_eff._services import LightningServices
 from lightning_eff._wrapped import Wrapped
 from lightning_eff.loss_scaling import use_scaling_precision
@@ -23,7 +23,7 @@ from shared_core.plain_checkpoint import DEPLOYMENT_KEY
 from shared_core.receipt import Receipt
 from shared_core.recipe import Recipe
 from shared_core.session import Session
-from shared_core.soup.sources import RAW_KEY, RUN_KEY
+from shared_core.soup.sources import RUN_KEY
 
 _STATE_KEY, _RESUME_KEY = "eff_state", "eff_resume"
 _SHORT = 20
@@ -298,18 +298,12 @@ class EffCallback(Callback):
         }
         checkpoint[DEPLOYMENT_KEY] = session.deployment()
         if weights and session.is_attached:
-            # Before the user's own hook, which may leave keys out.
-            baked = session.bake(weights)
-            raw = {name: value for name, value in weights.items() if not _same(value, baked[name])}
-            checkpoint["state_dict"] = type(weights)(baked)
-            if raw:
-                checkpoint[RAW_KEY] = raw
+            bake_saved(session, checkpoint)  # before the user's own hook, which may leave keys out
         original(checkpoint)
 
     def _load_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
         original(checkpoint)
-        if "state_dict" in checkpoint:
-            checkpoint["state_dict"].update(checkpoint.get(RAW_KEY, {}))
+        restore_raw(self._trainer.lightning_module, checkpoint)
 
     # -- the end
 
@@ -376,9 +370,3 @@ def _read(recipe: Mapping[str, Any] | str | Path) -> Recipe:
 
 def _callbacks(trainer: Any) -> list[EffCallback]:
     return [callback for callback in trainer.callbacks if isinstance(callback, EffCallback)]
-
-
-def _same(value: Any, baked: Any) -> bool:
-    if value is baked:
-        return True
-    return isinstance(value, Tensor) and isinstance(baked, Tensor) and torch.equal(value, baked)

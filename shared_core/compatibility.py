@@ -26,7 +26,6 @@ SURROUNDINGS = {
     "trainer_checkpointing": "the trainer's own activation checkpointing",
 }
 
-_SHARDED = "its whole-tensor decisions have not been proven on sharded parameters yet; use DDP"
 _FLAT = "flat shards of FSDP1 have no rows, channels or names left to decide on; use DDP"
 _OWN = "DeepSpeed partitions the optimizer and scales the loss by itself; use DDP"
 _LBFGS = "LBFGS moves the weights many times in one step, and nothing holds in between; use another optimizer"
@@ -90,7 +89,9 @@ REFUSED: dict[tuple[str, str], str] = {
     ),
     ("ticket", "deepspeed"): _OWN,
     ("ticket", "fsdp1"): _FLAT,
-    ("ticket", "fsdp2"): _SHARDED,
+    ("ticket", "fsdp2"): (
+        "a round rewinds to a whole model, which one process compares bit by bit and writes into one file; use DDP"
+    ),
     ("ticket", "lbfgs"): _LBFGS,
     ("share", "lora"): (
         "the base is frozen, and merging the adapters would move members of a cluster apart; merge, then share the "
@@ -104,11 +105,9 @@ REFUSED: dict[tuple[str, str], str] = {
     ),
     ("share", "deepspeed"): _OWN,
     ("share", "fsdp1"): _FLAT,
-    ("share", "fsdp2"): _SHARDED,
     ("share", "lbfgs"): _LBFGS,
     ("qat", "deepspeed"): _OWN,
     ("qat", "fsdp1"): _FLAT,
-    ("qat", "fsdp2"): _SHARDED,
     ("qat", "lbfgs"): _LBFGS,
     ("qat", "fp8"): (
         "both change the class of the same linear layers, and int8 rounding inside an FP8 product is neither; "
@@ -154,7 +153,10 @@ REFUSED: dict[tuple[str, str], str] = {
     ),
     ("soup", "deepspeed"): _OWN,
     ("soup", "fsdp1"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
-    ("soup", "fsdp2"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
+    ("soup", "fsdp2"): (
+        "candidates are averaged whole and written into whole weights; soup the saved checkpoints with `eff soup` "
+        "instead, which reads sharded ones too"
+    ),
     **{
         (
             key,
@@ -213,18 +215,11 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
                 "counts every forward of a layer, recomputed ones too; histogram_every shows small gradients as well"
             )
     prune = recipe.get("prune")
-    if prune is not None and "fsdp2" in surroundings and not prune.works_sharded:
-        lines.append(
-            f"prune with these options cannot be combined with {SURROUNDINGS['fsdp2']}: what they gather belongs to "
-            "whole tensors; take criterion magnitude, threshold or random of single weights, n_m or blocks, or use DDP"
-        )
+    if prune is not None and "fsdp2" in surroundings and prune.why_not_sharded:
+        lines.append(f"prune cannot be combined with {SURROUNDINGS['fsdp2']}: {prune.why_not_sharded}")
     distill = recipe.get("distill")
-    if distill is not None and "fsdp2" in surroundings and not distill.works_sharded:
-        lines.append(
-            f"distill with these options cannot be combined with {SURROUNDINGS['fsdp2']}: averages, other "
-            "students, projections, copied layers and heads in chunks need whole weights; leave out teacher ema and "
-            "mutual, hidden, attention, init_layers and chunked, or use DDP"
-        )
+    if distill is not None and "fsdp2" in surroundings and distill.why_not_sharded:
+        lines.append(f"distill cannot be combined with {SURROUNDINGS['fsdp2']}: {distill.why_not_sharded}")
     if prune is not None and prune.straight_through and "primary_weights" in recipe:
         lines.append(
             "prune with movement, recompute or sr_ste cannot be combined with primary_weights: both keep other weights "

@@ -44,6 +44,17 @@ def own_class(module: nn.Module) -> type[nn.Module]:
     return others[0] if others and first.__name__ == "FSDPModule" else type(module)
 
 
+def change_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:
+    """Give a layer of class `old` the class `new`, and leave what a wrapper made of it in place."""
+    kind = type(module)
+    if kind is old:
+        module.__class__ = new
+    else:  # FSDP2 gives a module that it shards a class of its own, made of its mixin and the class it had
+        bases = tuple(new if base is old else base for base in kind.__bases__)
+        own = {name: value for name, value in vars(kind).items() if name == "__deepcopy__"}
+        module.__class__ = type(kind.__name__.replace(old.__name__, new.__name__), bases, own)
+
+
 def match_modules(
     model: nn.Module,
     types: tuple[type[nn.Module], ...],

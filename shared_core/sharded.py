@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from shared_core.ranks import local_part
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether a process may hold only a part of a tensor."""
+    return hasattr(tensor, "device_mesh")
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -15,7 +24,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def whole_of(part: Tensor, like: Any) -> Tensor:
     """Return the whole of which `part` is this process's, placed as `like` is; then every process must call it."""
-    if not hasattr(like, "device_mesh"):
+    if not is_sharded(like):
         return part
     from torch.distributed.tensor import DTensor
 
@@ -25,11 +34,38 @@ def whole_of(part: Tensor, like: Any) -> Tensor:
     return placed.full_tensor()
 
 
-def part_of(full: Tensor, like: Any) -> Tensor:
-    """Return the part of a whole tensor that `like`'s placement gives this process, without communication."""
-    if not hasattr(like, "device_mesh"):
+def cut(full: Tensor, like: Any) -> Tensor:
+    """Return a whole tensor sharded as `like` is, without communication."""
+    if not is_sharded(like):
         return full
     from torch.distributed.tensor import distribute_tensor
 
-    sharded = distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
-    return sharded.to_local()
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def part_of(full: Tensor, like: Any) -> Tensor:
+    """Return the part of a whole tensor that `like`'s placement gives this process, without communication."""
+    return local_part(cut(full, like))
+
+
+@torch.no_grad()
+def fill_(tensor: Tensor, values: Tensor) -> None:
+    """Overwrite a tensor, or the part of it that this process holds, by whole values."""
+    local_part(tensor).copy_(part_of(values.to(tensor.device), tensor))
+
+
+def reshard_(model: nn.Module) -> None:
+    """Let a model hold its sharded parameters, the ones to write into.
+
+    FSDP2 keeps the outermost module gathered after a forward, and would go on computing with what it has gathered.
+    """
+    for module in model.modules():
+        if hasattr(module, "set_reshard_after_forward"):
+            cast(Any, module).reshard()
+
+
+def fill_parameters_(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Overwrite weights of a model, in place, by whole ones under the names of its state dict."""
+    for name, value in (model.state_dict() if weights else {}).items():
+        if name in weights:
+            fill_(value, weights[name])

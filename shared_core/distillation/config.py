@@ -228,13 +228,16 @@ class DistillConfig(TechniqueConfig):
         return tuple(self.teacher) if isinstance(self.teacher, list | tuple) else (self.teacher,)
 
     @property
-    def works_sharded(self) -> bool:
-        """Whether FSDP2 may shard the student: nothing is made of its whole weights."""
-        return (
-            self.teacher != EMA
-            and not self.mutual
-            and not (self.hidden or self.attention or self.init_layers or self.chunked)
-        )
+    def why_not_sharded(self) -> str | None:
+        """Why FSDP2 may not shard the student, None if it may."""
+        if self.mutual:
+            return "teacher mutual trains other students beside the one that FSDP2 shards; use DDP"
+        if self.chunked:
+            return (
+                "chunked reads the head's weight outside of its layer's forward, where FSDP2 has it in parts; leave it "
+                "out, or use DDP"
+            )
+        return None
 
     @property
     def of_classes(self) -> bool:

@@ -13,7 +13,8 @@ from shared_core.distillation.feature_losses import hidden_cosine_each, hidden_m
 from shared_core.distillation.projection import init_projection
 from shared_core.distillation.relations import RELATIONS, relation_sum
 from shared_core.distillation.watched_pairs import Normalise, WatchedPairs, real_positions, summed_over_positions
-from shared_core.errors import CheckpointError, ConfigError, TrainingError
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
+from shared_core.sharded import is_sharded
 
 _NAME = "distill_projection_"
 
@@ -57,6 +58,20 @@ class HiddenPairs(WatchedPairs):
     def num_projections(self) -> int:
         """How many pairs have different widths."""
         return len(self._projections)
+
+    def check_shards(self, student: nn.Module) -> None:
+        """Refuse projections of a student that FSDP2 shards.
+
+        Raises:
+            CompatibilityError: If there are both.
+        """
+        if self._projections and any(map(is_sharded, student.parameters())):
+            names = "=".join(self.pairs[next(iter(self._projections))])
+            raise CompatibilityError(
+                f"distill: hidden features must have equal widths under FSDP2, got others at {names}: the projection "
+                "between them is a parameter that no module's forward gathers; take a hidden_loss of relations (rkd, "
+                "similarity_preserving, cka), or DDP"
+            )
 
     def loss(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> Tensor:
         """Return the sum over pairs for the latest forward; relations are means over the micro-batch."""

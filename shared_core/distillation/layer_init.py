@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import ConfigError, MatchError
+from shared_core.sharded import fill_
 
 EVEN = "even"
 """Layers spread evenly over the teacher's, its first and its last among them."""
@@ -114,7 +115,7 @@ def copy_layers_(student: nn.Module, teacher: nn.Module, layers: str = EVEN) -> 
                 f"{tuple(tensor.shape)}; take a student that is shallower, not narrower, with float weights in both"
             )
     for name, source in sources.items():
-        ours[name].copy_(source)
+        fill_(ours[name], source)
     return {"layers": chosen, "copied": len(sources), "left": left}
 
 

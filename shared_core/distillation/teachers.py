@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from shared_core.distillation.batch import Forward, ask_teacher
 from shared_core.distillation.sharding import shard_like_
 from shared_core.errors import CheckpointError, CompatibilityError
+from shared_core.ranks import local_part
+from shared_core.sharded import fill_, is_sharded, reshard_, whole
 
 
 class Teachers:
@@ -45,6 +47,17 @@ class Teachers:
     def after_step(self, student: nn.Module) -> None:
         """The student took a step; frozen teachers do not."""
 
+    @property
+    def is_readable(self) -> bool:
+        """Whether `state_dict` needs no other process."""
+        return True
+
+    def gather(self) -> None:
+        """Hold whole what `state_dict` returns, until `let_go`; every process must call it."""
+
+    def let_go(self) -> None:
+        """Undo `gather`."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return what changes during training: nothing."""
         return {}
@@ -56,29 +69,56 @@ class Teachers:
 class StudentAverage(Teachers):
     """The student's moving average as its teacher: ``θ' ← d·θ' + (1 - d)·θ`` after each applied step.
 
-    Buffers are those of the student (Tarvainen and Valpola 2017, arXiv:1703.01780).
+    Buffers are those of the student (Tarvainen and Valpola 2017, arXiv:1703.01780). Under FSDP2 a process averages its
+    own part.
 
     Args:
         student: Copied as it is now.
         decay: ``d``, in [0, 1).
+
+    Raises:
+        CompatibilityError: If the student is sharded already.
     """
 
     def __init__(self, student: nn.Module, decay: float) -> None:
+        if any(map(is_sharded, student.parameters())):
+            raise CompatibilityError(
+                "distill: teacher must not be ema for a model that is sharded already, which FSDP2 does not let be "
+                "copied; use the Hugging Face Trainer, which shards later, or DDP"
+            )
         super().__init__([copy.deepcopy(student)])
         self._decay = decay
+        self._gathered: dict[str, Tensor] | None = None
 
     @torch.no_grad()
     def after_step(self, student: nn.Module) -> None:
         """Move the average one step towards the student."""
         (average,) = self.modules
         for mean, now in zip(average.parameters(), student.parameters(), strict=True):
-            mean.lerp_(now.detach().to(mean.dtype), 1 - self._decay)
+            local_part(mean).lerp_(local_part(now.detach()).to(mean.dtype), 1 - self._decay)
         for copied, buffer in zip(average.buffers(), student.buffers(), strict=True):
             copied.copy_(buffer)
+        reshard_(average)
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the average is whole here, or gathered."""
+        return self._gathered is not None or not any(map(is_sharded, self._tensors().values()))
+
+    def gather(self) -> None:
+        """Hold the average whole, on the CPU, if it is sharded."""
+        if not self.is_readable:
+            self._gathered = {name: whole(tensor.detach()).cpu() for name, tensor in self._tensors().items()}
+
+    def let_go(self) -> None:
+        """Hold this process's part alone."""
+        self._gathered = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average's tensors."""
-        return {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
+        """Return the average's tensors, whole; of sharded ones those gathered, or every process must call it."""
+        if self._gathered is not None:
+            return dict(self._gathered)
+        return {name: whole(tensor.detach()).clone() for name, tensor in self._tensors().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -93,10 +133,11 @@ class StudentAverage(Teachers):
                 "distill: the saved average must be of this model; resume with the model that wrote the checkpoint"
             )
         for name, tensor in tensors.items():
-            tensor.copy_(state[name])
+            fill_(tensor, state[name])
 
     def _tensors(self) -> dict[str, Tensor]:
         (average,) = self.modules
+        reshard_(average)  # its forward leaves the outermost module gathered
         return {**dict(average.named_parameters()), **dict(average.named_buffers())}
 
 

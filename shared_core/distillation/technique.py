@@ -134,7 +134,8 @@ class Distillation(Technique):
             pairs.detach()
         self._pairs = {}
         if self._comparison is not None:
-            self._saved_teachers = self._comparison.teachers.state_dict()
+            teachers = self._comparison.teachers
+            self._saved_teachers = teachers.state_dict() if teachers.is_readable else {}
             self._comparison.detach()
         self._handle = self._student = self._comparison = self.labels = self.unlabelled = None
         self._hook.active = False
@@ -145,6 +146,8 @@ class Distillation(Technique):
         self._first, self._last = self._range(context)
         self._switch(context)
         if self._student is not None and self._comparison is not None:
+            for pairs in self._pairs.values():
+                pairs.check_shards(self._student)
             self._comparison.teachers.follow(self._student)
             self._comparison.begin(context)
             if self._saved_teachers:
@@ -268,6 +271,16 @@ class Distillation(Technique):
         self._hook.take()
         self.labels = self.unlabelled = None
 
+    def before_save(self, context: Context, baked: bool) -> None:
+        """Gather an average that is sharded, so that saving needs no other process."""
+        if self._comparison is not None:
+            self._comparison.teachers.gather()
+
+    def after_save(self, context: Context) -> None:
+        """Let it go."""
+        if self._comparison is not None:
+            self._comparison.teachers.let_go()
+
     def finish(self, model: nn.Module, context: Context) -> None:
         """Detach: the student is a plain model already."""
         field, seen = self.config.unlabelled_field, self._examples.state_dict().get("unlabelled_examples", 0)
@@ -275,6 +288,7 @@ class Distillation(Technique):
         if field and not any_rank(seen > 0, device):
             self._told["unlabelled_field"] = f"{field} called not one example unlabelled"
             context.services.say(f"distill: {self._told['unlabelled_field']}; every one was trained on its label")
+        self.before_save(context, baked=True)  # its state stays readable
         self.detach(model)
 
     def write(self, folder: Path) -> None:

@@ -72,6 +72,9 @@ class WatchedPairs:
         """
         raise NotImplementedError
 
+    def check_shards(self, student: nn.Module) -> None:
+        """Refuse what does not work with a student that FSDP2 shards: nothing."""
+
     def detach(self) -> None:
         """Take the hooks off both models."""
         for handle in self._handles:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.fp8.operators import LayerFp8, fp8_linear
+from shared_core.module_match import change_class
 
 
 class Fp8Linear(nn.Linear):
@@ -41,14 +42,3 @@ def restore(module: nn.Module) -> None:
     if isinstance(module, Fp8Linear):
         change_class(module, Fp8Linear, nn.Linear)
         del module.fp8
-
-
-def change_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:
-    """Give a layer of class `old` the class `new`, and leave what a wrapper made of it in place."""
-    kind = type(module)
-    if kind is old:
-        module.__class__ = new
-    else:  # FSDP2 gives a module that it shards a class of its own, made of its mixin and the class it had
-        bases = tuple(new if base is old else base for base in kind.__bases__)
-        own = {name: value for name, value in vars(kind).items() if name == "__deepcopy__"}
-        module.__class__ = type(kind.__name__.replace(old.__name__, new.__name__), bases, own)

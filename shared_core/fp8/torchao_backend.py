@@ -12,7 +12,7 @@ from torch import nn
 from shared_core.errors import MissingExtraError
 from shared_core.fp8 import probe
 from shared_core.fp8.config import Fp8Config
-from shared_core.fp8.linear import change_class
+from shared_core.module_match import change_class
 
 # what `Float8Linear.from_float` sets beside what every layer has
 _ADDED = ("scaling_type_input", "scaling_type_weight", "scaling_type_grad_output", "config", "linear_mm_config")

@@ -186,10 +186,17 @@ class PruneConfig(TechniqueConfig):
         return self.criterion in GATHERED or self.granularity in TRACED or self.cost in ("flops", "energy")
 
     @property
-    def works_sharded(self) -> bool:
-        """Whether FSDP2's sharded parameters will do: what is decided needs one whole weight at a time, no more."""
-        plain = self.criterion in ("magnitude", "threshold", "random") and self.granularity not in UNITS
-        return plain and self.dynamic == "none" and not self.sr_ste and self.regularizer == "none"
+    def why_not_sharded(self) -> str | None:
+        """Why these options need more than one whole weight at a time, which is what FSDP2 lets a process have."""
+        if self.granularity in TRACED:
+            return (
+                f"granularity {self.granularity} is traced through a forward, where FSDP2 puts gathered tensors in the "
+                "place of the parameters; take filter, layer or weights, or use DDP"
+            )
+        return {
+            "fisher": "criterion fisher keeps as much as the whole model on every process; take taylor, or use DDP",
+            "shapley": "criterion shapley silences units in whole weights; take l2_norm, or use DDP",
+        }.get(self.criterion)
 
     @property
     def weight_criterion(self) -> str:

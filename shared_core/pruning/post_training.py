@@ -23,6 +23,7 @@ from shared_core.pruning.selection import RankedScores, select_weights
 from shared_core.pruning.targets import find_targets
 from shared_core.pruning.unit_pruning import UnitPruning
 from shared_core.ranks import local_part, world_size
+from shared_core.sharded import is_sharded
 from shared_core.technique import Context
 
 DURING_TRAINING = (
@@ -228,11 +229,8 @@ def _checked_batches(config: PruneConfig, calibration: Iterable[Any] | None, num
 
 def _check_weights(config: PruneConfig, weights: Mapping[str, Tensor]) -> None:
     for name, weight in weights.items():
-        if hasattr(weight, "to_local") and not config.works_sharded:
-            raise CompatibilityError(
-                f"prune: {name} must be a plain tensor for these options, got a sharded one (DTensor); prune before "
-                "the model is sharded"
-            )
+        if is_sharded(weight) and (reason := config.why_not_sharded):
+            raise CompatibilityError(f"prune: {name} must be a plain tensor, got a sharded one: {reason}")
         if not bool(torch.isfinite(local_part(weight.detach())).all()):
             raise CompatibilityError(
                 f"prune: weights of {name} must be finite, got NaN or infinity; look for the diverged step"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from shared_core.pruning.masks import prune_mask
+from shared_core.sharded import whole, whole_of
 
 
 def rigl_drop_share(step: int, *, begin: int, end: int, alpha: float) -> float:
@@ -26,6 +28,26 @@ def rigl_drop_share(step: int, *, begin: int, end: int, alpha: float) -> float:
     if step >= end:
         return 0.0
     return alpha / 2 * (1 + math.cos(math.pi * max(0, step - begin) / (end - begin)))
+
+
+@torch.no_grad()
+def moved_masks(
+    weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], masks: Mapping[str, Tensor], drop_share: float
+) -> dict[str, Tensor]:
+    """Return `rigl_mask` of every weight, scored by magnitude; one without a gradient keeps its mask.
+
+    Args:
+        weights: By name; sharded ones are gathered one by one, and then every process must call it.
+        gradients: Dense ones of the step, before masks: of a sharded weight this process's part.
+        masks: Whole.
+        drop_share: Share of the live weights to move, in [0, 1].
+    """
+    return {
+        name: rigl_mask(whole(weight.detach()).abs(), whole_of(gradients[name], weight), masks[name], drop_share)
+        if name in gradients
+        else masks[name]
+        for name, weight in weights.items()
+    }
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from shared_core.pruning.mask_store import MaskStore
 from shared_core.pruning.optimizer_state import clear_moments_
 from shared_core.pruning.penalty import Penalty
 from shared_core.pruning.report import NOTES, UNITS_NOTE, weights_report
-from shared_core.pruning.rigl import rigl_drop_share, rigl_mask
+from shared_core.pruning.rigl import moved_masks, rigl_drop_share
 from shared_core.pruning.schedules import scheduled_sparsity, update_is_due
 from shared_core.pruning.scorers import make_scorer
 from shared_core.pruning.selection import RankedScores, select_weights
@@ -25,7 +25,7 @@ from shared_core.pruning.straight_through import StraightThrough
 from shared_core.pruning.targets import Targets, find_targets
 from shared_core.pruning.unit_pruning import UnitPruning
 from shared_core.ranks import local_part
-from shared_core.sharded import whole
+from shared_core.sharded import is_sharded, reshard_, whole
 from shared_core.technique import Context, Technique
 
 
@@ -132,6 +132,7 @@ class Pruning(Technique):
             self._straight_through.show(self._weights)
         if self._scorer.needs:
             self._scorer.observe_step(self._weights, gradients)
+        gradients = {name: local_part(gradient) for name, gradient in gradients.items()}
         if self._units:
             self._units.observe_step()
         if self._learns_under_masks and config.criterion == "movement" and config.dynamic == "none":
@@ -153,7 +154,7 @@ class Pruning(Technique):
         if self._is_due(step) and step != self._last_update:
             self._update(context, self._scheduled(step))
         elif self._learns_under_masks:
-            self._straight_through.hide(self._weights, dict(self._store))
+            self._straight_through.hide(self._weights, self._store.parts)
         else:
             self._store.apply()
         self._dense_gradients = {}
@@ -170,7 +171,17 @@ class Pruning(Technique):
         if self._penalty:
             self._penalty.forget_step()
         if self._straight_through.is_shown:
-            self._straight_through.hide(self._weights, dict(self._store))
+            self._straight_through.hide(self._weights, self._store.parts)
+
+    def before_save(self, context: Context, baked: bool) -> None:
+        """Gather what is kept in parts, so that saving needs no other process."""
+        self._scorer.gather()
+        self._straight_through.gather(self._weights)
+
+    def after_save(self, context: Context) -> None:
+        """Let it go."""
+        self._scorer.let_go()
+        self._straight_through.let_go()
 
     def constrain(self, values: Mapping[Tensor, Tensor]) -> None:
         """Prune other values for the weights by the masks there are."""
@@ -182,6 +193,7 @@ class Pruning(Technique):
 
     def finish(self, model: nn.Module, context: Context) -> None:
         """Take the last update if the schedule was cut short. Masks stay until `detach`: soups need them."""
+        reshard_(model)
         self._find(context)
         if self._weights and (self._last_update < 0 or self._sparsity < self.config.sparsity):
             self._update(context, self.config.sparsity)
@@ -190,12 +202,13 @@ class Pruning(Technique):
         self._counted = {
             name: weight.numel() - int(whole(weight.detach()).count_nonzero())
             for name, weight in self._weights.items()
-            if hasattr(weight, "device_mesh")
+            if is_sharded(weight)
         }
 
     def detach(self, model: nn.Module) -> None:
         """Let go of the masks; the state stays readable."""
-        if self._store:
+        # cut short, the processes that hold the other parts may be gone
+        if self._store and (self._is_final or not any(map(is_sharded, self._weights.values()))):
             self._saved = self.state_dict()
         if self._units:
             self._units.close()
@@ -210,7 +223,7 @@ class Pruning(Technique):
             return dict(self._saved)
         return {
             "masks": self._store.packed(),
-            "hidden": dict(self._straight_through.hidden),
+            "hidden": self._straight_through.whole(self._weights),
             "scorer": self._scorer.state_dict(),
             "costs": dict(self._scorer.costs or {}),
             "units": self._units.state_dict() if self._units else {},
@@ -266,12 +279,9 @@ class Pruning(Technique):
         }
 
     def _refuse_sharded(self) -> None:
-        sharded = next((name for name, weight in self._weights.items() if hasattr(weight, "to_local")), None)
-        if sharded and not self.config.works_sharded:
-            raise CompatibilityError(
-                f"prune: {sharded} must be a plain tensor for these options, got a sharded one (DTensor); under FSDP2 "
-                "take criterion magnitude, threshold or random of single weights, n_m or blocks, or use DDP"
-            )
+        sharded = next((name for name, weight in self._weights.items() if is_sharded(weight)), None)
+        if sharded and (reason := self.config.why_not_sharded):
+            raise CompatibilityError(f"prune: {sharded} must be a plain tensor, got a sharded one: {reason}")
 
     def _restore(self, context: Context) -> None:
         if not self._saved:
@@ -288,8 +298,7 @@ class Pruning(Technique):
                 for name, packed in self._saved["masks"].items()
             }
         )
-        hidden = self._saved.get("hidden", {})
-        self._straight_through.hidden = {name: tensor.to(weights[name]) for name, tensor in hidden.items()}
+        self._straight_through.load(self._saved.get("hidden", {}), self._weights)
         self._saved = {}
         self._store.apply()
         if self._is_final:
@@ -308,8 +317,7 @@ class Pruning(Technique):
             config.schedule, step, begin=self._begin, end=self._end, initial=config.initial_sparsity,
             final=config.sparsity, every=config.every,
         )  # fmt: skip
-        # a run resumed with more steps stretches a schedule given in fractions: then it waits for the
-        # schedule
+        # a run resumed with more steps stretches a schedule given in fractions: then it waits for the schedule
         return max(sparsity, self._sparsity)
 
     def _update(self, context: Context, sparsity: float) -> None:
@@ -353,20 +361,14 @@ class Pruning(Technique):
         return select_weights(config, self._targets.modules, scores, sparsity)
 
     def _moved(self, context: Context) -> dict[str, Tensor]:
-        """Return RigL's next masks: dropped by magnitude, grown by this step's gradient, read before the masks."""
         share = rigl_drop_share(context.step, begin=self._begin, end=self._end, alpha=self.config.drop_share)
-        return {
-            name: rigl_mask(weight.detach().abs(), self._dense_gradients[name], self._store[name], share)
-            if name in self._dense_gradients
-            else self._store[name]
-            for name, weight in self._weights.items()
-        }
+        return moved_masks(self._weights, self._dense_gradients, self._store, share)
 
     def _take(self, context: Context, masks: dict[str, Tensor]) -> None:
         if self.config.straight_through and not self._is_final:
             self._straight_through.show(self._weights)
             self._set_masks(masks)
-            self._straight_through.hide(self._weights, masks)
+            self._straight_through.hide(self._weights, self._store.parts)
             return
         before = dict(self._store.parts)
         self._set_masks(masks)
@@ -384,7 +386,7 @@ class Pruning(Technique):
         self._is_final = True
         if self.config.straight_through and self._store:
             if self._straight_through.is_shown:
-                self._straight_through.hide(self._weights, dict(self._store))
+                self._straight_through.hide(self._weights, self._store.parts)
             self._straight_through.drop()
             clear_moments_(context.optimizers, self._weights, self._store.parts)
         self._scorer.detach()

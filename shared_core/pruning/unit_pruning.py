@@ -16,6 +16,7 @@ from shared_core.pruning.mask_store import MaskStore
 from shared_core.pruning.removal.groups import ChannelGroup, Slice, find_groups
 from shared_core.pruning.scorers import GroupTaylor, Scorer, UnitSlices, gather_units, group_scores
 from shared_core.pruning.scorers.neuron_taylor import NeuronTaylor
+from shared_core.pruning.scorers.scorer import all_finite
 from shared_core.pruning.selection import select_units
 from shared_core.pruning.shapley_units import VALUE, shapley_of_units
 from shared_core.pruning.targets import refuse_nothing
@@ -28,6 +29,7 @@ from shared_core.pruning.units import (
     prunable_groups,
 )
 from shared_core.ranks import any_rank, broadcast_
+from shared_core.sharded import whole
 from shared_core.technique import Context
 
 
@@ -137,7 +139,7 @@ class UnitPruning:
         if self._taylor is None:
             return
         gradients = {name: tensor.grad for name, tensor in self._tensors.items() if tensor.grad is not None}
-        if all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
+        if all_finite(gradients.values()):
             self._taylor.observe_step(self._tensors, gradients)
 
     def masks(self, context: Context, scorer: Scorer, store: MaskStore, sparsity: float) -> dict[str, Tensor]:
@@ -185,7 +187,9 @@ class UnitPruning:
                     )
             else:
                 parts = [part for part in parts if part.role == "out" and not part.tensor.endswith("bias")]
-            weights = [gather_units(self._tensors[part.tensor], part.axis, part.positions) for part in parts]
+            weights = [
+                gather_units(whole(self._tensors[part.tensor].detach()), part.axis, part.positions) for part in parts
+            ]
             scores = group_scores(criterion, weights)
         return scores / self._cost(group, scorer)
 

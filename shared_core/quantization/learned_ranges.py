@@ -14,6 +14,7 @@ from shared_core.quantization.folds import folded_weight
 from shared_core.quantization.layers import as_rows, from_rows
 from shared_core.quantization.learned import lsq_grad_scale, lsq_init_scale
 from shared_core.quantization.schemes import LayerScheme
+from shared_core.sharded import fill_, whole
 
 
 class _StayInGraph(torch.autograd.Function):
@@ -39,8 +40,13 @@ def _learn(module: nn.Module, name: str, value: Tensor) -> None:
 
 def _set(module: nn.Module, name: str, value: Tensor | float) -> None:
     parameter: Any = getattr(module, name)
-    with torch.no_grad():
-        parameter.copy_(torch.as_tensor(value).expand_as(parameter))
+    fill_(parameter, torch.as_tensor(value, dtype=parameter.dtype).expand(parameter.shape))
+
+
+def learned_value(module: nn.Module, name: str) -> Tensor:
+    """Return what a layer has learned, whole; of what is sharded what `Learned.gather` found, else all must call it."""
+    gathered: dict[str, Tensor] = vars(module).get("gathered", {})
+    return gathered[name] if name in gathered else whole(getattr(module, name))
 
 
 class WeightScale:
@@ -70,7 +76,7 @@ class WeightScale:
         _set(module, "weight_scale", scale)
 
     def _initial(self, module: nn.Module) -> Tensor:
-        rows = as_rows(module, folded_weight(module, module.weight.detach()))  # type: ignore[operator, union-attr]
+        rows = as_rows(module, folded_weight(module, whole(module.weight.detach())))  # type: ignore[operator, union-attr]
         if not self.plus:
             return lsq_init_scale(rows, self.qmax, axis=0)
         rows = rows.to(kernels.compute_dtype(rows.dtype))
@@ -81,8 +87,7 @@ class WeightScale:
     def quantize(self, module: nn.Module, weight: Tensor) -> Tensor:
         """Return `weight` on the learned grid."""
         rows = as_rows(module, weight)
-        parameter: Any = module.weight_scale
-        scale = parameter.to(rows.device, kernels.compute_dtype(rows.dtype))
+        scale = learned_value(module, "weight_scale").to(rows.device, kernels.compute_dtype(rows.dtype))
         factor = lsq_grad_scale(rows.shape, self.qmax, axis=0)
         rows = learned.lsq_fake_quantize(
             rows, scale.unsqueeze(1), None, self.qmin, self.qmax, factor, self.rounded_gate
@@ -142,7 +147,7 @@ class InputRange:
     def quantize(self, module: nn.Module, x: Tensor) -> Tensor:
         """Return `x` on the learned grid."""
         qmin, qmax = self.codes
-        values = [value.to(kernels.compute_dtype(x.dtype)) for value in self.parameters(module)]
+        values = [learned_value(module, name).to(kernels.compute_dtype(x.dtype)) for name in self.names]
         if self.kind == "pact":
             return learned.pact(x, values[0].reshape(()), qmax)
         zero_point = values[1].reshape(()) if len(values) > 1 else None
@@ -155,7 +160,7 @@ class InputRange:
         """Return scale, zero point and range in signed codes, as plain values."""
         low, high = self.signed_codes
         qmin, qmax = self.codes
-        values = [value.detach().reshape(()) for value in self.parameters(module)]
+        values = [learned_value(module, name).detach().reshape(()) for name in self.names]
         if self.kind == "pact":
             scale = values[0].clamp_min(qmax * learned.SMALLEST_SCALE) / qmax
         else:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from shared_core.errors import CompatibilityError
 from shared_core.quantization.config import QatConfig
 from shared_core.quantization.estimator_bank import EstimatorBank
 from shared_core.quantization.layer_quantizer import LayerQuantizer
 from shared_core.quantization.layers import weights_of
-from shared_core.quantization.learned_ranges import InputRange, WeightScale
+from shared_core.quantization.learned_ranges import InputRange, WeightScale, learned_value
 from shared_core.quantization.observers import RangeBank
 from shared_core.quantization.plain_state import LEARNED
 from shared_core.quantization.weight_decay import NoDecay
+from shared_core.sharded import fill_, is_sharded, whole
 
 _STOCK_WEIGHTS = (nn.Embedding, nn.RNNBase)
 
@@ -35,9 +37,15 @@ class Learned:
     def __init__(self, config: QatConfig, layers: Mapping[str, nn.Module]) -> None:
         self.layers: dict[str, nn.Module] = {}
         self._closed: dict[str, Any] | None = None
+        self._decay = NoDecay([])
         if config.range not in ("lsq", "lsq_plus", "pact"):
-            self._decay = NoDecay([])
             return
+        if any(map(is_sharded, (weight for layer in layers.values() for weight in weights_of(layer).values()))):
+            raise CompatibilityError(
+                f"qat: range must be an observed one, such as ema, for a model that is sharded already, got "
+                f"{config.range}: FSDP2 takes in no parameters afterwards, and learned scales are such; observe "
+                "ranges, or use the Hugging Face Trainer, which shards later, or DDP"
+            )
         rounded = config.gate == "rounded"
         owners = Counter(id(weight) for layer in layers.values() for weight in weights_of(layer).values())
         for name, layer in layers.items():
@@ -50,10 +58,12 @@ class Learned:
             if config.range != "pact" and learnable:
                 quantizer.learned_weight = WeightScale(layer, scheme, config.range == "lsq_plus", rounded)
             self.layers[name] = layer
+
+    def begin(self) -> None:
+        """The optimizer exists, and FSDP2 has put its own parameters in the place of those that were registered."""
         # PACT's clip is meant to decay (Choi et al. 2018, section 3.1)
-        names = [name for name in LEARNED if name != "input_clip"]
         self._decay = NoDecay(
-            p for layer in layers.values() for name in names if (p := layer._parameters.get(name)) is not None
+            value for layer in self.layers.values() for name, value in _parameters(layer) if name != "input_clip"
         )
 
     def _quantizers(self) -> Iterable[tuple[nn.Module, LayerQuantizer]]:
@@ -84,9 +94,26 @@ class Learned:
             self.start_weights()
         self.start_inputs(bank)
 
+    def gather(self) -> None:
+        """Hold all that is sharded whole until `let_go`; every process must call it."""
+        for layer in self.layers.values():
+            layer.gathered = {key: whole(value.detach()) for key, value in _parameters(layer) if is_sharded(value)}  # type: ignore[assignment]
+
+    def let_go(self) -> None:
+        """Undo `gather`."""
+        for layer in self.layers.values():
+            vars(layer).pop("gathered", None)
+
     def close(self) -> None:
         """Let go of the layers, which are about to become stock ones."""
-        self._closed, self.layers = self.state_dict(), {}
+        kept = [
+            (key in vars(layer).get("gathered", {})) or not is_sharded(value)
+            for layer in self.layers.values()
+            for key, value in _parameters(layer)
+        ]
+        self._closed = self.state_dict() if all(kept) else {}  # cut short: the other processes may be gone
+        self.let_go()
+        self.layers = {}
 
     def before_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Gradients are complete: keep weight decay away."""
@@ -102,9 +129,7 @@ class Learned:
             return self._closed
         state: dict[str, Any] = {}
         for name, layer in self.layers.items():
-            values = {
-                key: value.detach().clone() for key in LEARNED if (value := layer._parameters.get(key)) is not None
-            }
+            values = {key: learned_value(layer, key).detach().clone() for key, _ in _parameters(layer)}
             quantizer: Any = layer.quantizer
             learned = quantizer.learned_input
             state[name] = {"parameters": values, "input": None if learned is None else learned.state_dict()}
@@ -115,10 +140,14 @@ class Learned:
         """Take back a saved state."""
         for name, layer in self.layers.items():
             for key, value in state[name]["parameters"].items():
-                layer._parameters[key].copy_(value)  # type: ignore[union-attr]
+                fill_(cast("Tensor", layer._parameters[key]), value)
             quantizer: Any = layer.quantizer
             if quantizer.learned_input is not None:
                 quantizer.learned_input.load_state_dict(state[name]["input"])
+
+
+def _parameters(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, value) for name in LEARNED if (value := layer._parameters.get(name)) is not None]
 
 
 def make_bank(config: QatConfig, codes: Sequence[tuple[int, int]]) -> RangeBank:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shared_core.module_match import change_class, own_class
 from shared_core.quantization.batch_norm_folding import STOCK as STOCK_OF_FOLDED
 from shared_core.quantization.batch_norm_folding import fold_pair_, unfold_pair_
 from shared_core.quantization.layer_quantizer import LayerQuantizer
@@ -80,7 +81,7 @@ class _FakeQuantRecurrent(_FakeQuant):
                 input = self.quantizer.input(self, input)
             else:  # a PackedSequence
                 input = input._replace(data=self.quantizer.input(self, input.data))
-            return STOCK[type(self)].forward(self, input, hx)
+            return STOCK[own_class(self)].forward(self, input, hx)
         finally:
             self._flat_weights = flat
 
@@ -111,7 +112,8 @@ STOCK: dict[type[nn.Module], type[nn.Module]] = {fake: stock for stock, fake in 
 def swap(module: nn.Module, quantizer: LayerQuantizer) -> None:
     """Make a stock layer fake-quantise; its parameters and keys stay as they are."""
     module.quantizer = quantizer  # type: ignore[assignment]
-    module.__class__ = FAKE_QUANT[type(module)]
+    kind = own_class(module)
+    change_class(module, kind, FAKE_QUANT[kind])
 
 
 def fold_and_swap(module: nn.Module, batch_norm: nn.Module, quantizer: LayerQuantizer) -> None:
@@ -122,14 +124,15 @@ def fold_and_swap(module: nn.Module, batch_norm: nn.Module, quantizer: LayerQuan
 
 def is_quantized(module: nn.Module) -> bool:
     """Return whether a layer has a quantiser."""
-    return type(module) in STOCK or (type(module) in STOCK_OF_FOLDED and "quantizer" in vars(module))
+    return own_class(module) in STOCK or (type(module) in STOCK_OF_FOLDED and "quantizer" in vars(module))
 
 
 def restore(module: nn.Module) -> None:
     """Make a layer stock again, and the batch norm that it computes; one that is stock stays so."""
     if is_quantized(module):
         unfold_pair_(module)
-        module.__class__ = STOCK.get(type(module), type(module))
+        kind = own_class(module)
+        change_class(module, kind, STOCK.get(kind, kind))
         del module.quantizer
         for name in LEARNED:
             module._parameters.pop(name, None)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from shared_core.errors import CompatibilityError, MatchError
-from shared_core.module_match import Matched, match_modules, plain_name
+from shared_core.module_match import Matched, match_modules, own_class, plain_name
 from shared_core.quantization.layers import weights_of
 from shared_core.quantization.modules import FAKE_QUANT, is_quantized
 
@@ -117,7 +117,7 @@ def _originals(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def _why_not(module: nn.Module) -> str | None:
-    if type(module) not in FAKE_QUANT:
+    if own_class(module) not in FAKE_QUANT:
         # also torch's own NonDynamicallyQuantizableLinear: attention reads its weight and never calls its
         # forward
         return f"{type(module).__name__} is a class of its own, whose forward is not known"

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from shared_core.errors import CheckpointError, ConfigError, TrainingError
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.fast_paths import Undo, fast_paths_off, fast_paths_on
-from shared_core.module_match import plain_name
+from shared_core.module_match import own_class, plain_name
 from shared_core.positions import parse_position
 from shared_core.quantization.batch_norm_folding import STOCK as STOCK_OF_FOLDED
 from shared_core.quantization.config import QatConfig
@@ -25,6 +25,7 @@ from shared_core.quantization.observers import RangeBank
 from shared_core.quantization.schemes import LayerScheme, layer_schemes
 from shared_core.quantization.selection import select_layers
 from shared_core.quantization.weights import bake_, weight_report
+from shared_core.sharded import cut, is_sharded, reshard_, whole
 from shared_core.technique import Context, Technique
 
 
@@ -71,6 +72,7 @@ class QuantizationAwareTraining(Technique):
             index = self.static.index(name) if name in self.static else None
             quantizer = LayerQuantizer(self.bank, index, self.schemes[name], number=number)
             if name in folds:
+                _refuse_shards(name, module)
                 quantizer.batch_norm = relative(name, folds[name])
                 fold_and_swap(module, modules[folds[name]], quantizer)
             else:
@@ -121,6 +123,10 @@ class QuantizationAwareTraining(Technique):
 
     def begin(self, context: Context) -> None:
         """Resolve positions and start to observe."""
+        for name, module in self.layers.items():
+            if "fold" in vars(module):
+                _refuse_shards(name, module)
+        self._learned.begin()
         self._begin, self._freeze, self._freeze_bn = (
             self._resolve(name, context) for name in ("begin", "freeze_observers", "freeze_bn")
         )
@@ -201,6 +207,14 @@ class QuantizationAwareTraining(Technique):
         """Go on observing."""
         self.bank.observing = bool(self.static) and context.step < self._freeze
 
+    def before_save(self, context: Context, baked: bool) -> None:
+        """Gather what is learned and sharded, so that saving needs no other process."""
+        self._learned.gather()
+
+    def after_save(self, context: Context) -> None:
+        """Let it go."""
+        self._learned.let_go()
+
     def weights_replaced(self, context: Context) -> None:
         """Estimate the ranges anew from training batches: those of other weights do not fit."""
         bank, quantizers = self.bank, self._quantizers()
@@ -241,7 +255,9 @@ class QuantizationAwareTraining(Technique):
         if bank.observing:
             bank.refresh()
         bank.observing = False
-        self._final = self._layer_reports()
+        reshard_(model)
+        self._learned.gather()
+        self._final = self._layer_reports(gather=True)
         if self.config.keep:
             return
         baked: set[int] = set()
@@ -262,7 +278,7 @@ class QuantizationAwareTraining(Technique):
                 name = self._weight_keys.get(plain_name(key))
                 if name is not None:
                     layer: Any = self.layers[name]
-                    baked[key] = layer.quantizer.baked_weight(layer, value.detach())
+                    baked[key] = cut(layer.quantizer.baked_weight(layer, whole(value.detach())), value)
         return baked
 
     def ranges(self) -> dict[str, dict[str, Any]]:
@@ -333,18 +349,19 @@ class QuantizationAwareTraining(Technique):
             "without_range": [
                 entry["name"] for entry in layers if entry["input"] == "static" and entry["scale"] is None
             ],
-            "smallest_sqnr_db": min((entry["sqnr_db"] for entry in layers), default=None),
+            "smallest_sqnr_db": min((entry["sqnr_db"] for entry in layers if "sqnr_db" in entry), default=None),
             "left_out": dict(self.left_out),
             "batch_norms_beside": dict(self._unfolded),
             "per_layer": layers,
         }
 
-    def _layer_reports(self) -> list[dict[str, Any]]:
+    def _layer_reports(self, *, gather: bool = False) -> list[dict[str, Any]]:
         bank = self.bank
         reports = []
         for name, module in self.layers.items():
             scheme = self.schemes[name]
-            stock = STOCK_OF_FOLDED.get(type(module)) or STOCK.get(type(module), type(module))
+            kind = own_class(module)
+            stock = STOCK_OF_FOLDED.get(kind) or STOCK.get(kind, kind)
             report: dict[str, Any] = {"name": name, "type": stock.__name__}
             if "fold" in vars(module):
                 report["batch_norm"] = module.quantizer.batch_norm  # type: ignore[union-attr]
@@ -361,5 +378,14 @@ class QuantizationAwareTraining(Technique):
                 report["zero_point"] = int(bank.zero_point[row]) if known else None
                 if self.gelu_inputs is not None:
                     report["clip_gelu"] = name in self.gelu_inputs.found
-            reports.append({**report, **weight_report(module)})
+            reports.append({**report, **weight_report(module, gather=gather)})
         return reports
+
+
+def _refuse_shards(name: str, folded: nn.Module) -> None:
+    if any(map(is_sharded, folded.parameters(recurse=False))):
+        raise CompatibilityError(
+            f"qat: fold_batch_norm must be False under FSDP2, got True where {name} has a batch norm behind it: every "
+            "process keeps running statistics of its own, and weights folded with them would not be parts of one; "
+            "set it to False, or use DDP"
+        )

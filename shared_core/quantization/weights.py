@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shared_core.errors import CompatibilityError
 from shared_core.quantization.layers import weights_of
-from shared_core.ranks import local_part
-
-
-def local_weight(weight: Any) -> Tensor:
-    """Return the part of a layer's weight that this process holds; whole output channels.
-
-    Raises:
-        CompatibilityError: If the weight is sharded along another axis than its channels.
-    """
-    placements = getattr(weight, "placements", ())
-    if any(placement.is_shard() and not placement.is_shard(0) for placement in placements):
-        raise CompatibilityError(
-            f"qat: weights must be sharded along axis 0, got {placements}; a channel's scale needs all of it"
-        )
-    return local_part(weight)
+from shared_core.sharded import fill_, is_sharded, whole
 
 
 @torch.no_grad()
 def bake_(module: nn.Module, baked: set[int]) -> None:
     """Overwrite a fake-quantising layer's weights with the values that their codes stand for.
+
+    A weight that FSDP2 shards is gathered for it, one at a time; then every process must call it.
 
     Args:
         module: The layer.
@@ -38,22 +24,23 @@ def bake_(module: nn.Module, baked: set[int]) -> None:
     for weight in weights_of(module).values():
         if id(weight) not in baked:
             baked.add(id(weight))
-            local = local_weight(weight)
-            local.copy_(module.quantizer.baked_weight(module, local))  # type: ignore[operator, union-attr]
+            fill_(weight, module.quantizer.baked_weight(module, whole(weight)))  # type: ignore[operator, union-attr]
 
 
 @torch.no_grad()
-def weight_report(module: nn.Module) -> dict[str, float | int]:
-    """Return a fake-quantising layer's size, its weights' SQNR in dB, and the largest error over the largest weight."""
-    numel, signal, noise, peak, largest = 0, 0.0, 0.0, 0.0, 0.0
-    for weight in weights_of(module).values():
-        local = local_weight(weight).detach()
-        if not local.numel():
-            continue
-        exact = local.double()
-        error = exact - module.quantizer.baked_weight(module, local).double()  # type: ignore[operator, union-attr]
-        numel += local.numel()
-        signal, noise = signal + exact.square().sum().item(), noise + error.square().sum().item()
+def weight_report(module: nn.Module, *, gather: bool = False) -> dict[str, float | int]:
+    """Return a fake-quantising layer's size, its weights' SQNR in dB, and the largest error over the largest weight.
+
+    Of weights that FSDP2 shards the size alone, unless they are to be gathered; then every process must call it.
+    """
+    weights = list(weights_of(module).values())
+    numel = sum(weight.numel() for weight in weights)
+    if not gather and any(map(is_sharded, weights)):
+        return {"weights": numel}
+    signal, noise, peak, largest = 0.0, 0.0, 0.0, 0.0
+    for exact in filter(Tensor.numel, map(whole, weights)):
+        error = exact.double() - module.quantizer.baked_weight(module, exact).double()  # type: ignore[operator, union-attr]
+        signal, noise = signal + exact.double().square().sum().item(), noise + error.square().sum().item()
         peak, largest = max(peak, exact.abs().max().item()), max(largest, error.abs().max().item())
     return {
         "weights": numel,

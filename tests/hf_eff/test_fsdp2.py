@@ -31,7 +31,9 @@ def test_every_weight_is_really_sharded_and_multiplied_in_fp8_and_saved_whole(ru
         assert told["saved"]
 
 
-@pytest.mark.parametrize("name", ["loss_scale", "all", "tensorwise", "distill"])
+@pytest.mark.parametrize(
+    "name", ["loss_scale", "all", "tensorwise", "distill", "qat FULL_STATE_DICT", "qat SHARDED_STATE_DICT"]
+)
 def test_two_processes_train_what_one_does(runs, name):
     assert_two_trained_what_one_did(runs, name)
 
@@ -40,7 +42,8 @@ def test_two_processes_train_what_one_does(runs, name):
 def test_a_resumed_run_equals_one_that_was_never_stopped(runs, kind):
     for found in runs["ranks"]:
         assert found[kind]["fp8.num_updates"] == 6
-        assert all(torch.equal(value, found[f"{kind} resumed"][name]) for name, value in found[kind].items())
+        for run in (kind, f"qat {kind}"):
+            assert all(torch.equal(value, found[f"{run} resumed"][name]) for name, value in found[run].items())
 
 
 @pytest.mark.parametrize(("name", "finite"), [("scaler", [False, True]), ("fp8", None)])
@@ -100,9 +103,9 @@ def test_the_best_model_comes_back(runs):
 
 def test_what_is_not_proven_on_shards_is_refused(runs):
     for told in runs["told"]:
-        prune, flush, average = told["refused"]
-        assert "distill with these options cannot be combined with FSDP version 2" in average
-        assert "prune with these options cannot be combined with FSDP version 2" in prune
+        prune, flush, mutual = told["refused"]
+        assert "distill cannot be combined with FSDP version 2: teacher mutual" in mutual
+        assert "prune cannot be combined with FSDP version 2: criterion fisher keeps" in prune
         assert "loss_scale with flush_every cannot be combined with FSDP version 2" in flush
 
 
@@ -119,4 +122,4 @@ def test_a_run_writes_one_receipt(runs):
     receipts = list(runs["folder"].rglob("eff_receipt.json"))
     assert {receipt.parent.parent for receipt in receipts} == {runs["folder"]}
     # one of each run that came to its end, resumed ones over the first one's
-    assert runs["output"].count("efftrain receipt") == len(receipts) + 2
+    assert runs["output"].count("efftrain receipt") == len(receipts) + 4

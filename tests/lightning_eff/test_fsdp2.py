@@ -16,7 +16,7 @@ def runs(tmp_path_factory):
     return run_by_one_and_by_two(SCRIPT, tmp_path_factory.mktemp("fsdp2"))
 
 
-@pytest.mark.parametrize("name", ["loss_scale", "all", "tensorwise", "distill"])
+@pytest.mark.parametrize("name", ["loss_scale", "all", "tensorwise", "distill", "qat"])
 def test_two_processes_train_what_one_does(runs, name):
     assert_two_trained_what_one_did(runs, name)
 
@@ -41,7 +41,15 @@ def test_a_run_resumed_inside_an_accumulation_window_equals_one_that_was_never_s
     assert (runs["folder"] / name / "saved" / "4.ckpt").is_dir() == distributed
     for found in runs["ranks"]:
         assert found[name]["fp8.num_updates"] == 2
-        assert all(torch.equal(value, found[f"{name} resumed"][key]) for key, value in found[name].items())
+        for run in (name, f"qat {name}"):
+            assert all(torch.equal(value, found[f"{run} resumed"][key]) for key, value in found[run].items())
+
+
+def test_files_of_weights_hold_codes(runs):
+    whole = runs["folder"] / "qat distributed=False" / "saved" / "5.ckpt"
+    weight = torch.load(whole, weights_only=True)["state_dict"]["net.2.weight"]
+    assert all(len(row.unique()) <= 255 for row in weight)
+    assert torch.equal(weight, runs["ranks"][0]["qat distributed=False"]["net.2.weight"])
 
 
 def test_a_full_checkpoint_loads_in_the_plain_module(runs):
@@ -73,12 +81,12 @@ def test_all_processes_leave_out_a_step_that_one_alone_knows_to_be_bad(runs, nam
 def test_what_is_not_proven_on_shards_is_refused(runs):
     for told in runs["told"]:
         prune, flush, parallel = told["refused"]
-        assert "prune with these options cannot be combined with FSDP version 2" in prune
+        assert "prune cannot be combined with FSDP version 2: criterion fisher keeps" in prune
         assert "loss_scale with flush_every cannot be combined with FSDP version 2" in flush
         assert "fp8 cannot be combined with tensor parallelism" in parallel
 
 
 def test_a_run_writes_one_receipt(runs):
     receipts = list(runs["folder"].rglob("eff_receipt.json"))
-    # one of each run that came to its end, the two resumed ones over the first one's
-    assert runs["output"].count("efftrain receipt") == len(receipts) + 2
+    # one of each run that came to its end, the four resumed ones over the first one's
+    assert runs["output"].count("efftrain receipt") == len(receipts) + 4

@@ -36,4 +36,6 @@ def assert_two_trained_what_one_did(runs, name):
     assert first.keys() == second.keys() == alone.keys()
     for key, value in alone.items():
         assert torch.equal(first[key], second[key]), key
-        torch.testing.assert_close(first[key].double(), value.double(), rtol=1e-6, atol=1e-6)
+        # baked weights may differ by one code, where a rounding of the sum over ranks tips a weight over
+        code = float(value.abs().max()) / 127 if "qat.ranges" in alone and value.dim() > 1 else 1e-6
+        torch.testing.assert_close(first[key].double(), value.double(), rtol=1e-6, atol=code)

@@ -30,7 +30,14 @@ FP8 = {recipe: {"fp8": {"recipe": recipe}} for recipe in ("tensorwise", "delayed
 AVERAGE = {"average": {"kind": "ema", "decay": 0.7, "every": 2}}
 PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
 ACTIVATIONS = {"activations": {"pack": "exact", "min_size": 8}}
+QAT = {
+    "FULL_STATE_DICT": {"qat": {"scheme": "int8", "range": "lsq", "begin": 2}},
+    "SHARDED_STATE_DICT": {"qat": {"scheme": "int8", "begin": 2}},
+}
 ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, **ACTIVATIONS, "matmul": {"precision": "high"}}
+
+
+ATTENTION = ["model.layers.?.self_attn=model.layers.?.self_attn"]
 
 
 def distilled(**options):
@@ -140,6 +147,8 @@ def found(trainer, session):
         for name, value in trainer.model.state_dict().items()
     }
     bank = session.state_dict()["techniques"].get("fp8", {}).get("bank", {})
+    if "qat" in session.techniques:
+        values["qat.ranges"] = session.techniques["qat"].bank.ranges
     return {**values, **{f"fp8.{name}": torch.as_tensor(value) for name, value in bank.items()}}
 
 
@@ -149,7 +158,8 @@ def compared(folder):
     return {
         "loss_scale": found(*train(folder / "loss_scale", SCALE, **plain)),
         "all": found(*train(folder / "all", ALL, same=True, **plain)),
-        "distill": found(*train(folder / "distill", distilled(), **plain)),
+        "distill": found(*train(folder / "distill", distilled(attention=ATTENTION), **plain)),
+        **{f"qat {kind}": found(*train(folder / f"compared {kind}", QAT[kind], **plain)) for kind in QAT},
         "tensorwise": found(*train(folder / "tensorwise", FP8["tensorwise"], same=True, **plain)),
     }
 
@@ -158,10 +168,10 @@ def sharded_only(folder):
     """Train what there is to see under FSDP2 alone; return tensors, and what was told."""
     tensors, told = {}, {}
     for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
-        tensors[kind] = found(*train(folder / kind, ALL, **fsdp_flags(kind)))
-        tensors[f"{kind} resumed"] = found(
-            *train(folder / kind, ALL, resume=str(folder / kind / "checkpoint-3"), **fsdp_flags(kind))
-        )
+        for name, recipe in ((kind, ALL), (f"qat {kind}", QAT[kind])):
+            saved, options = folder / name, fsdp_flags(kind)
+            tensors[name] = found(*train(saved, recipe, **options))
+            tensors[f"{name} resumed"] = found(*train(saved, recipe, resume=str(saved / "checkpoint-3"), **options))
     trainer, session = train(folder / "typed", {**FP8["delayed"], **SCALE}, fp16=True)
     saved = folder / "typed" / "final"
     trainer.save_model(str(saved))
@@ -200,8 +210,8 @@ def sharded_only(folder):
         "batches": session.receipt()["techniques"]["distill"]["batches"],
     }
     told["refused"] = []
-    gathers = {"prune": {"sparsity": 0.5, "criterion": "taylor"}}
-    for recipe in (gathers, {"loss_scale": {"kind": "dynamic", "flush_every": 2}}, {"distill": {"teacher": "ema"}}):
+    gathers = {"prune": {"sparsity": 0.5, "criterion": "fisher"}}
+    for recipe in (gathers, {"loss_scale": {"kind": "dynamic", "flush_every": 2}}, {"distill": {"teacher": "mutual"}}):
         try:
             train(folder / "refused", recipe)
         except CompatibilityError as error:

@@ -32,6 +32,7 @@ SCALE = {"loss_scale": {"kind": "dynamic", "init_scale": 1024.0, "telemetry_ever
 FP8 = {recipe: {"fp8": {"recipe": recipe}} for recipe in ("tensorwise", "delayed")}
 AVERAGE = {"average": {"kind": "ema", "decay": 0.7, "every": 2}}
 PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
+QAT = {"qat": {"scheme": "int8", "range": "minmax", "begin": 1}}
 ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, "matmul": {"precision": "high"}}
 
 
@@ -142,6 +143,8 @@ def found(trainer, callback, module):
         for name, value in module.state_dict().items()
     }
     bank = callback.session.state_dict()["techniques"].get("fp8", {}).get("bank", {})
+    if "qat" in callback.session.techniques:
+        values["qat.ranges"] = callback.session.techniques["qat"].bank.ranges
     return {**values, **{f"fp8.{name}": torch.as_tensor(value) for name, value in bank.items()}}
 
 
@@ -152,6 +155,7 @@ def compared(folder):
         "all": found(*train(folder / "all", ALL, same=True)),
         "tensorwise": found(*train(folder / "tensorwise", FP8["tensorwise"], same=True)),
         "distill": found(*train(folder / "distill", distilled())),
+        "qat": found(*train(folder / "qat", QAT)),
     }
 
 
@@ -173,9 +177,10 @@ def sharded_only(folder):
     for distributed in (False, True):
         # batch 4 of 6 lies inside a window, after the first step: each process's gradients are part of the state
         options = {"distributed": distributed, "accumulate_grad_batches": 4, "gradient_clip_val": 0.5}
-        saved = folder / f"distributed={distributed}"
-        tensors[saved.name] = found(*train(saved, ALL, **options))
-        tensors[f"{saved.name} resumed"] = found(*train(saved, ALL, ckpt_path=saved / "saved" / "4.ckpt", **options))
+        for recipe, name in ((ALL, f"distributed={distributed}"), (QAT, f"qat distributed={distributed}")):
+            saved = folder / name
+            tensors[name] = found(*train(saved, recipe, **options))
+            tensors[f"{name} resumed"] = found(*train(saved, recipe, ckpt_path=saved / "saved" / "4.ckpt", **options))
     whole = torch.load(folder / "distributed=False" / "saved" / "5.ckpt", weights_only=True)["state_dict"]
     plain = Sharded()
     plain.load_state_dict(whole)
@@ -191,7 +196,7 @@ def sharded_only(folder):
         told[name] = {"skipped": session.skipped, "applied": session.step, "finite": made[2].finite_when_poisoned}
         told[name]["rate"] = made[0].lr_scheduler_configs[0].scheduler.last_epoch
     told["refused"] = []
-    gathers = {"prune": {"sparsity": 0.5, "criterion": "taylor"}}
+    gathers = {"prune": {"sparsity": 0.5, "criterion": "fisher"}}
     for recipe in (gathers, {"loss_scale": {"kind": "dynamic", "flush_every": 2}}):
         try:
             train(folder / "refused", recipe)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from shared_core.pruning.compression.config import ShareConfig
 from shared_core.pruning.compression.sharing import MAX_BITS, put_values_, share_values, summed_by_code, wide
 from shared_core.pruning.compression.targets import SharedTargets, find_shared
 from shared_core.pruning.optimizer_state import clear_moments_
+from shared_core.ranks import all_reduce_, local_part
+from shared_core.sharded import fill_, is_sharded, part_of, reshard_, whole, whole_of
 from shared_core.technique import Context, Technique
 
 NOTE = "The weights are floats still, of few distinct values; `eff compress` writes the small file, without loss."
@@ -39,9 +41,12 @@ class WeightSharing(Technique):
         self._targets = SharedTargets({}, {}, {})
         self._weights: dict[str, nn.Parameter] = {}
         self._codes: dict[str, Tensor] = {}
-        """0 for a zero, i for the i-th cluster, of the weight's shape and on its device."""
-        self._first: dict[str, Tensor] = {}
-        """The flat index of the first member of each cluster, int64."""
+        """0 for a zero, i for the i-th cluster, of the weight's shape and on its device; of a sharded one its part."""
+        self._first: dict[str, tuple[Tensor, Tensor]] = {}
+        """Flat indices of first members, int64, and the clusters that they are of; those that lie in the part here."""
+        self._num_values: dict[str, int] = {}
+        self._gathered: dict[str, Tensor] | None = None
+        self._told: list[dict[str, Any]] = []
         self._errors: dict[str, float] = {}
         self._begin = 0
         self._clustered_at = -1
@@ -59,7 +64,7 @@ class WeightSharing(Technique):
 
         Raises:
             ConfigError: If pruning ends after weights would be shared.
-            CompatibilityError: If an optimizer or a sharded weight cannot be handled.
+            CompatibilityError: If an optimizer cannot be handled.
         """
         self._begin, _ = context.resolve_range(self.config.begin, self.config.begin, "share")
         # pruning begins before this technique does and has noted when it will end
@@ -75,11 +80,6 @@ class WeightSharing(Technique):
                     "share: optimizer must not be LBFGS, which moves weights apart within a step; use SGD or AdamW"
                 )
         self._weights = self._targets.weights()
-        for name, weight in self._weights.items():
-            if hasattr(weight, "to_local"):
-                raise CompatibilityError(
-                    f"share: {name} must be a plain tensor, got a sharded one (DTensor); use DDP instead"
-                )
         if self._codes:
             self._set_codes(self._codes)
             self._tie()
@@ -89,16 +89,18 @@ class WeightSharing(Technique):
     @torch.no_grad()
     def before_optimizer_step(self, context: Context) -> None:
         """Give each centroid the sum of its members' gradients."""
-        for name, codes in self._codes.items():
-            gradient = self._weights[name].grad
-            if gradient is None:
-                continue
-            if gradient.layout != torch.strided:
-                raise CompatibilityError("share: gradients must be dense, got a sparse one; use sparse=False")
-            sums = summed_by_code(gradient, codes, len(self._first[name]))
+        gradients = {name: grad for name in self._codes if (grad := self._weights[name].grad) is not None}
+        if any(gradient.layout != torch.strided for gradient in gradients.values()):
+            raise CompatibilityError("share: gradients must be dense, got a sparse one; use sparse=False")
+        parts = {name: local_part(gradient) for name, gradient in gradients.items()}
+        sums = self._joined(
+            {name: summed_by_code(part, self._codes[name], self._num_values[name]) for name, part in parts.items()}
+        )
+        for name, gradient in parts.items():
             flat = gradient.reshape(-1)
             flat.zero_()
-            flat[self._first[name]] = sums.to(flat.dtype)
+            first, of = self._first[name]
+            flat[first] = sums[name][of].to(flat.dtype)
             if flat.data_ptr() != gradient.data_ptr():  # not laid out in order, as channels_last is not
                 gradient.copy_(flat.view(gradient.shape))
 
@@ -119,18 +121,35 @@ class WeightSharing(Technique):
 
     def finish(self, model: nn.Module, context: Context) -> None:
         """Cluster the weights if the run ended before `begin`."""
+        reshard_(model)
         if self._weights and not self._codes:
             self._cluster(context)
         self._tie()
+        if any(map(is_sharded, self._weights.values())):
+            self._gathered, self._told = self._whole_codes(), self._tensors(gather=True)
+
+    def before_save(self, context: Context, baked: bool) -> None:
+        """Gather the clusters of sharded weights, so that saving needs no other process."""
+        self._gathered = self._whole_codes()
+
+    def after_save(self, context: Context) -> None:
+        """Let them go."""
+        self._gathered = None
+
+    def _whole_codes(self) -> dict[str, Tensor]:
+        return {name: whole_of(codes, self._weights.get(name)) for name, codes in self._codes.items()}
 
     def detach(self, model: nn.Module) -> None:
-        """Let go of the weights; the clusters stay readable."""
-        self._codes = {name: codes.cpu() for name, codes in self._codes.items()}
-        self._weights, self._first = {}, {}
+        """Let go of the weights; the clusters stay readable, unless a run is cut short of which each has a part."""
+        if any(map(is_sharded, self._weights.values())):
+            self._codes = {}
+        self._codes = {name: codes.cpu() for name, codes in (self._gathered or self._codes).items()}
+        self._weights, self._first, self._gathered = {}, {}, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the clusters, one or two bytes a weight, and when they were made."""
-        return {"codes": dict(self._codes), "clustered_at": self._clustered_at, "errors": dict(self._errors)}
+        codes = self._whole_codes() if self._gathered is None else self._gathered
+        return {"codes": dict(codes), "clustered_at": self._clustered_at, "errors": dict(self._errors)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back a saved state; clusters are put on the weights' devices in `begin`.
@@ -152,21 +171,14 @@ class WeightSharing(Technique):
 
     def metrics(self) -> dict[str, float]:
         """Return ``share/values``, the number of distinct values that all shared weights together have."""
-        return {"share/values": float(sum(len(first) for first in self._first.values()))}
+        return {"share/values": float(sum(self._num_values.values()))}
 
     def report(self) -> dict[str, Any]:
-        """Return per tensor the distinct nonzero values, counted in the weights, and what codes of them would take."""
-        tensors = []
-        for name, weight in self._targets.weights().items():
-            numbers = wide(weight)
-            live = numbers[numbers != 0]
-            values = len(np.unique(live))
-            item = weight.element_size()
-            width = max(values - 1, 1).bit_length() if values else 0
-            entry = {"name": name, "shape": list(weight.shape), "numel": weight.numel(), "nonzero": len(live)}
-            sizes = {"bytes": weight.numel() * item, "code_bytes": -(-len(live) * width // 8) + values * item}
-            told = {"bits": self._targets.bits[name], "values": values, "rms_error": self._errors.get(name)}
-            tensors.append({**entry, **told, **sizes})
+        """Return per tensor the distinct nonzero values, counted in the weights, and what codes of them would take.
+
+        Of sharded weights that is counted when the run has ended.
+        """
+        tensors = self._told or self._tensors()
         return {
             "tensors": tensors,
             "bytes": sum(entry["bytes"] for entry in tensors),
@@ -177,15 +189,32 @@ class WeightSharing(Technique):
             "note": NOTE,
         }
 
+    def _tensors(self, *, gather: bool = False) -> list[dict[str, Any]]:
+        tensors = []
+        for name, weight in self._targets.weights().items():
+            if is_sharded(weight) and not gather:
+                continue
+            numbers = wide(whole(weight.detach()))
+            live = numbers[numbers != 0]
+            values = len(np.unique(live))
+            item = weight.element_size()
+            width = max(values - 1, 1).bit_length() if values else 0
+            entry = {"name": name, "shape": list(weight.shape), "numel": weight.numel(), "nonzero": len(live)}
+            sizes = {"bytes": weight.numel() * item, "code_bytes": -(-len(live) * width // 8) + values * item}
+            told = {"bits": self._targets.bits[name], "values": values, "rms_error": self._errors.get(name)}
+            tensors.append({**entry, **told, **sizes})
+        return tensors
+
     def _cluster(self, context: Context) -> None:
         codes = {}
         with torch.no_grad():
             for name, weight in self._weights.items():
-                shared = share_values(weight, self._targets.bits[name], name=f"share: {name}")
+                numbers = whole(weight)
+                shared = share_values(numbers, self._targets.bits[name], name=f"share: {name}")
                 new = shared.weight()
-                difference = wide(weight).astype("float64") - wide(new)
+                difference = wide(numbers).astype("float64") - wide(new)
                 self._errors[name] = float((difference**2).mean() ** 0.5)
-                weight.copy_(new)
+                fill_(weight, new)
                 codes[name] = shared.codes
         self._set_codes(codes)
         self._clustered_at = context.step
@@ -200,21 +229,46 @@ class WeightSharing(Technique):
             places.scatter_reduce_(0, flat.cpu().long(), torch.arange(flat.numel()), "amin")
             if count and int(places[1:].max()) == flat.numel():
                 raise CheckpointError(f"share: saved clusters of {name} must have members, got an empty one")
-            self._first[name] = places[1:].to(weight.device)
-            self._codes[name] = codes[name].to(weight.device)
+            marked = torch.zeros(flat.numel(), dtype=torch.int64)
+            marked[places[1:]] = torch.arange(1, count + 1)
+            mine = part_of(marked.view(weight.shape).to(weight.device), weight).reshape(-1)
+            first = mine.nonzero().view(-1)
+            self._first[name], self._num_values[name] = (first, mine[first] - 1), count
+            self._codes[name] = part_of(codes[name].to(weight.device), weight)
+
+    def _joined(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return sums over the parts of sharded weights: one collective for all of them."""
+        names = [name for name in values if is_sharded(self._weights[name])]
+        if not names:
+            return values
+        sums = all_reduce_(torch.cat([values[name] for name in names]), "sum")
+        parts = torch.split(sums, [len(values[name]) for name in names])
+        return values | dict(zip(names, parts, strict=True))
 
     @torch.no_grad()
     def _tie(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
-        for name, codes in self._codes.items() if self._weights else ():
-            weight: Tensor | None = self._weights[name]
-            if values is not None:
-                weight = values.get(cast("Tensor", weight))
-            if weight is not None:
-                put_values_(weight, codes, weight.reshape(-1)[self._first[name]])
+        if not self._weights:
+            return
+        parts: dict[str, Tensor] = {}
+        for name in self._codes:
+            weight: Any = self._weights[name]
+            part = local_part(weight) if values is None else values.get(weight)
+            if part is not None:
+                parts[name] = part
+        centroids = {}
+        for name, part in parts.items():
+            first, of = self._first[name]
+            found = part.new_zeros(self._num_values[name])
+            found[of] = part.reshape(-1)[first]
+            centroids[name] = found
+        centroids = self._joined(centroids)
+        for name, part in parts.items():
+            put_values_(part, self._codes[name], centroids[name].to(part.dtype))
 
     def _restart(self, context: Context) -> None:
         """Clear what optimizers remember: it belonged to single weights, and a centroid starts anew."""
-        nothing = {name: torch.zeros(weight.shape, dtype=torch.bool) for name, weight in self._weights.items()}
+        parts = {name: local_part(weight) for name, weight in self._weights.items()}
+        nothing = {name: torch.zeros(part.shape, dtype=torch.bool) for name, part in parts.items()}
         clear_moments_(context.optimizers, self._weights, nothing)
         for optimizer in context.optimizers:
             for weight in self._weights.values():

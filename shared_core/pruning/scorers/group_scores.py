@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shared_core.errors import CheckpointError, ConfigError, TrainingError, nearest
 from shared_core.pruning.scorers.scorer import wide
+from shared_core.sharded import whole
 
 _PIECE = 1 << 24
 
@@ -179,14 +180,14 @@ class GroupTaylor:
     def observe_step(self, tensors: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
         """Take in one complete step before it is applied: finite, accumulated, reduced, unscaled gradients.
 
-        A tensor without a gradient adds nothing.
+        A tensor without a gradient adds nothing; sharded ones are gathered, group by group.
         """
         for group, members in self.groups.items():
             present = [member for member in members if member.name in gradients]
             if not present:
                 continue
             pairs = [
-                [wide(gather_units(source[name], axis, positions)) for name, axis, positions in present]
+                [wide(gather_units(whole(source[name].detach()), axis, positions)) for name, axis, positions in present]
                 for source in (tensors, gradients)
             ]
             step = group_scores("taylor", pairs[0], extras=pairs[1])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError, ConfigError, TrainingError
+from shared_core.ranks import any_rank, local_part
+from shared_core.sharded import is_sharded
 
 
 class Scorer:
@@ -77,7 +79,7 @@ class Scorer:
                 weight had no gradient, which counts as 0.
             loss_scale: What the loss was multiplied by when hooks saw its gradients (fp16). `gradients` are not.
         """
-        if gradients and not _all_finite(gradients.values()):
+        if gradients and not all_finite(gradients.values()):
             self.num_left_out += 1
             self.discard_step()
             return
@@ -86,6 +88,12 @@ class Scorer:
 
     def discard_step(self) -> None:
         """Forget what hooks saw since the last `observe_step`: the step was not applied."""
+
+    def gather(self) -> None:
+        """Hold whole what is kept in parts, for `state_dict`, until `let_go`; every rank must call it."""
+
+    def let_go(self) -> None:
+        """Undo `gather`."""
 
     def reduce(self) -> None:
         """Make every rank hold what all have seen; every rank must call it, as often as it likes."""
@@ -211,8 +219,14 @@ def saved_tensors(state: Mapping[str, Any], key: str, like: Mapping[str, torch.S
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def _all_finite(gradients: Iterable[Tensor]) -> bool:
-    """Return whether every gradient is finite: one pass each and one wait for the device."""
+def all_finite(gradients: Collection[Tensor]) -> bool:
+    """Return whether every gradient is finite: one pass each and one wait for the device.
+
+    If FSDP2 shards them, the parts of all processes; then every process must call it.
+    """
+    if any(map(is_sharded, gradients)):
+        device = next(iter(gradients)).device
+        return not any_rank(not all_finite([local_part(gradient) for gradient in gradients]), device)
     values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
     # a sum keeps every NaN and infinity, and is by far the fastest pass on a CPU; 16 bits would overflow
     sums = [value.sum(dtype=torch.promote_types(value.dtype, torch.float32)).double() for value in values]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from shared_core.ranks import local_part
+from shared_core.sharded import reshard_
 from shared_core.soup.average.running import RunningAverage
 
 _STATISTICS = ("running_mean", "running_var")
@@ -107,10 +107,7 @@ class StandIn:
                 finally:  # interrupted in between, the weights are not lost
                     other.copy_(held)
                     self._exchanged ^= {name}
-        # FSDP2 keeps the outermost module gathered after forward, and would compute with the weights of before
-        for module in self._model.modules():
-            if hasattr(module, "set_reshard_after_forward"):
-                cast(Any, module).reshard()
+        reshard_(self._model)  # FSDP2 would compute with the weights of before
 
     def kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return values of the average, where their memory holds the model's weights those in the model."""

@@ -1,0 +1,44 @@
+"""The weights in a checkpoint: those that the user's module loads, and beside them those that training goes on from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.session import Session
+from shared_core.sharded import fill_parameters_, is_sharded
+from shared_core.soup.sources import RAW_KEY
+
+
+def bake_saved(session: Session, checkpoint: dict[str, Any]) -> None:
+    """Bake the weights in a checkpoint, and keep those beside them that it changes.
+
+    Of a distributed checkpoint Lightning writes the weights alone by all processes: one that training goes on from
+    keeps the weights in training, as nothing can lie beside them.
+    """
+    weights = checkpoint["state_dict"]
+    distributed = any(map(is_sharded, weights.values()))
+    if distributed and "optimizer_states" in checkpoint:
+        return
+    baked = session.bake(weights)
+    raw = {name: value for name, value in weights.items() if not (distributed or _same(value, baked[name]))}
+    checkpoint["state_dict"] = type(weights)(baked)
+    if raw:
+        checkpoint[RAW_KEY] = raw
+
+
+def restore_raw(module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """Let training go on from the weights that were kept beside the baked ones."""
+    raw = checkpoint.get(RAW_KEY, {})
+    if "state_dict" in checkpoint:
+        checkpoint["state_dict"].update(raw)
+    else:  # a strategy that shards has loaded it already
+        fill_parameters_(module, raw)
+
+
+def _same(value: Any, baked: Any) -> bool:
+    if value is baked:
+        return True
+    return isinstance(value, Tensor) and isinstance(baked, Tensor) and torch.equal(value, baked)

@@ -1,0 +1,43 @@
+"""FSDP2, two gloo processes: equal on both, what one process makes of the joined batch, resumed by two and by one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from promise_drivers import difference
+from sharded_runs import RECIPES, train
+from two_ranks import run_two_ranks
+
+SCRIPT = Path(__file__).parents[1] / "support" / "sharded_runs.py"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    run_two_ranks(SCRIPT, folder)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def assert_close(found, expected, recipe):
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], weight, atol=1e-6, rtol=0)
+    for key in RECIPES[recipe]:
+        ours, theirs = (run["session"]["techniques"][key] for run in (found, expected))
+        if key == "prune":
+            assert difference(ours["masks"], theirs["masks"]) is None
+        if key == "qat":
+            torch.testing.assert_close(ours["ranges"], theirs["ranges"], atol=1e-6, rtol=0)
+            torch.testing.assert_close(ours["learned"], theirs["learned"], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_processes_that_hold_half_of_each_weight_train_what_one_does(runs, recipe):
+    first, second = (run[recipe] for run in runs)
+    assert difference(first, second) is None
+    assert difference(first["ended"]["weights"], first["resumed"]["weights"]) is None
+    assert difference(first["ended"]["session"]["techniques"], first["resumed"]["session"]["techniques"]) is None
+    alone, saved = train(RECIPES[recipe])
+    assert_close(first["ended"], alone, recipe)
+    assert first["saved"]["session"].keys() == saved["session"].keys()
+    one_goes_on, _ = train(RECIPES[recipe], resume=first["saved"])
+    assert_close(one_goes_on, alone, recipe)

@@ -1,0 +1,137 @@
+"""A recipe trained by a plain loop, in one process that holds all, or in two that FSDP2 gives a half of each weight."""
+
+import itertools
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from two_ranks import leave
+
+from shared_core.ranks import rank, world_size
+from shared_core.recipe import Recipe
+from shared_core.session import Session
+from shared_core.sharded import fill_, fill_parameters_, whole
+
+STEPS, BATCH, SAVED = 6, 8, 3
+GROWING = {"sparsity": 0.5, "begin": 1, "end": 5, "every": 2}
+RECIPES = {
+    "qat": {"qat": {"scheme": "int8", "begin": 2, "freeze_observers": 5}},
+    "qat-kl": {"qat": {"scheme": "int8", "range": "kl", "begin": 2}},
+    "qat-group": {
+        "qat": {"scheme": "int8_dynamic_int4_weight", "group_size": 8, "rounding": "stochastic", "skip": ["first"]}
+    },
+    "qat-ternary": {"qat": {"scheme": "ternary"}},
+    "qat-lsq": {"qat": {"scheme": "int8", "range": "lsq_plus", "weight_bits": 4, "begin": 2}},
+    "taylor": {"prune": {"criterion": "taylor", "cost": "flops", "regularizer": "l1", **GROWING}},
+    "movement": {"prune": {"criterion": "movement", "regularizer": "weight_decay", **GROWING}},
+    "recompute": {"prune": {"dynamic": "recompute", "regularizer": "group_lasso", **GROWING}},
+    "rigl": {"prune": {"dynamic": "rigl", "criterion": "random", **GROWING, "schedule": "one_shot"}},
+    "2:4": {"prune": {"granularity": "n_m", "sr_ste": 2e-4, **GROWING, "schedule": "one_shot", "every": 1}},
+    "wanda": {"prune": {"criterion": "wanda", "skip": ["last"], **GROWING}},
+    "filter": {"prune": {"granularity": "filter", "criterion": "geometric_median", **GROWING}},
+    "filter-taylor": {"prune": {"granularity": "filter", "criterion": "taylor", "cost": "flops", **GROWING}},
+    "layer": {"prune": {"granularity": "layer", "criterion": "l2_norm", **GROWING}},
+    "units": {"prune": {"granularity": "filter", "criterion": "neuron_taylor", **GROWING}},
+    "share": {"share": {"bits": 3, "begin": 2, "min_size": 64}, "prune": {**GROWING, "end": 2}},
+    "ema": {"distill": {"teacher": "ema", "ema_decay": 0.5}},
+    "hidden": {"distill": {"teacher": "other", "hidden": ["middle=middle"]}},
+    "relations": {"distill": {"teacher": "other", "hidden": ["hidden=hidden"], "hidden_loss": "cka"}},
+    "qat-prune": {"qat": {"scheme": "int8", "begin": 2}, "prune": GROWING},
+}
+SHARDED_LATER = ("qat-lsq", "ema")
+"""Those that must see the model before it is sharded, as the Hugging Face Trainer lets them; others come after it."""
+
+
+class Net(nn.Module):
+    """Layers of which no process holds as much as the other."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(7, 16)
+        self.hidden = nn.Linear(16, 24)
+        self.middle = nn.Linear(24, 16)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x):
+        features = torch.tanh(self.hidden(self.embedding(x)))
+        return self.head(torch.tanh(self.middle(features)))
+
+
+def shard(net):
+    if world_size() > 1:
+        mesh = init_device_mesh("cpu", (2,))
+        for module in (net.middle, net):
+            fully_shard(module, mesh=mesh)
+
+
+def train(recipe, *, later=False, resume=None):
+    """Return what is left at the end, whole, and what was saved in the middle."""
+    if recipe.get("distill", {}).get("teacher") == "other":
+        recipe = {"distill": {**recipe["distill"], "teacher": Net(seed=7).double()}}
+    net = Net().double()  # so that no rounding of a sum over ranks tips a code over
+    session = Session(Recipe.from_dict(recipe), seed=4)
+    if later:
+        session.attach(net, {"fsdp2"})
+    shard(net)
+    session.attach(net, {"fsdp2"})
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01)
+    if resume is not None:
+        fill_parameters_(net, resume["weights"])
+        for (name, parameter), _ in zip(net.named_parameters(), itertools.count(), strict=False):
+            if name in resume["momentum"]:
+                state = optimizer.state[parameter]
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+                fill_(state["momentum_buffer"], resume["momentum"][name])
+        session.prepare_optimizers([optimizer])
+        session.load_state_dict(resume["session"])
+    session.begin([optimizer], total_steps=STEPS)
+    saved = {}
+    for step in range(session.step, STEPS):
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randint(7, (BATCH, 3), generator=generator), torch.randint(5, (BATCH, 3), generator=generator)
+        mine = slice(rank() * BATCH // world_size(), (rank() + 1) * BATCH // world_size())
+        loss = F.cross_entropy(net(x[mine]).flatten(0, 1), y[mine].flatten())
+        session.loss(loss).backward()
+        session.before_optimizer_step()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        session.after_optimizer_step()
+        optimizer.zero_grad()
+        if session.step == SAVED:
+            with session.saving():
+                saved = found(net, optimizer)
+                saved["session"] = session.state_dict()
+    with torch.no_grad():
+        net(x)  # leaves the outermost module gathered
+    session.finish()
+    return {**found(net, optimizer), "session": session.state_dict(), "report": session.receipt()["techniques"]}, saved
+
+
+def found(net, optimizer):
+    states = {name: optimizer.state[value] for name, value in net.named_parameters() if value in optimizer.state}
+    momentum = {name: whole(state["momentum_buffer"]).clone() for name, state in states.items()}
+    weights = {name: whole(value).detach().clone() for name, value in net.state_dict().items()}
+    return {"weights": weights, "momentum": momentum}
+
+
+def main(place, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=place, world_size=2)
+    results = {}
+    for name, recipe in RECIPES.items():
+        later = name in SHARDED_LATER
+        ended, saved = train(recipe, later=later)
+        resumed, _ = train(recipe, later=later, resume=saved)
+        results[name] = {"ended": ended, "saved": saved, "resumed": resumed}
+    torch.save(results, folder / f"{place}.pt")
+    leave()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
