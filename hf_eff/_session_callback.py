@@ -22,6 +22,7 @@ from shared_core.errors import CheckpointError, TrainingError
 from shared_core.loss_scaling import LossScaler, LossScaling
 from shared_core.plain_checkpoint import write_deployment
 from shared_core.recipe import Recipe
+from shared_core.resuming import fit_to
 from shared_core.session import Session
 from shared_core.state_file import load_state, save_state
 from shared_core.technique import overrides
@@ -156,6 +157,8 @@ class SessionCallback(TrainerCallback):
         self._put_scaler()
         resumed = kwargs.get("resume_from_checkpoint")
         self._resumed_from = Path(resumed) if resumed else None
+        if self._resumed_from is not None:
+            fit_to(self.session, load_state(self._resumed_from), surroundings(self._trainer))
         return method(*args, **kwargs)
 
     def _call_model_init(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from lightning_eff import _surroundings
+from lightning_eff._baked_weights import bake_, unbake_
 from lightning_eff._namespaces import Callback, namespace_of
 from lightning_eff._resume import ExactResume
 from lightning_eff._services import LightningServices
@@ -22,8 +22,9 @@ from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.plain_checkpoint import DEPLOYMENT_KEY
 from shared_core.receipt import Receipt
 from shared_core.recipe import Recipe
+from shared_core.resuming import fit_to
 from shared_core.session import Session
-from shared_core.soup.sources import RAW_KEY, RUN_KEY
+from shared_core.soup.sources import RUN_KEY
 
 _STATE_KEY, _RESUME_KEY = "eff_state", "eff_resume"
 _SHORT = 20
@@ -310,18 +311,15 @@ class EffCallback(Callback):
         }
         checkpoint[DEPLOYMENT_KEY] = session.deployment()
         if weights and session.is_attached:
-            # Before the user's own hook, which may leave keys out.
-            baked = session.bake(weights)
-            raw = {name: value for name, value in weights.items() if not _same(value, baked[name])}
-            checkpoint["state_dict"] = type(weights)(baked)
-            if raw:
-                checkpoint[RAW_KEY] = raw
+            bake_(session, checkpoint)  # before the user's own hook, which may leave keys out
         original(checkpoint)
 
     def _load_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
         original(checkpoint)
-        if "state_dict" in checkpoint:
-            checkpoint["state_dict"].update(checkpoint.get(RAW_KEY, {}))
+        if _STATE_KEY in checkpoint:
+            module = self._trainer.lightning_module
+            fit_to(self._session, checkpoint[_STATE_KEY], _surroundings.surroundings(self._trainer, module))
+        unbake_(checkpoint)
 
     # -- the end
 
@@ -392,9 +390,3 @@ def _callbacks(trainer: Any) -> list[EffCallback]:
 
 def _scales_loss(plugin: Any) -> bool:
     return any(kind.__qualname__ == "LossScalingPrecision" for kind in type(plugin).__mro__)
-
-
-def _same(value: Any, baked: Any) -> bool:
-    if value is baked:
-        return True
-    return isinstance(value, Tensor) and isinstance(baked, Tensor) and torch.equal(value, baked)

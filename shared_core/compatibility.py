@@ -27,6 +27,7 @@ SURROUNDINGS = {
 _SHARDED = "its whole-tensor decisions have not been proven on sharded parameters yet; use DDP"
 _FLAT = "flat shards of FSDP1 have no rows, channels or names left to decide on; use DDP"
 _OWN = "DeepSpeed partitions the optimizer and scales the loss by itself; use DDP"
+_FACTORS_STAY = "It is allowed with low_rank merge false, where the model stays factorised"
 _LBFGS = "LBFGS moves the weights many times in one step, and nothing holds in between; use another optimizer"
 
 # (recipe key, other recipe key or surrounding) → reason. What is not listed is allowed and tested as a pair.
@@ -63,6 +64,19 @@ REFUSED: dict[tuple[str, str], str] = {
     ("lora", "fsdp1"): "flat shards of FSDP1 mix frozen codes with trained floats; use DDP",
     ("lora", "fsdp2"): "codes and their scales have not been run on sharded parameters yet; use DDP",
     ("lora", "lbfgs"): _LBFGS,
+    ("low_rank", "lora"): (
+        "adapters would sit on factors that are trained themselves; train with low_rank first, or factorise the merged "
+        "model with `eff low-rank`"
+    ),
+    ("low_rank", "ticket"): (
+        "the ticket's masks are of whole weights, which factorised layers do not have; factorise the winning ticket "
+        "with `eff low-rank`"
+    ),
+    ("low_rank", "prune"): f"the product of two sparse factors is dense. {_FACTORS_STAY}",
+    ("low_rank", "share"): f"the product of two factors has other values than they. {_FACTORS_STAY}",
+    ("low_rank", "qat"): f"the product of two quantised factors lies on no grid. {_FACTORS_STAY}",
+    ("low_rank", "deepspeed"): _OWN,
+    ("low_rank", "fsdp1"): _FLAT,
     ("primary_weights", "deepspeed"): _OWN,
     ("primary_weights", "fsdp1"): _FLAT,
     ("primary_weights", "fsdp2"): (
@@ -164,6 +178,7 @@ def _scales_e5m2(recipe: Mapping[str, Any]) -> bool:
 ALLOWED_IF: dict[tuple[str, str], Callable[[Mapping[str, Any]], bool]] = {
     ("loss_scale", "bf16"): _scales_e5m2,
     ("lora", "qat"): lambda recipe: recipe["lora"].base == "none",
+    **{("low_rank", key): lambda recipe: not recipe["low_rank"].merge for key in ("prune", "share", "qat")},
 }
 
 
@@ -202,6 +217,13 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
         lines.append(
             "prune with movement, recompute or sr_ste cannot be combined with primary_weights: both keep other weights "
             "than the model holds for the optimizer; load the model in float32"
+        )
+    low_rank = recipe.get("low_rank")
+    if low_rank is not None and "fsdp2" in surroundings and (low_rank.merge or low_rank.needs_batches):
+        lines.append(
+            f"low_rank with merge, scaled or whitened cannot be combined with {SURROUNDINGS['fsdp2']}: they write "
+            "whole weights over sharded ones; factorise with eff low-rank first, merge with shared_core.low_rank.merge "
+            "afterwards, or use DDP"
         )
     average = recipe.get("average")
     if prune is not None and prune.criterion == "wanda" and average is not None and average.bn_batches:
