@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightning_eff import _surroundings
-from lightning_eff._baked_weights import bake_, unbake_
+from lightning_eff._baked_weights import bake_, latent_weights
 from lightning_eff._namespaces import Callback, namespace_of
 from lightning_eff._resume import ExactResume
 from lightning_eff._services import LightningServices
@@ -319,7 +319,8 @@ class EffCallback(Callback):
         if _STATE_KEY in checkpoint:
             module = self._trainer.lightning_module
             fit_to(self._session, checkpoint[_STATE_KEY], _surroundings.surroundings(self._trainer, module))
-        unbake_(checkpoint)
+        if "state_dict" in checkpoint:  # not of a sharded run
+            checkpoint["state_dict"] = latent_weights(checkpoint)
 
     # -- the end
 

@@ -44,6 +44,9 @@ class LowRankConfig(TechniqueConfig):
         help="Convolutions become k x k then 1 x 1 (channel), k x 1 then 1 x k (spatial), or what loses less (auto).",
     )
     force: bool = option(False, help="Also factorise where nothing is saved, up to full rank, which is exact.")
+    multiple_of: int = option(
+        1, help="Round ranks up to a multiple of this: 8 or 16 for tensor cores, 16 for FP8.", low=1
+    )
     merge: bool = option(
         False, help="Multiply the factors at the end: the model keeps its layers; otherwise it stays factorised."
     )

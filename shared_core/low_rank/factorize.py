@@ -153,7 +153,7 @@ def plan_ranks(
             plan[name] = (each, min(told["rank"], each.full))
         return plan, {name: "the report leaves it as it is" for name in layers if name not in structure}
     found = candidates(layers, config, moments)
-    worth = measure_worth(found, loss, progress) if rule.kind == "sensitivity" and loss else None
+    worth = measure_worth(found, loss, config.multiple_of, progress) if rule.kind == "sensitivity" and loss else None
     ranks, left_out = choose_ranks(found, config, worth)
     return {name: (found[name], rank) for name, rank in ranks.items()}, left_out
 

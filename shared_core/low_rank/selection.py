@@ -71,13 +71,13 @@ def select(model: nn.Module, config: LowRankConfig) -> tuple[dict[str, Any], dic
             holders[id(parameter)] = holders.get(id(parameter), 0) + 1
     chosen, left_out = {}, {}
     for each in found:
-        module: Any = each.module
-        reason = inside.get(id(module)) or _reason(module, holders)
+        layer: Any = each.module
+        reason = inside.get(id(layer)) or _reason(layer, holders)
         if reason:
             left_out[each.name] = reason
         else:
-            _check_weight(each.name, module.weight)
-            chosen[each.name] = module
+            _check_weight(each.name, layer.weight)
+            chosen[each.name] = layer
     _refuse_none(chosen, left_out, config)
     return chosen, left_out
 
@@ -172,13 +172,13 @@ def choose_ranks(
     """
     rule = config.rule
     if rule.kind in ("budget", "sensitivity"):
-        wanted = _by_budget(found, rule.value, worth)
+        wanted = _by_budget(found, config, worth)
     else:
         wanted = {name: _by_itself(each, rule.kind, rule.value) for name, each in found.items()}
     ranks, left_out = {}, {}
     for name, rank in wanted.items():
         each = found[name]
-        rank = min(rank, each.full)
+        rank = min(math.ceil(rank / config.multiple_of) * config.multiple_of, each.full)
         if rank <= each.largest or config.force:
             ranks[name] = rank
         else:
@@ -201,7 +201,7 @@ def _by_itself(each: Candidate, kind: str, value: float) -> int:
 
 
 def _by_budget(
-    found: Mapping[str, Candidate], share: float, worth: Mapping[str, Mapping[int, float]] | None
+    found: Mapping[str, Candidate], config: LowRankConfig, worth: Mapping[str, Mapping[int, float]] | None
 ) -> dict[str, int]:
     """Return ranks within a share of all parameters; the full one stands for the layer as it is."""
     points: dict[str, list[Point]] = {}
@@ -209,10 +209,12 @@ def _by_budget(
     for name, each in found.items():
         if worth is None:
             energy = each.spectrum.energy().tolist()
-            gain = {rank: energy[rank - 1] for rank in range(1, each.largest + 1)} | {each.full: 1.0}
+            gain = {
+                rank: energy[rank - 1] for rank in range(config.multiple_of, each.largest + 1, config.multiple_of)
+            } | {each.full: 1.0}
         else:
             gain = dict(worth[name])
         ranks[name] = sorted(gain)
         points[name] = [(rank * each.side if rank <= each.largest else each.numel, gain[rank]) for rank in ranks[name]]
-    budget = math.floor(share * sum(each.numel for each in found.values()))
+    budget = math.floor(config.rule.value * sum(each.numel for each in found.values()))
     return {name: ranks[name][index] for name, index in share_out(points, budget).items()}

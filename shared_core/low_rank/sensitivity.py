@@ -17,13 +17,17 @@ _SHARES = (0.0625, 0.125, 0.25, 0.5, 0.75, 1.0)
 
 
 def measure_worth(
-    found: Mapping[str, Candidate], loss: Callable[[], float], progress: Callable[[int, int], None] | None = None
+    found: Mapping[str, Candidate],
+    loss: Callable[[], float],
+    multiple_of: int = 1,
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, dict[int, float]]:
     """Return by layer and rank by how much the loss falls short of rising: minus its increase, 0 at full rank.
 
     Args:
         found: The layers, whose weights are truncated one at a time and put back.
         loss: Returns the loss of the model as it is.
+        multiple_of: What ranks are multiples of.
         progress: Called with (ranks tried, ranks).
 
     Raises:
@@ -33,7 +37,9 @@ def measure_worth(
     if not before < float("inf"):
         raise TrainingError(f"low_rank: loss on calibration batches must be finite, got {before}; look at the batches")
     tried = {
-        name: sorted({max(round(share * each.largest), 1) for share in _SHARES} if each.largest else ())
+        name: sorted({max(round(share * (each.largest // multiple_of)), 1) * multiple_of for share in _SHARES})
+        if each.largest >= multiple_of
+        else []
         for name, each in found.items()
     }
     done, total = 0, sum(map(len, tried.values()))

@@ -54,7 +54,7 @@ class LowRankTraining(Technique):
         self._structure: dict[str, dict[str, Any]] = {}
         self._told: list[dict[str, Any]] = []
         self._undo: Undo = []
-        self._stays = self._is_fresh = False
+        self._stays = self._is_fresh = self._is_checked = False
         self._looked_at = 0
         self._parameters = (0, 0)
         self._context: Context | None = None
@@ -122,13 +122,13 @@ class LowRankTraining(Technique):
         context = self._context
         return not self.config.merge and context is not None and context.step == context.total_steps
 
-    def begin(self, context: Context) -> None:
-        """Look at inputs if the decomposition does, then let go of the user's weights.
+    def prepare_optimizers(self, context: Context) -> None:
+        """Look whether the factors will be trained, before other techniques give an optimizer copies of its own.
 
         Raises:
-            CompatibilityError: If an optimizer does not hold the factors.
+            CompatibilityError: If an optimizer does not hold them.
         """
-        self._context = context
+        self._is_checked = True
         held = {id(p) for optimizer in context.optimizers for group in optimizer.param_groups for p in group["params"]}
         for name, layer in self.layers.items():
             wanted = {id(part.weight) for part in (layer.first, layer.second) if part.weight.requires_grad}
@@ -137,6 +137,16 @@ class LowRankTraining(Technique):
                     f"low_rank: optimizer must hold the factors of {name}, but it was made before they were; let the "
                     "trainer make the optimizer, or make it from the parameters after attach"
                 )
+
+    def begin(self, context: Context) -> None:
+        """Look at inputs if the decomposition does, then let go of the user's weights.
+
+        Raises:
+            CompatibilityError: If an optimizer does not hold the factors.
+        """
+        self._context = context
+        if not self._is_checked:
+            self.prepare_optimizers(context)
         if self._is_fresh and self.config.needs_batches:
             self._calibrate(context)
         self._is_fresh = False

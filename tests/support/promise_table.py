@@ -77,8 +77,8 @@ TECHNIQUES = {
         Row("lora", {"rank": 2}),
         # Over newly drawn weights masks hold from the first step.
         Row("ticket", {"control": "random_reinit"}, needs_ticket=True),
-        # A checkpoint folder of Hugging Face holds the factors that training goes on from.
-        Row("low_rank", {"rank": 4, "merge": True}, exempt=frozenset({"plain_hf_checkpoints"})),
+        # Full rank, which FP8 can multiply. A checkpoint folder of Hugging Face holds the factors that training goes on from.
+        Row("low_rank", {"rank": 16, "force": True, "merge": True}, exempt=frozenset({"plain_hf_checkpoints"})),
     )
 }
 # Other options of techniques that keep other state: resumed and compared as well, not paired.
