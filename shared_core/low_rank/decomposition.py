@@ -7,32 +7,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Eigenvalues of a second moment below this share of their mean are raised to it: fewer inputs than dimensions leave
-# directions without any, whose inverse would be infinite.
-_FLOOR = 1e-6
+# Directions without any input keep this share of the mean second moment: they come last, in the order of the weight.
+_FLOOR = 1e-12
 
 
 @dataclass(frozen=True)
 class Spectrum:
-    """A weight's singular value decomposition, in coordinates where the inputs are white.
+    """A weight's decomposition, ordered by what each direction of its output is worth.
 
     Args:
-        u: Left vectors, (rows, k).
-        s: Singular values, falling, (k,).
-        vh: Right vectors in the weight's own coordinates, ``Vᵀ S⁻¹``, (k, columns).
+        weight: W, (rows, columns), float64.
+        u: Orthonormal directions of the output, (rows, k).
+        s: What each is worth: singular values of ``W S``, falling, (k,).
     """
 
+    weight: Tensor
     u: Tensor
     s: Tensor
-    vh: Tensor
 
     def factors(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return ``(A, B)``, (rank, columns) and (rows, rank), of the best approximation ``B A``.
+        """Return ``(A, B)``, (rank, columns) and (rows, rank), of the best approximation ``B A = U Uᵀ W``.
 
-        Each takes the root of the singular values, so that both start at the same size.
+        Row i of A and column i of B are of the same size, so that both learn at the same pace; without a moment each
+        holds the root of a singular value.
         """
-        root = self.s[:rank].sqrt()
-        return root[:, None] * self.vh[:rank], self.u[:, :rank] * root
+        u = self.u[:, :rank]
+        rows = u.T @ self.weight
+        root = rows.norm(dim=1).sqrt()
+        root = root.where(root > 0, 1.0)
+        return rows / root[:, None], u * root
 
     def energy(self) -> Tensor:
         """Return which share of the squared size ranks 1, 2, … keep, (k,); 1 for a zero matrix."""
@@ -43,9 +46,9 @@ class Spectrum:
 def decompose(weight: Tensor, moment: Tensor | None = None) -> Spectrum:
     r"""Return the decomposition whose truncation minimises ``‖(W − BA) X‖_F`` over all pairs of that rank.
 
-    With ``M = X Xᵀ = S Sᵀ`` the norm is ``‖(W − BA) S‖_F``, so the best ``BA`` is the truncated SVD of ``W S`` times
-    ``S⁻¹``, and the error is the root of the sum of the squared singular values that are left out. S comes from
-    eigenvectors: any root of M gives the same optimum, and Cholesky's fails where directions saw no input.
+    With ``M = X Xᵀ = S Sᵀ`` the norm is ``‖(W − BA) S‖_F``, and ``W S = U Σ Vᵀ`` gives the best ``BA = U_r Σ_r V_rᵀ S⁻¹
+    = U_r U_rᵀ W``: nothing is inverted. S comes from eigenvectors, as any root of M gives the same U, and Cholesky's
+    fails where directions saw no input. The error is the root of the sum of the squared singular values left out.
 
     Args:
         weight: W, (rows, columns), any float dtype.
@@ -64,18 +67,14 @@ def decompose(weight: Tensor, moment: Tensor | None = None) -> Spectrum:
         [[1.0, 0.0], [0.0, 0.0]]
     """
     weight = weight.detach().double()
-    if moment is None:
-        u, s, vh = torch.linalg.svd(weight, full_matrices=False)
-        return Spectrum(u, s, vh)
-    moment = moment.double()
-    if moment.dim() == 1:
-        root = _floored(moment).sqrt()
-        u, s, vh = torch.linalg.svd(weight * root, full_matrices=False)
-        return Spectrum(u, s, vh / root)
-    values, vectors = torch.linalg.eigh(moment)
-    root = _floored(values).sqrt()
-    u, s, vh = torch.linalg.svd(weight @ (vectors * root), full_matrices=False)
-    return Spectrum(u, s, (vh / root) @ vectors.T)
+    scaled = weight
+    if moment is not None and moment.dim() == 1:
+        scaled = weight * _floored(moment.double()).sqrt()
+    elif moment is not None:
+        values, vectors = torch.linalg.eigh(moment.double())
+        scaled = weight @ (vectors * _floored(values).sqrt())
+    u, s, _ = torch.linalg.svd(scaled, full_matrices=False)
+    return Spectrum(weight, u, s)
 
 
 def _floored(values: Tensor) -> Tensor:

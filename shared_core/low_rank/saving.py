@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError
@@ -27,13 +28,12 @@ def load(model: nn.Module, weights: Path | str | Mapping[str, Tensor]) -> nn.Mod
     Args:
         model: The user's model before it was factorised, its weights need not be trained; changed in place. Of
             transformers ``AutoModel….from_config(AutoConfig.from_pretrained(folder))``.
-        weights: A folder with ``.safetensors``, such a file, or a state dict.
+        weights: A folder with ``.safetensors``, such a file, a Lightning ``.ckpt``, or a state dict.
 
     Raises:
         CheckpointError: If it cannot be read, or is of another model.
 
     Example:
-        >>> import torch
         >>> from shared_core.low_rank import LowRankConfig, factorize
         >>> net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
         >>> _ = factorize(net, LowRankConfig(rank=8))
@@ -96,8 +96,10 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         if not files:
             raise FileNotFoundError("no .safetensors file")
+        if path.suffix == ".ckpt":
+            return dict(torch.load(path, map_location="cpu", weights_only=True)["state_dict"])
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
-    except Exception as error:  # safetensors raises whatever the damage makes it
+    except Exception as error:  # libraries raise whatever the damage makes it
         raise CheckpointError(
             f"low_rank: {path} must hold safetensors of a factorised model, got {type(error).__name__}: {error}"
         ) from error

@@ -35,7 +35,7 @@ class Candidate:
     @property
     def side(self) -> int:
         """Parameters of one rank: rows + columns."""
-        return self.spectrum.u.shape[0] + self.spectrum.vh.shape[1]
+        return sum(self.spectrum.weight.shape)
 
     @property
     def numel(self) -> int:
@@ -209,9 +209,8 @@ def _by_budget(
     for name, each in found.items():
         if worth is None:
             energy = each.spectrum.energy().tolist()
-            gain = {
-                rank: energy[rank - 1] for rank in range(config.multiple_of, each.largest + 1, config.multiple_of)
-            } | {each.full: 1.0}
+            tried = range(config.multiple_of, each.largest + 1, config.multiple_of)
+            gain = {rank: energy[rank - 1] for rank in tried} | {each.full: 1.0}
         else:
             gain = dict(worth[name])
         ranks[name] = sorted(gain)

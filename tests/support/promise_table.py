@@ -77,7 +77,7 @@ TECHNIQUES = {
         Row("lora", {"rank": 2}),
         # Over newly drawn weights masks hold from the first step.
         Row("ticket", {"control": "random_reinit"}, needs_ticket=True),
-        # Full rank, which FP8 can multiply. A checkpoint folder of Hugging Face holds the factors that training goes on from.
+        # Of full rank, which FP8 can multiply. A checkpoint folder of Hugging Face holds the factors.
         Row("low_rank", {"rank": 16, "force": True, "merge": True}, exempt=frozenset({"plain_hf_checkpoints"})),
     )
 }
