@@ -157,8 +157,6 @@ class SessionCallback(TrainerCallback):
         self._put_scaler()
         resumed = kwargs.get("resume_from_checkpoint")
         self._resumed_from = Path(resumed) if resumed else None
-        if self._resumed_from is not None:
-            fit_to(self.session, load_state(self._resumed_from), surroundings(self._trainer))
         return method(*args, **kwargs)
 
     def _call_model_init(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -199,6 +197,8 @@ class SessionCallback(TrainerCallback):
         self.session.finish()
 
     def _load_from_checkpoint(self, method: Callable[..., Any], folder: Any, *args: Any, **kwargs: Any) -> None:
+        if not self.session.has_begun:
+            fit_to(self.session, load_state(Path(folder)), surroundings(self._trainer))
         method(folder, *args, **kwargs)
         self._load_renamed(Path(folder))
 
