@@ -41,7 +41,7 @@ def load(model: nn.Module, weights: Path | str | Mapping[str, Tensor]) -> nn.Mod
         >>> torch.equal(fresh(torch.ones(1, 64)), net(torch.ones(1, 64)))
         True
     """
-    state = dict(weights) if isinstance(weights, Mapping) else _read(Path(weights))
+    state = dict(weights) if isinstance(weights, Mapping) else _own_names(model, _read(Path(weights)))
     structure = read_structure(model, state)
     for layer in put_in_(model, structure).values():
         layer.release()
@@ -85,6 +85,23 @@ def read_structure(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, d
             "model need no load of ours"
         )
     return structure
+
+
+def _own_names(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights by the model's names, where its library saves them by others (transformers does for ViT)."""
+    from shared_core.cli.run import front_ends
+
+    if not hasattr(model, "save_pretrained"):
+        return state
+    parts = ("first.weight", "second.weight", "second.bias")
+    names = dict.fromkeys(
+        [*model.state_dict(), *(f"{name}.{part}" for name, _ in model.named_modules() for part in parts)]
+    )
+    saved: dict[str, str] = {}
+    for front_end in front_ends():
+        if (find := getattr(front_end, "saved_names", None)) is not None:
+            saved |= {other: name for name, other in find(model, list(names)).items()}
+    return {name if name in names else saved.get(name, name): value for name, value in state.items()}
 
 
 def _read(path: Path) -> dict[str, Tensor]:

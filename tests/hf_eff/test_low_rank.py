@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from promise_drivers import difference, hf_trainer, saved_state
-from promise_table import NUM_STEPS, make_net
+from promise_table import NUM_STEPS, make_net, train_examples
 
 from hf_eff import LowRank
 from shared_core.errors import CheckpointError
@@ -85,3 +85,27 @@ def test_the_best_model_comes_back_factorised(tmp_path):
     trainer.train()
     best = load(make_net(), trainer.state.best_model_checkpoint)
     assert difference(dict(best.state_dict()), dict(trainer.model.state_dict())) is None
+
+
+def test_a_model_that_transformers_saves_under_other_names_resumes_and_loads(tmp_path):
+    from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
+
+    def vit(seed=0):
+        torch.manual_seed(seed)
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        return ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_channels=1, num_labels=10, **sizes))
+
+    def run(folder, resume=None):
+        args = TrainingArguments(str(folder), max_steps=4, save_steps=2, use_cpu=True, report_to="none",
+                                 per_device_train_batch_size=8, disable_tqdm=True, seed=1)  # fmt: skip
+        data = [{"pixel_values": row["x"], "labels": row["labels"]} for row in train_examples()]
+        callbacks = [LowRank(rank=3, min_size=0)]
+        trainer = Trainer(vit(), args, train_dataset=data, callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer.model
+
+    whole = run(tmp_path / "whole")
+    again = run(tmp_path / "again", str(tmp_path / "whole" / "checkpoint-2"))
+    assert difference(dict(whole.state_dict()), dict(again.state_dict())) is None
+    fresh = load(vit(seed=4), tmp_path / "whole" / "checkpoint-4")
+    assert difference(dict(whole.state_dict()), dict(fresh.state_dict())) is None
