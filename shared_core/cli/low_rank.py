@@ -99,7 +99,7 @@ def low_rank(
         values["output_difference"] = difference(outputs(dense, example), outputs(network, example))
     if judge is not None:
         values["quality"] = {
-            name: float(judge(each.eval())) for name, each in (("dense", dense), ("low rank", network))
+            name: float(judge(each.eval())) for name, each in (("dense", dense), ("low_rank", network))
         }
     _write(out, network, values, folder, merged=merged)
     if as_json:

@@ -63,7 +63,7 @@ def decompose(weight: Tensor, moment: Tensor | None = None) -> Spectrum:
     Example:
         >>> inputs = torch.tensor([[3.0, 0.0], [0.0, 0.1]])
         >>> a, b = decompose(torch.tensor([[1.0, 0.0], [0.0, 2.0]]), inputs @ inputs.T).factors(1)
-        >>> (b @ a).round(decimals=3).tolist()
+        >>> (b @ a).square().round(decimals=3).tolist()
         [[1.0, 0.0], [0.0, 0.0]]
     """
     weight = weight.detach().double()
