@@ -77,6 +77,10 @@ REFUSED: dict[tuple[str, str], str] = {
     ("low_rank", "qat"): f"the product of two quantised factors lies on no grid. {_FACTORS_STAY}",
     ("low_rank", "deepspeed"): _OWN,
     ("low_rank", "fsdp1"): _FLAT,
+    ("low_rank", "fsdp2"): (
+        "training in factors has not been run on sharded parameters yet; use DDP, or factorise with `eff low-rank` and "
+        "train the result without low_rank"
+    ),
     ("primary_weights", "deepspeed"): _OWN,
     ("primary_weights", "fsdp1"): _FLAT,
     ("primary_weights", "fsdp2"): (
@@ -217,13 +221,6 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
         lines.append(
             "prune with movement, recompute or sr_ste cannot be combined with primary_weights: both keep other weights "
             "than the model holds for the optimizer; load the model in float32"
-        )
-    low_rank = recipe.get("low_rank")
-    if low_rank is not None and "fsdp2" in surroundings and (low_rank.merge or low_rank.needs_batches):
-        lines.append(
-            f"low_rank with merge, scaled or whitened cannot be combined with {SURROUNDINGS['fsdp2']}: they write "
-            "whole weights over sharded ones; factorise with eff low-rank first, merge with shared_core.low_rank.merge "
-            "afterwards, or use DDP"
         )
     average = recipe.get("average")
     if prune is not None and prune.criterion == "wanda" and average is not None and average.bn_batches:
