@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hf_eff.fp8 import Fp8 as Fp8
     from hf_eff.lora import QLora as QLora
     from hf_eff.loss_scaling import LossScaling as LossScaling
+    from hf_eff.low_rank import LowRank as LowRank
     from hf_eff.matmul_precision import MatmulPrecision as MatmulPrecision
     from hf_eff.primary_weights import PrimaryWeights as PrimaryWeights
     from hf_eff.pruning import Pruning as Pruning
@@ -38,6 +39,7 @@ _HOMES = {
     "Fp8": "fp8",
     "LossScaling": "loss_scaling",
     "LotteryTicket": "ticket",
+    "LowRank": "low_rank",
     "MatmulPrecision": "matmul_precision",
     "ModelSoup": "soup",
     "PrimaryWeights": "primary_weights",

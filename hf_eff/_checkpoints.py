@@ -11,6 +11,7 @@ import torch
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from shared_core.errors import CheckpointError
@@ -108,7 +109,13 @@ class ModelWeights(Mapping[str, Tensor]):
         lacking = [name for name, source in self._names.items() if not source]
         self.renamed = bool(lacking)
         """Whether the names in the file are not the model's."""
-        if lacking:
+        if not lacking:
+            return
+        found = {
+            storage_key(state[name]): other for name in lacking if ingredient.has(other := saved_name(model, name))
+        }
+        self._names |= {name: found.get(storage_key(state[name]), "") for name in lacking}
+        if not all(self._names.values()):
             self._read = _through_class(folder, model, lacking[0]).__getitem__
             self._names = {name: name for name in state}
 
@@ -120,6 +127,18 @@ class ModelWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def saved_name(model: nn.Module, name: str) -> str:
+    """Return what transformers writes a tensor of a model as; its own name where more than the name would change."""
+    if not isinstance(model, PreTrainedModel):
+        return name
+    probe = torch.empty(0)
+    try:
+        found = revert_weight_conversion(model, {name: probe})
+    except Exception:  # a conversion that wants other tensors beside this one, whatever that raises
+        return name
+    return next((other for other, value in found.items() if value is probe), name)
 
 
 def _through_class(folder: Path, model: nn.Module, lacking: str) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from shared_core.errors import CheckpointError, TrainingError
 from shared_core.loss_scaling import LossScaler, LossScaling
 from shared_core.plain_checkpoint import write_deployment
 from shared_core.recipe import Recipe
+from shared_core.resuming import fit_to
 from shared_core.session import Session
 from shared_core.state_file import load_state, save_state
 from shared_core.technique import overrides
@@ -196,6 +197,8 @@ class SessionCallback(TrainerCallback):
         self.session.finish()
 
     def _load_from_checkpoint(self, method: Callable[..., Any], folder: Any, *args: Any, **kwargs: Any) -> None:
+        if not self.session.has_begun:
+            fit_to(self.session, load_state(Path(folder)), surroundings(self._trainer))
         method(folder, *args, **kwargs)
         self._load_renamed(Path(folder))
 

@@ -46,6 +46,12 @@ class HuggingFace:
 
         return load_teacher(name, student)
 
+    def saved_names(self, model: nn.Module, names: Sequence[str]) -> dict[str, str]:
+        """Return what a transformers model's tensors are saved as, by their names in the model."""
+        from hf_eff._checkpoints import saved_name
+
+        return {name: saved_name(model, name) for name in names}
+
     def evaluator(self, task: str, folder: Path, data: Path, **options: Any) -> Any:
         """Return what gives a state dict of the model in a folder its metric on local data; see `FolderEvaluator`."""
         from hf_eff._evaluator import FolderEvaluator

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lightning_eff.fp8 import Fp8Precision as Fp8Precision
     from lightning_eff.lora import QLora as QLora
     from lightning_eff.loss_scaling import LossScalingPrecision as LossScalingPrecision
+    from lightning_eff.low_rank import LowRank as LowRank
     from lightning_eff.matmul_precision import MatmulPrecision as MatmulPrecision
     from lightning_eff.primary_weights import PrimaryWeights as PrimaryWeights
     from lightning_eff.pruning import Pruning as Pruning
@@ -29,6 +30,7 @@ _HOME = {
     "Fp8Precision": "fp8",
     "LossScalingPrecision": "loss_scaling",
     "LotteryTicket": "ticket",
+    "LowRank": "low_rank",
     "MatmulPrecision": "matmul_precision",
     "ModelSoup": "soup",
     "PrimaryWeights": "primary_weights",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 from shared_core.session import Session
 from shared_core.sharded import fill_parameters_, is_sharded
 from shared_core.soup.sources import RAW_KEY
+
+_BAKED_ALONE = "eff_baked_names"
+"""Names that only baked weights have: a factorised layer's."""
 
 
 def bake_saved(session: Session, checkpoint: dict[str, Any]) -> None:
@@ -23,19 +27,27 @@ def bake_saved(session: Session, checkpoint: dict[str, Any]) -> None:
     if distributed and "optimizer_states" in checkpoint:
         return
     baked = session.bake(weights)
-    raw = {name: value for name, value in weights.items() if not (distributed or _same(value, baked[name]))}
+    raw = {name: value for name, value in weights.items() if not (distributed or _same(value, baked.get(name)))}
     checkpoint["state_dict"] = type(weights)(baked)
     if raw:
         checkpoint[RAW_KEY] = raw
+    if alone := [name for name in baked if name not in weights]:
+        checkpoint[_BAKED_ALONE] = alone
+
+
+def latent_weights(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's weights as they were before `bake_saved`."""
+    alone = checkpoint.get(_BAKED_ALONE, ())
+    kept = {name: value for name, value in checkpoint["state_dict"].items() if name not in alone}
+    return {**kept, **checkpoint.get(RAW_KEY, {})}
 
 
 def restore_raw(module: nn.Module, checkpoint: dict[str, Any]) -> None:
     """Let training go on from the weights that were kept beside the baked ones."""
-    raw = checkpoint.get(RAW_KEY, {})
     if "state_dict" in checkpoint:
-        checkpoint["state_dict"].update(raw)
+        checkpoint["state_dict"] = latent_weights(checkpoint)
     else:  # a strategy that shards has loaded it already
-        fill_parameters_(module, raw)
+        fill_parameters_(module, checkpoint.get(RAW_KEY, {}))
 
 
 def _same(value: Any, baked: Any) -> bool:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_eff._saved_weights import latent_weights
 from shared_core.errors import CheckpointError, CompatibilityError, MissingExtraError, TrainingError
 from shared_core.ranks import is_main
 from shared_core.same_class_teacher import is_bare_weights, same_class_teacher, teacher_from_weights
-from shared_core.soup.sources import RAW_KEY, RUN_KEY, load_torch_file
+from shared_core.soup.sources import RUN_KEY, load_torch_file
 from shared_core.state_file import rng_state, set_rng_state
 from shared_core.technique import SavedCheckpoint
 
@@ -97,8 +98,7 @@ class LightningServices:
 
     def load_weights(self, path: Path) -> Mapping[str, Tensor]:
         """Return the weights as they were trained, before anything was baked into them."""
-        checkpoint = _read(path)
-        return {**checkpoint["state_dict"], **checkpoint.get(RAW_KEY, {})}
+        return latent_weights(_read(path))
 
     def check_validation(self) -> None:
         """Refuse a Trainer that cannot evaluate: a soup would learn of it only after training."""

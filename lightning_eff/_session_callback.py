@@ -22,6 +22,7 @@ from shared_core.errors import ConfigError
 from shared_core.plain_checkpoint import DEPLOYMENT_KEY
 from shared_core.receipt import Receipt
 from shared_core.recipe import Recipe
+from shared_core.resuming import fit_to
 from shared_core.session import Session
 from shared_core.soup.sources import RUN_KEY
 
@@ -303,6 +304,9 @@ class EffCallback(Callback):
 
     def _load_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
         original(checkpoint)
+        if _STATE_KEY in checkpoint:
+            module = self._trainer.lightning_module
+            fit_to(self._session, checkpoint[_STATE_KEY], _surroundings.surroundings(self._trainer, module))
         restore_raw(self._trainer.lightning_module, checkpoint)
 
     # -- the end

@@ -28,6 +28,7 @@ SURROUNDINGS = {
 
 _FLAT = "flat shards of FSDP1 have no rows, channels or names left to decide on; use DDP"
 _OWN = "DeepSpeed partitions the optimizer and scales the loss by itself; use DDP"
+_FACTORS_STAY = "It is allowed with low_rank merge false, where the model stays factorised"
 _LBFGS = "LBFGS moves the weights many times in one step, and nothing holds in between; use another optimizer"
 
 # (recipe key, other recipe key or surrounding) → reason. What is not listed is allowed and tested as a pair.
@@ -64,6 +65,23 @@ REFUSED: dict[tuple[str, str], str] = {
     ("lora", "fsdp1"): "flat shards of FSDP1 mix frozen codes with trained floats; use DDP",
     ("lora", "fsdp2"): "codes and their scales have not been run on sharded parameters yet; use DDP",
     ("lora", "lbfgs"): _LBFGS,
+    ("low_rank", "lora"): (
+        "adapters would sit on factors that are trained themselves; train with low_rank first, or factorise the merged "
+        "model with `eff low-rank`"
+    ),
+    ("low_rank", "ticket"): (
+        "the ticket's masks are of whole weights, which factorised layers do not have; factorise the winning ticket "
+        "with `eff low-rank`"
+    ),
+    ("low_rank", "prune"): f"the product of two sparse factors is dense. {_FACTORS_STAY}",
+    ("low_rank", "share"): f"the product of two factors has other values than they. {_FACTORS_STAY}",
+    ("low_rank", "qat"): f"the product of two quantised factors lies on no grid. {_FACTORS_STAY}",
+    ("low_rank", "deepspeed"): _OWN,
+    ("low_rank", "fsdp1"): _FLAT,
+    ("low_rank", "fsdp2"): (
+        "training in factors has not been run on sharded parameters yet; use DDP, or factorise with `eff low-rank` and "
+        "train the result without low_rank"
+    ),
     ("primary_weights", "deepspeed"): _OWN,
     ("primary_weights", "fsdp1"): _FLAT,
     ("primary_weights", "fsdp2"): (
@@ -185,6 +203,7 @@ ALLOWED_IF: dict[tuple[str, str], Callable[[Mapping[str, Any]], bool]] = {
     ("loss_scale", "bf16"): _scales_e5m2,
     ("lora", "qat"): lambda recipe: recipe["lora"].base == "none",
     ("lora", "soup"): lambda recipe: not recipe["lora"].requantize,
+    **{("low_rank", key): lambda recipe: not recipe["low_rank"].merge for key in ("prune", "share", "qat")},
 }
 
 
@@ -215,6 +234,12 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
                 "counts every forward of a layer, recomputed ones too; histogram_every shows small gradients as well"
             )
     prune = recipe.get("prune")
+    checkpointing = recipe.get("checkpointing")
+    if checkpointing is not None and "fsdp2" in surroundings and checkpointing.has_budget:
+        lines.append(
+            f"checkpointing with a budget cannot be combined with {SURROUNDINGS['fsdp2']}: the profile would count "
+            "gathered weights as activations; take policy block, or plan on one device and name the blocks in include"
+        )
     if prune is not None and "fsdp2" in surroundings and prune.why_not_sharded:
         lines.append(f"prune cannot be combined with {SURROUNDINGS['fsdp2']}: {prune.why_not_sharded}")
     distill = recipe.get("distill")

@@ -25,6 +25,10 @@ class PlainKeys:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.read(model)
+
+    def read(self, model: nn.Module) -> None:
+        """Take the keys and shapes that a model has now for those to hold."""
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if _sized(tensor)}
         self._names = set(model.state_dict())
 

@@ -41,6 +41,7 @@ ROOMS = {
     room.key: room
     for room in (
         Room("matmul", "matmul_precision", "MatmulPrecisionConfig", "MatmulPrecision"),
+        Room("low_rank", "low_rank", "LowRankConfig", "LowRankTraining"),
         Room("lora", "quantization", "LoraConfig", "LoraTraining"),
         Room("primary_weights", "primary_weights", "PrimaryWeightsConfig", "PrimaryWeights"),
         Room("prune", "pruning", "PruneConfig", "Pruning"),

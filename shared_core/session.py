@@ -23,13 +23,10 @@ from shared_core.technique import (
     Context,
     Services,
     Technique,
+    driven,
     in_order,
     mean_over_micro_batch,
-    overrides,
 )
-
-_STEP = ("before_optimizer_step", "after_optimizer_step", "skipped_optimizer_step")
-_VERBS = ("forward", "loss", *_STEP, "before_eval", "after_eval", "before_save", "after_save", "evaluated")
 
 
 class Session:
@@ -81,10 +78,7 @@ class Session:
         self._final_reports: dict[str, Any] = {}
         self._validation: dict[str, float] = {}
         self._started = time.perf_counter()
-        self._driven = {
-            verb: [(key, technique) for key, technique in self.techniques.items() if overrides(technique, verb)]
-            for verb in _VERBS
-        }
+        self._driven = driven(self.techniques)
 
     @property
     def is_attached(self) -> bool:
@@ -117,12 +111,15 @@ class Session:
         self.recipe = self.recipe.merged(recipe)
         self._reset()
 
-    def attach(self, model: nn.Module, surroundings: Iterable[str] = ()) -> None:
+    def attach(
+        self, model: nn.Module, surroundings: Iterable[str] = (), resumed: Mapping[str, Any] | None = None
+    ) -> None:
         """Prepare the user's unwrapped model, before the optimizer exists. A second call on it does nothing.
 
         Args:
             model: The user's model.
             surroundings: Keys of `compatibility.SURROUNDINGS` that hold in this run.
+            resumed: The techniques' states in the checkpoint that is loaded next, by key.
 
         Raises:
             CompatibilityError: If the recipe cannot be run like this.
@@ -136,7 +133,8 @@ class Session:
                 return
             raise TrainingError("session: must be attached to one model only; make a session for each")
         self._plain = PlainKeys(model)
-        context = Context(model=model, front_end=self._front_end, services=self._services)
+        context = Context(model, self._front_end, self._services, resumed=resumed or {})
+        context.restructured = functools.partial(self._plain.read, model)
         context.generator.manual_seed(self._seed)
         context.weights_replaced = functools.partial(self._tell_all, "weights_replaced", context)
         context.constrain = functools.partial(self._tell_all, "constrain")

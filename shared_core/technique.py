@@ -161,6 +161,10 @@ class Context:
     """``normalise(total, count)``: a sum over counted positions, averaged as this trainer averages the task loss."""
     weights_replaced: Callable[[], None] = lambda: None
     """Tells every technique that the weights came from elsewhere: masks are re-applied, ranges re-estimated."""
+    resumed: Mapping[str, Any] = field(default_factory=dict)
+    """The techniques' states in a checkpoint whose weights are loaded next, where they decide how to attach."""
+    restructured: Callable[[], None] = lambda: None
+    """Tells that the model, as it is now, is what saved models are to be loaded in: its layers changed for good."""
     constrain: Callable[[Mapping[Tensor, Tensor]], None] = lambda values: None
     """Makes what must hold of parameters hold of other values for them: masks, shared values."""
     widen_gradients: Callable[[torch.optim.Optimizer], None] | None = None
@@ -277,6 +281,10 @@ class Technique:
     def write(self, folder: Path) -> None:
         """Write what the run leaves beside the model into its folder; called once it is over, on the main process."""
 
+    def fits(self, state: Mapping[str, Any] | None) -> bool:
+        """Return whether the model is attached to as weights saved with this state need it; None: without one."""
+        return True
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything an exact resume needs: tensors, numbers, strings, lists and dicts of them."""
         return {}
@@ -296,3 +304,15 @@ class Technique:
 def overrides(technique: Technique, verb: str) -> bool:
     """Return whether a technique has its own version of a verb, so that a session can leave out the others."""
     return getattr(type(technique), verb) is not getattr(Technique, verb)
+
+
+_STEP = ("before_optimizer_step", "after_optimizer_step", "skipped_optimizer_step")
+_VERBS = ("forward", "loss", *_STEP, "before_eval", "after_eval", "before_save", "after_save", "evaluated")
+
+
+def driven(techniques: Mapping[str, Technique]) -> dict[str, list[tuple[str, Technique]]]:
+    """Return, for each verb of every step or so, the techniques that do something then, by key."""
+    return {
+        verb: [(key, technique) for key, technique in techniques.items() if overrides(technique, verb)]
+        for verb in _VERBS
+    }

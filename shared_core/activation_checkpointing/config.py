@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shared_core.activation_checkpointing.policies import check_policy
+from shared_core.activation_checkpointing.policies import BUDGET, check_policy
 from shared_core.config import TechniqueConfig, option
 
 
@@ -29,6 +29,11 @@ class CheckpointingConfig(TechniqueConfig):
     include: tuple[str, ...] = option(
         (), help="Names or classes of the blocks, with wildcards; by default the repeated ones that are found."
     )
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether a plan is made from the first micro-batches."""
+        return self.policy.startswith(BUDGET)
 
     def validate(self) -> None:
         """Refuse a policy that does not exist."""

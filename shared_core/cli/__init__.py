@@ -14,6 +14,7 @@ from shared_core.cli.export import export
 from shared_core.cli.flags import flags
 from shared_core.cli.formats import formats
 from shared_core.cli.lottery import lottery
+from shared_core.cli.low_rank import LowRankCommand, low_rank
 from shared_core.cli.plan import plan
 from shared_core.cli.prune import PruneCommand, prune
 from shared_core.cli.quantize import quantize
@@ -39,6 +40,7 @@ app.command()(export)
 app.command()(flags)
 app.command()(formats)
 app.command()(lottery)
+app.command(cls=LowRankCommand)(low_rank)
 app.command()(plan)
 app.command(cls=PruneCommand)(prune)
 app.command()(quantize)

@@ -19,10 +19,14 @@ def describe_flags() -> list[dict[str, str]]:
     for flag, (key, field) in all_flags().items():
         hint = typing.get_type_hints(ROOMS[key].config_class)[field.name]
         no_default = field.default is dataclasses.MISSING
-        default = "required" if no_default else "" if field.default in ((), None) else str(field.default)
+        default = "required" if no_default else "" if field.default in ((), None) else _text(field.default)
         kind = _type_text(field.metadata.get("flag_type", hint))
         rows.append({"flag": f"--{flag}", "type": kind, "default": default, "help": field.metadata["help"]})
     return rows
+
+
+def _text(default: Any) -> str:
+    return ", ".join(default) if isinstance(default, tuple) else str(default)
 
 
 def _type_text(hint: Any) -> str:

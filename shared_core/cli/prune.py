@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import itertools
 import json
 from collections.abc import Callable
@@ -12,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from shared_core.cli.flags import describe_flags
+from shared_core.cli.config_options import command_with_options, given_options
 from shared_core.cli.folders import check_new, copy_beside, load_folder
 from shared_core.cli.loading import build_model, function, load_weights, user_batches
 from shared_core.cli.progress_bar import bar
@@ -27,63 +24,16 @@ if TYPE_CHECKING:
     from shared_core.pruning import PruneConfig, ShrinkResult
 
 REPORT_FILE = "eff_pruning.json"
-_OPTIONS = "shared_core.cli.prune"
 _SHRINKABLE = ("neuron", "channel", "head")
 
 
-@functools.cache
-def _option_parameters() -> list[Any]:
-    """Return one parameter of the command for each option of pruning that applies after training."""
-    from shared_core.pruning.config import PruneConfig
+def _during_training() -> tuple[str, ...]:
     from shared_core.pruning.post_training import DURING_TRAINING
 
-    rows = {row["flag"]: row for row in describe_flags()}
-    flags = []
-    for field in dataclasses.fields(PruneConfig):
-        if field.name in DURING_TRAINING:
-            continue
-        row = rows[f"--{PruneConfig.key}_{field.name}"]
-        is_required = row["default"] == "required"
-        option = typer.Option(
-            f"--{field.name.replace('_', '-')}",
-            help=row["help"],
-            metavar=row["type"],
-            show_default=False if is_required else row["default"] or False,
-        )
-        # texts, which the config reads as those of a recipe are read; lists may be given more than once
-        is_list = row["type"] == "list"
-        kind, value = (str, inspect.Parameter.empty) if is_required else ((list[str] if is_list else str) | None, None)
-        flags.append(
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=Annotated[kind, option]
-            )
-        )
-
-    def options(**given: Any) -> None: ...
-
-    options.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
-    options.__annotations__ = {flag.name: flag.annotation for flag in flags}
-    app = typer.Typer(add_completion=False)
-    app.command()(options)
-    return list(typer.main.get_command(app).params)
+    return DURING_TRAINING
 
 
-class PruneCommand(TyperCommand):
-    """Has the options of `PruneConfig` for flags; they are looked up when asked for: `eff --help` needs no torch."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the command's own parameters, then the options of pruning."""
-        *own, help_option = super().get_params(ctx)
-        return [*own, *_option_parameters(), help_option]
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command, with the options of pruning where it finds them."""
-        names = [parameter.name for parameter in _option_parameters()]
-        given = {name: value for name in names if (value := ctx.params.pop(name, None)) is not None}
-        ctx.meta[_OPTIONS] = {
-            name: ",".join(value) if isinstance(value, list | tuple) else value for name, value in given.items()
-        }
-        return super().invoke(ctx)
+PruneCommand = command_with_options("shared_core.pruning.config", "PruneConfig", _during_training)
 
 
 def prune(
@@ -127,7 +77,7 @@ def prune(
     asked = {"model": model, "weights": weights and str(weights), "calibration": calibration, "batches": batches,
              "loss": loss, "seed": seed, "eval": evaluate, "shrink": shrink}  # fmt: skip
     check_new(out, "eff prune")
-    config = as_config(context.meta[_OPTIONS])
+    config = as_config(given_options(context))
     if shrink and config.granularity not in _SHRINKABLE:
         raise ConfigError(
             f"eff prune: --shrink must come with --granularity {', '.join(_SHRINKABLE)}, got {config.granularity}"
@@ -204,9 +154,7 @@ def _shrunk(network: nn.Module, example: Any) -> ShrinkResult:
 
 
 def _applied(config: PruneConfig) -> dict[str, Any]:
-    from shared_core.pruning.post_training import DURING_TRAINING
-
-    return {name: value for name, value in config.to_dict().items() if name not in DURING_TRAINING}
+    return {name: value for name, value in config.to_dict().items() if name not in _during_training()}
 
 
 def _values(result: ShrinkResult) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shared_core.errors import ConfigError, TrainingError
+from shared_core.model_calls import call
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.cost_watch import CostWatch
-from shared_core.pruning.removal.trace import call
 from shared_core.pruning.scorers import Scorer
 from shared_core.pruning.unit_pruning import UnitPruning
 

@@ -10,8 +10,8 @@ from eff_kernels.pruning import apply_mask_
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shared_core.model_calls import evaluated
 from shared_core.pruning.removal.groups import ChannelGroup
-from shared_core.pruning.removal.trace import evaluated
 from shared_core.pruning.scorers import shapley_values
 from shared_core.pruning.units import masks_of_units
 from shared_core.ranks import broadcast_

@@ -9,7 +9,7 @@ from shared_core.config import TechniqueConfig
 from shared_core.scale.cost import Cost
 from shared_core.scale.run import PlannedRun
 from shared_core.scale.shape import ModelShape
-from shared_core.scale.techniques import COSTS, activation_bytes, trained, weight_bytes
+from shared_core.scale.techniques import COSTS, activation_bytes, shaped, trained, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ def plan(shape: ModelShape, run: PlannedRun, recipe: Mapping[str, TechniqueConfi
         (12.2, 156, 412)
     """
     recipe = recipe or {}
+    shape = shaped(recipe, shape)
     own = [cost for key, config in recipe.items() for cost in COSTS[key](config, shape, run)]
     return Plan((*_base(shape, run, recipe), *own))
 

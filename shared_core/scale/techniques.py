@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from shared_core.scale.cost import Cost
@@ -72,6 +73,27 @@ def _lora(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
     return [Cost("lora", why="frozen weights in codes; gradients and moments of adapters alone, 18·r·h a block")]
 
 
+def _low_rank(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
+    if _kept_share(config, shape) is None:
+        return [Cost("low_rank", why=f"not counted: what {config.rank} keeps is known from eff low-rank alone")]
+    return [Cost("low_rank", why="factors in place of the blocks' matrices: counted in every line")]
+
+
+def _kept_share(config: Any, shape: ModelShape) -> float | None:
+    rule = config.rule
+    if rule.kind == "budget":
+        return float(rule.value)
+    rank = {"number": rule.value, "share": rule.value * shape.hidden}.get(rule.kind)
+    # 4 matrices of h x h and two of h x 4h have 18·h rows and columns for 12·h² parameters
+    return None if rank is None else min(1.0, 1.5 * rank / shape.hidden)
+
+
+def shaped(recipe: Mapping[str, Any], shape: ModelShape) -> ModelShape:
+    """Return the sizes of the model that is trained: factorised, with `low_rank`."""
+    kept = _kept_share(recipe["low_rank"], shape) if "low_rank" in recipe else None
+    return shape if kept is None else replace(shape, params=shape.embeddings + round(kept * shape.matrices))
+
+
 def _nothing(why: str) -> Callable[[Any, ModelShape, PlannedRun], list[Cost]]:
     return lambda config, shape, run: [Cost(config.key, why=why)]
 
@@ -81,6 +103,7 @@ COSTS: dict[str, Callable[[Any, ModelShape, PlannedRun], list[Cost]]] = {
     "loss_scale": _nothing("one flag and one number agreed on by all ranks"),
     "qat": _nothing("a few numbers a layer, agreed on each step; quantised weights are saved for backward as float"),
     "fp8": _nothing("histories of a few numbers a layer; casts saved for backward take 1 byte a value in place of 2"),
+    "low_rank": _low_rank,
     "checkpointing": _nothing("see the line of activations"),
     "activations": _nothing("see the line above; exact saves what the receipt says, 0 to 50 % and more"),
     "share": lambda config, shape, run: [Cost("share: codes", held=shape.params / run.parts, why="1 byte a weight")],

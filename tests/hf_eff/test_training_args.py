@@ -13,6 +13,16 @@ from shared_core.rooms import flags
 
 FLAGS = [
     "matmul_precision",
+    "low_rank_rank",
+    "low_rank_decomposition",
+    "low_rank_calibration_batches",
+    "low_rank_conv",
+    "low_rank_force",
+    "low_rank_multiple_of",
+    "low_rank_merge",
+    "low_rank_include",
+    "low_rank_skip",
+    "low_rank_min_size",
     "lora_rank",
     "lora_alpha",
     "lora_dropout",

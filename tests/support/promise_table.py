@@ -79,6 +79,8 @@ TECHNIQUES = {
         Row("activations", {"pack": "exact", "min_size": 32}),
         # Over newly drawn weights masks hold from the first step.
         Row("ticket", {"control": "random_reinit"}, needs_ticket=True),
+        # Of full rank, which FP8 can multiply. A checkpoint folder of Hugging Face holds the factors.
+        Row("low_rank", {"rank": 16, "force": True, "merge": True}, exempt=frozenset({"plain_hf_checkpoints"})),
     )
 }
 # Other options of techniques that keep other state: resumed and compared as well, not paired.

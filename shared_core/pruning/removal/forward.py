@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
-from shared_core.pruning.removal.trace import Tracer, evaluated
-from shared_core.pruning.removal.trace import call as call
+from shared_core.model_calls import call as call
+from shared_core.model_calls import evaluated
+from shared_core.pruning.removal.trace import Tracer
 
 _BY_PRODUCTS = ("past_key_values", "hidden_states", "attentions", "encoder_", "decoder_", "cross_attentions")
 

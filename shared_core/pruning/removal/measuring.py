@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from shared_core.model_calls import call, evaluated
 from shared_core.pruning.removal.forward import decomposed, outputs_of
-from shared_core.pruning.removal.trace import call, evaluated
 
 
 def state_bytes(model: nn.Module) -> int:

@@ -1,0 +1,88 @@
+"""A command whose flags are the options of a technique, looked up when asked for: `eff --help` needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from shared_core.cli.flags import describe_flags
+
+_OPTIONS = "shared_core.cli.config_options"
+
+
+def given_options(context: typer.Context) -> dict[str, Any]:
+    """Return the technique's options that were given, as texts, which its config reads."""
+    return dict(context.meta[_OPTIONS])
+
+
+def command_with_options(module: str, config_name: str, left_out: Callable[[], tuple[str, ...]]) -> type[TyperCommand]:
+    """Return the class of a command that has a config's options beside its own.
+
+    Args:
+        module: Where the config is.
+        config_name: Of its class.
+        left_out: Returns the options that the command does not have.
+    """
+
+    @functools.cache
+    def options() -> list[Any]:
+        return _parameters(getattr(importlib.import_module(module), config_name), left_out())
+
+    class ConfigCommand(TyperCommand):
+        """Has the options of a config for flags."""
+
+        def get_params(self, ctx: Any) -> list[Any]:
+            """Return the command's own parameters, then the options of the technique."""
+            *own, help_option = super().get_params(ctx)
+            return [*own, *options(), help_option]
+
+        def invoke(self, ctx: Any) -> Any:
+            """Run the command, with the options of the technique where it finds them."""
+            names = [parameter.name for parameter in options()]
+            # a list that was not given is empty, which is not the config's own default
+            given = {name: value for name in names if (value := ctx.params.pop(name, None)) not in (None, [], ())}
+            ctx.meta[_OPTIONS] = {
+                name: ",".join(value) if isinstance(value, list | tuple) else value for name, value in given.items()
+            }
+            return super().invoke(ctx)
+
+    return ConfigCommand
+
+
+def _parameters(config: Any, left_out: tuple[str, ...]) -> list[Any]:
+    rows = {row["flag"]: row for row in describe_flags()}
+    flags = []
+    for field in dataclasses.fields(config):
+        if field.name in left_out:
+            continue
+        row = rows[f"--{config.key}_{field.name}"]
+        is_required = row["default"] == "required"
+        option = typer.Option(
+            f"--{field.name.replace('_', '-')}",
+            help=row["help"],
+            metavar=row["type"],
+            show_default=False if is_required else row["default"] or False,
+        )
+        # texts, which the config reads as those of a recipe are read; lists may be given more than once
+        is_list = row["type"] == "list"
+        kind, value = (str, inspect.Parameter.empty) if is_required else ((list[str] if is_list else str) | None, None)
+        flags.append(
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=Annotated[kind, option]
+            )
+        )
+
+    def options(**given: Any) -> None: ...
+
+    options.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
+    options.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    app = typer.Typer(add_completion=False)
+    app.command()(options)
+    return list(typer.main.get_command(app).params)

@@ -1,0 +1,159 @@
+"""`eff low-rank`: a trained model whose layers are products of two smaller ones, without training."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shared_core.cli.config_options import command_with_options, given_options
+from shared_core.cli.folders import check_new, copy_beside, load_folder
+from shared_core.cli.loading import build_model, function, load_weights, user_batches
+from shared_core.cli.progress_bar import bar
+from shared_core.cli.shrink import made_up_inputs
+from shared_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn  # `eff --help` must not wait for torch
+
+REPORT_FILE = "eff_low_rank.json"
+
+LowRankCommand = command_with_options("shared_core.low_rank.config", "LowRankConfig", lambda: ("merge",))
+
+
+def low_rank(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(help="A Hugging Face folder, or module:function that returns the model or (model, inputs)."),
+    ],
+    out: Annotated[Path, typer.Option(help="The folder to write; it must not exist or be empty.")],
+    weights: Annotated[
+        Path | None, typer.Option(help="With module:function, a folder or file with the trained weights.")
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(help="module:function that returns batches: tensors, tuples, dicts or what --loss takes."),
+    ] = None,
+    loss: Annotated[
+        str | None,
+        typer.Option(help="module:function that takes (model, batch) and returns its loss; default: output.loss."),
+    ] = None,
+    evaluate: Annotated[
+        str | None, typer.Option("--eval", help="module:function that takes a model and returns its quality.")
+    ] = None,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="Write whole weights of low rank, which load as before, and save nothing.")
+    ] = False,
+    repeats: Annotated[int, typer.Option(help="Forwards that are timed, before and after.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Factorise a trained model and save it, with a report of what that saves and loses.
+
+    The folder holds low_rank.safetensors, which shared_core.low_rank.load puts into a model of the same class and
+    configuration, and eff_low_rank.json, which a training run takes for its rank: --low_rank_rank eff_low_rank.json.
+    """
+    from shared_core.low_rank import LowRankConfig, factorize, merge
+    from shared_core.low_rank.config import MEASURED
+    from shared_core.pruning.removal.measuring import difference, forward_flops, latency, outputs, state_bytes
+
+    check_new(out, "eff low-rank")
+    config = LowRankConfig.from_dict(given_options(context))
+    needs = [name for name in ("sensitivity", *MEASURED) if name in (config.rule.kind, config.decomposition)]
+    if needs and calibration is None:
+        raise ConfigError(f"eff low-rank: --calibration must be given with {needs[0]}, got none")
+    if loss is not None and calibration is None:
+        raise ConfigError("eff low-rank: --loss must come with --calibration, whose batches it takes, got none")
+    if repeats < 1:
+        raise ConfigError(f"eff low-rank: --repeats must be at least 1, got {repeats}")
+    folder = Path(model) if Path(model).is_dir() else None
+    if folder and weights is not None:
+        raise ConfigError(f"eff low-rank: --weights must be left out for a folder, got {weights}")
+    judge = function(evaluate, "eff low-rank: --eval") if evaluate else None
+    run_batch = function(loss, "eff low-rank: --loss") if loss else None
+    data = user_batches(calibration, "eff low-rank: --calibration") if calibration else None
+    network, example = (load_folder(folder, "eff low-rank"), None) if folder else build_model(model, "eff low-rank")
+    if weights is not None:
+        load_weights(network, weights, "eff low-rank")
+    data = None if data is None else list(itertools.islice(data, config.calibration_batches))
+    if example is None and data and run_batch is None:
+        example = data[0]
+    if example is None and folder:
+        example = made_up_inputs(network)
+    dense = copy.deepcopy(network)
+    with bar("factorising") as advance:
+        done = factorize(network, config, data, loss=run_batch, progress=advance)
+    values: dict[str, Any] = {"asked": config.to_dict(), **done.to_dict(), "merged": merged}
+    if merged:
+        merge(network)
+    values["bytes"] = {"before": state_bytes(dense), "after": state_bytes(network)}
+    if example is not None:
+        before, after = (forward_flops(each, example) for each in (dense, network))
+        values["flops"] = {"before": before, "after": after}
+        before_ms, after_ms = latency(dense, network, example, repeats)
+        values["milliseconds"] = {"before": round(before_ms, 4), "after": round(after_ms, 4)}
+        values["output_difference"] = difference(outputs(dense, example), outputs(network, example))
+    if judge is not None:
+        values["quality"] = {
+            name: float(judge(each.eval())) for name, each in (("dense", dense), ("low_rank", network))
+        }
+    _write(out, network, values, folder, merged=merged)
+    if as_json:
+        typer.echo(json.dumps(values, indent=2))
+    else:
+        _tell(out, values)
+
+
+def _write(out: Path, network: nn.Module, values: dict[str, Any], folder: Path | None, *, merged: bool) -> None:
+    from safetensors.torch import save_model
+
+    from shared_core.atomic import atomic_folder
+    from shared_core.low_rank.saving import WEIGHTS_FILE
+
+    saved: Any = network
+    with atomic_folder(out) as temporary:
+        if folder is not None and merged:
+            saved.save_pretrained(temporary)
+        else:
+            save_model(network, str(temporary / ("model.safetensors" if merged else WEIGHTS_FILE)))
+            if folder is not None:
+                saved.config.save_pretrained(temporary)
+        if folder is not None:
+            copy_beside(folder, temporary)
+        (temporary / REPORT_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _tell(out: Path, values: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=f"factorised: {out}", title_justify="left")
+    for heading in ("layer", "scheme", "rank", "parameters", "energy kept", "weight error", "output error"):
+        table.add_column(heading, justify="left" if heading in ("layer", "scheme") else "right", overflow="fold")
+    for entry in values["layers"]:
+        output = entry.get("output_error")
+        table.add_row(
+            entry["name"],
+            entry["scheme"],
+            f"{entry['rank']} of {entry['full_rank']}",
+            f"{entry['parameters_before']:,} -> {entry['parameters_after']:,}",
+            f"{entry['energy']:.1%}",
+            f"{entry['weight_error']:.3g}",
+            "–" if output is None else f"{output:.3g}",
+        )
+    console.print(table)
+    for name, reason in values["left_out"].items():
+        console.print(f"left alone: {name}: {reason}", markup=False)
+    for name, unit in (("parameters", ""), ("bytes", ""), ("flops", ""), ("milliseconds", " (median of a forward)")):
+        if name in values:
+            before, after = values[name]["before"], values[name]["after"]
+            console.print(f"{name}: {before:,} -> {after:,} ({after / before:.2f}x){unit}")
+    if "output_difference" in values:
+        console.print(f"largest difference of the outputs: {values['output_difference']:.1e}")
+    if "quality" in values:
+        console.print("quality: " + ", ".join(f"{name} {value:.4g}" for name, value in values["quality"].items()))

@@ -1,0 +1,249 @@
+"""A trained model factorised at once: by its weights alone, or by what a few batches show."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.fast_paths import fast_paths_off
+from shared_core.low_rank.config import LowRankConfig
+from shared_core.low_rank.decomposition import relative_error
+from shared_core.low_rank.layers import LowRankLayer, factorised, put_in_
+from shared_core.low_rank.matrices import as_matrix, schemes
+from shared_core.low_rank.moments import InputMoments
+from shared_core.low_rank.rank_rule import read_report
+from shared_core.low_rank.selection import Candidate, candidates, choose_ranks, select
+from shared_core.low_rank.sensitivity import measure_worth
+from shared_core.model_calls import call, evaluated
+from shared_core.ranks import world_size
+
+Loss = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True)
+class LowRankReport:
+    """What `factorize` did to a model.
+
+    Args:
+        layers: One entry a factorised layer: name, scheme, rank, full_rank, parameters before and after, the share of
+            energy kept, the relative error of its weight and, where inputs were looked at, of its output.
+        left_out: Every other layer within reach, with the reason why it stays as it is.
+        parameters: Of the whole model, before and after.
+        decomposition: What the truncation kept best.
+        batches: How many batches were looked at.
+        seconds: What it took.
+    """
+
+    layers: list[dict[str, Any]]
+    left_out: dict[str, str]
+    parameters: tuple[int, int]
+    decomposition: str
+    batches: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values that JSON can hold."""
+        before, after = self.parameters
+        return asdict(self) | {"parameters": {"before": before, "after": after}}
+
+
+def factorize(
+    model: nn.Module,
+    config: LowRankConfig | Mapping[str, Any],
+    batches: Iterable[Any] | None = None,
+    *,
+    loss: Loss | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> LowRankReport:
+    r"""Replace layers of a model by products of two smaller ones in place, and return what was done.
+
+    ``W ≈ B A`` with ``B`` (m, r) and ``A`` (r, n), where ``r (m + n) < m n``. All decompositions and inputs are those
+    of the model as it was given. The names of other parameters, modes, dtypes and devices stay; optimizers must be
+    made afterwards.
+
+    Args:
+        model: Linear layers, transformers' Conv1D and `nn.Conv2d` within; changed in place.
+        config: Options as a recipe's ``low_rank`` section has them, or a `LowRankConfig`; ``merge`` must be left out.
+        batches: For ``scaled``, ``whitened`` and ``sensitivity``; the first ``calibration_batches`` are looked at. Each
+            is a tensor, a tuple of arguments or a mapping of keyword arguments, or whatever `loss` takes.
+        loss: ``loss(model, batch)`` returns the loss of a batch; by default the output's ``loss``.
+        progress: Called with (done, total) while sensitivity is measured, or batches are run.
+
+    Raises:
+        ConfigError: If an option breaks its rule, or batches are missing.
+        MatchError: If there is nothing to factorise.
+        CompatibilityError: If the model is factorised already, sharded, or batches are spread over processes.
+        TrainingError: If a weight or an input is not finite, or a layer saw none.
+
+    Source: Eckart and Young, 1936; Wang et al., 2024 (SVD-LLM), arXiv:2403.07378; of convolutions Zhang et al., 2015,
+        arXiv:1505.06798 (channel), Jaderberg et al., 2014, arXiv:1405.3866 (spatial).
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(100, 64), nn.ReLU(), nn.Linear(64, 10))
+        >>> report = factorize(net, {"rank": 8})
+        >>> report.parameters, net[0].rank, report.left_out
+        ((7114, 2026), 8, {})
+    """
+    started = time.perf_counter()
+    config = config if isinstance(config, LowRankConfig) else LowRankConfig.from_dict(config)
+    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    if config.merge:
+        raise ConfigError("low_rank: merge must be left out here, got true; call shared_core.low_rank.merge(model)")
+    if factorised(model):
+        raise CompatibilityError("low_rank: model must not be factorised already; merge it first")
+    data = _checked(config, batches)
+    before = sum(parameter.numel() for parameter in model.parameters())
+    layers, left_out = select(model, config)
+    moments = _moments(model, config, layers, data, loss, progress) if config.needs_batches else {}
+
+    def measured() -> float:
+        return _mean_loss(model, data, loss)
+
+    plan, kept_out = plan_ranks(config, layers, moments, measured, progress)
+    told = apply(model, plan, moments)
+    for layer in told:
+        model.get_submodule(layer["name"]).release()  # type: ignore[operator]
+    fast_paths_off(model, (LowRankLayer,))
+    after = sum(parameter.numel() for parameter in model.parameters())
+    return LowRankReport(
+        told, left_out | kept_out, (before, after), config.decomposition, len(data), time.perf_counter() - started
+    )
+
+
+Plan = Mapping[str, tuple[Candidate, int]]
+
+
+def plan_ranks(
+    config: LowRankConfig,
+    layers: Mapping[str, Any],
+    moments: Mapping[tuple[str, str], Tensor],
+    loss: Callable[[], float] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Plan, dict[str, str]]:
+    """Return each layer's decomposition and rank, and why others stay as they are.
+
+    Raises:
+        ConfigError: If a report tells of layers that are not there, or a budget cannot be met.
+        MatchError: If no layer is left.
+    """
+    rule = config.rule
+    if rule.kind == "report":
+        structure = read_report(rule.value)
+        if unknown := sorted(set(structure) - set(layers)):
+            raise ConfigError(
+                f"low_rank: report {rule.value} must tell of layers that can be factorised here, got {unknown[:5]}; "
+                "use it with the model that it was written for and the same include, skip and min_size"
+            )
+        plan = {}
+        for name, told in structure.items():
+            if told["scheme"] not in schemes(layers[name]):
+                raise ConfigError(
+                    f"low_rank: report {rule.value} must fit the layers, got scheme {told['scheme']} for {name}"
+                )
+            scheme = LowRankConfig(rank=1, conv="auto" if told["scheme"] == "linear" else told["scheme"])
+            each = candidates({name: layers[name]}, scheme, moments)[name]
+            plan[name] = (each, min(told["rank"], each.full))
+        return plan, {name: "the report leaves it as it is" for name in layers if name not in structure}
+    found = candidates(layers, config, moments)
+    worth = measure_worth(found, loss, config.multiple_of, progress) if rule.kind == "sensitivity" and loss else None
+    ranks, left_out = choose_ranks(found, config, worth)
+    return {name: (found[name], rank) for name, rank in ranks.items()}, left_out
+
+
+def apply(model: nn.Module, plan: Plan, moments: Mapping[tuple[str, str], Tensor]) -> list[dict[str, Any]]:
+    """Put the factorised layers into a model, and return what each is like."""
+    new = put_in_(model, {name: {"rank": rank, "scheme": each.scheme} for name, (each, rank) in plan.items()})
+    told = []
+    for name, (each, rank) in plan.items():
+        layer, moment = new[name], moments.get((name, each.scheme))
+        layer.set_factors_(*each.spectrum.factors(rank))
+        told.append({
+            "name": name, "scheme": each.scheme, "rank": rank, "full_rank": each.full,
+            "parameters_before": each.numel, "parameters_after": rank * each.side,
+            "energy": round(float(each.spectrum.energy()[rank - 1]), 6), **errors(layer, moment),
+        })  # fmt: skip
+    return told
+
+
+def errors(layer: LowRankLayer, moment: Tensor | None) -> dict[str, float]:
+    """Return how far the factors are from the user's weight and, with a moment, from what it makes of inputs."""
+    pair = (layer.dense.weight, layer.weight)
+    weight, merged = (as_matrix(value.detach().double(), layer.scheme, layer.transposed) for value in pair)
+    error = {"weight_error": relative_error(weight, merged)}
+    return error if moment is None else error | {"output_error": relative_error(weight, merged, moment)}
+
+
+def _checked(config: LowRankConfig, batches: Iterable[Any] | None) -> list[Any]:
+    kind = config.rule.kind
+    needs = kind if kind == "sensitivity" else config.decomposition if config.needs_batches else ""
+    if not needs:
+        return []
+    if batches is None:
+        raise ConfigError(f"low_rank: batches must be given with {needs}, got none; pass some")
+    if world_size() > 1:
+        raise CompatibilityError(
+            f"low_rank: batches must be looked at in one process, got {world_size()}; factorise before starting them"
+        )
+    if not (data := list(itertools.islice(batches, config.calibration_batches))):
+        raise ConfigError("low_rank: batches must hold some, got none")
+    return data
+
+
+@contextlib.contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    # a graph that was compiled before there were hooks would run without them
+    with evaluated(model), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _run(model: nn.Module, batch: Any, loss: Loss | None) -> Any:
+    try:
+        return loss(model, batch) if loss else call(model, batch)
+    except TypeError as error:
+        if loss:
+            raise
+        raise ConfigError(
+            f"low_rank: batches must hold what the model takes: a tensor, a tuple of arguments or a mapping of keyword "
+            f"arguments, got {type(batch).__name__} ({error}); or pass loss(model, batch)"
+        ) from error
+
+
+def _moments(
+    model: nn.Module, config: LowRankConfig, layers: Mapping[str, Any], data: list[Any], loss: Loss | None,
+    progress: Callable[[int, int], None] | None,
+) -> dict[tuple[str, str], Tensor]:  # fmt: skip
+    moments = InputMoments(
+        {name: (layer, schemes(layer)) for name, layer in layers.items()}, diagonal=config.decomposition == "scaled"
+    )
+    handles = moments.hooks()
+    try:
+        with _evaluated(model):
+            for done, batch in enumerate(data, 1):
+                _run(model, batch, loss)
+                if progress:
+                    progress(done, len(data))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return moments.read()
+
+
+def _mean_loss(model: nn.Module, data: list[Any], loss: Loss | None) -> float:
+    with _evaluated(model):
+        found = [_run(model, batch, loss) for batch in data]
+    if loss is None:
+        found = [each.get("loss") if isinstance(each, Mapping) else getattr(each, "loss", None) for each in found]
+    if any(not isinstance(each, Tensor | float) or (isinstance(each, Tensor) and each.numel() != 1) for each in found):
+        raise ConfigError(
+            "low_rank: loss must be a number for sensitivity; pass loss(model, batch), or batches with labels to a "
+            "model whose output has a loss"
+        )
+    return sum(float(each) for each in found) / len(found)

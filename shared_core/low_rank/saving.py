@@ -1,0 +1,122 @@
+"""Saved factorised models, back in a model of the user's class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import CheckpointError
+from shared_core.fast_paths import fast_paths_off
+from shared_core.low_rank.layers import LowRankLayer, put_in_
+from shared_core.low_rank.matrices import CHANNEL, LINEAR, SPATIAL, is_transposed
+
+_FIRST, _SECOND = ".first.weight", ".second.weight"
+WEIGHTS_FILE = "low_rank.safetensors"
+"""A name that `from_pretrained` does not look for: it would load the rest, and draw the factorised layers anew."""
+
+
+def load(model: nn.Module, weights: Path | str | Mapping[str, Tensor]) -> nn.Module:
+    """Return the model, factorised as saved weights are and holding them.
+
+    Ranks and schemes are read from the names and shapes of the weights, so every file will do: what a trainer saved
+    at the end or on the way, what `eff low-rank` wrote, a state dict.
+
+    Args:
+        model: The user's model before it was factorised, its weights need not be trained; changed in place. Of
+            transformers ``AutoModel….from_config(AutoConfig.from_pretrained(folder))``.
+        weights: A folder with ``.safetensors``, such a file, a Lightning ``.ckpt``, or a state dict.
+
+    Raises:
+        CheckpointError: If it cannot be read, or is of another model.
+
+    Example:
+        >>> from shared_core.low_rank import LowRankConfig, factorize
+        >>> net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
+        >>> _ = factorize(net, LowRankConfig(rank=8))
+        >>> fresh = load(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2)), net.state_dict())
+        >>> torch.equal(fresh(torch.ones(1, 64)), net(torch.ones(1, 64)))
+        True
+    """
+    state = dict(weights) if isinstance(weights, Mapping) else _own_names(model, _read(Path(weights)))
+    structure = read_structure(model, state)
+    for layer in put_in_(model, structure).values():
+        layer.release()
+    fast_paths_off(model, (LowRankLayer,))
+    own = model.state_dict()
+    shared = {own[name].data_ptr() for name in state if name in own}
+    missing = [name for name, value in own.items() if name not in state and value.data_ptr() not in shared]
+    others = [name for name, value in state.items() if name not in own or own[name].shape != value.shape]
+    if missing or others:
+        raise CheckpointError(
+            f"low_rank: weights must be those of a factorised {type(model).__name__}, got missing {missing[:3]} and "
+            f"others {others[:3]}; build the model as it was before it was factorised"
+        )
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+def read_structure(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Return rank and scheme of the layers that weights hold in two factors, by name.
+
+    Raises:
+        CheckpointError: If there is none, or the model has no such layer.
+    """
+    modules: dict[str, Any] = dict(model.named_modules())
+    structure = {}
+    for key, first in state.items():
+        name = key.removesuffix(_FIRST)
+        second = state.get(name + _SECOND)
+        if name == key or second is None:
+            continue
+        layer = modules.get(name)
+        if not (isinstance(layer, nn.Linear | nn.Conv2d) or (layer is not None and is_transposed(layer))):
+            continue  # a user's own module with parts of these names
+        scheme = LINEAR
+        if isinstance(layer, nn.Conv2d):
+            scheme = CHANNEL if second.shape[2:].numel() == 1 and first.shape[2:] == layer.kernel_size else SPATIAL
+        structure[name] = {"rank": len(first), "scheme": scheme}
+    if not structure:
+        raise CheckpointError(
+            f"low_rank: weights must hold factorised layers of {type(model).__name__}, got none; weights of the whole "
+            "model need no load of ours"
+        )
+    return structure
+
+
+def _own_names(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights by the model's names, where its library saves them by others (transformers does for ViT)."""
+    from shared_core.cli.run import front_ends
+
+    if not hasattr(model, "save_pretrained"):
+        return state
+    parts = ("first.weight", "second.weight", "second.bias")
+    names = dict.fromkeys(
+        [*model.state_dict(), *(f"{name}.{part}" for name, _ in model.named_modules() for part in parts)]
+    )
+    saved: dict[str, str] = {}
+    for front_end in front_ends():
+        if (find := getattr(front_end, "saved_names", None)) is not None:
+            saved |= {other: name for name, other in find(model, list(names)).items()}
+    return {name if name in names else saved.get(name, name): value for name, value in state.items()}
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    if path.is_dir() and (path / WEIGHTS_FILE).is_file():
+        path = path / WEIGHTS_FILE
+    files = sorted(path.glob("model*.safetensors")) if path.is_dir() else [path]
+    try:
+        if not files:
+            raise FileNotFoundError("no .safetensors file")
+        if path.suffix == ".ckpt":
+            return dict(torch.load(path, map_location="cpu", weights_only=True)["state_dict"])
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except Exception as error:  # libraries raise whatever the damage makes it
+        raise CheckpointError(
+            f"low_rank: {path} must hold safetensors of a factorised model, got {type(error).__name__}: {error}"
+        ) from error

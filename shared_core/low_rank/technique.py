@@ -1,0 +1,272 @@
+"""Low-rank training: layers are factorised before a run, trained as two, and multiplied at its end if asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
+from shared_core.fast_paths import Undo, fast_paths_off, fast_paths_on
+from shared_core.low_rank.config import LowRankConfig
+from shared_core.low_rank.decomposition import decompose
+from shared_core.low_rank.factorize import apply, errors, plan_ranks
+from shared_core.low_rank.layers import LowRankLayer, factorised, put_in_, replace_, structure_of
+from shared_core.low_rank.matrices import as_matrix
+from shared_core.low_rank.moments import InputMoments, buffers_kept
+from shared_core.low_rank.selection import select
+from shared_core.ranks import broadcast_
+from shared_core.technique import Context, Technique
+
+
+class LowRankTraining(Technique):
+    """Trains ``y = B A x + b`` in A and B, which start as the best product for the user's weight.
+
+    A change of structure: from `attach` on the model holds two plain layers for one, every trainer treats them so, and
+    checkpoints hold both. At the end they stay (`shared_core.low_rank.load` loads them), or with `merge` the user's own
+    layers come back, of low rank and at full cost.
+
+    Args:
+        config: The options.
+
+    Example:
+        >>> from shared_core.recipe import Recipe
+        >>> from shared_core.session import Session
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+        >>> session = Session(Recipe.from_dict({"low_rank": {"rank": 8}}))
+        >>> session.attach(model)
+        >>> [(name, tuple(value.shape)) for name, value in model.state_dict().items()][:2]
+        [('0.first.weight', (8, 64)), ('0.second.weight', (64, 8))]
+        >>> session.detach()
+        >>> model[0]
+        Linear(in_features=64, out_features=64, bias=True)
+    """
+
+    key: ClassVar[str] = "low_rank"
+    config: LowRankConfig
+
+    def __init__(self, config: LowRankConfig) -> None:
+        super().__init__(config)
+        self.layers: dict[str, LowRankLayer] = {}
+        self.left_out: dict[str, str] = {}
+        self._structure: dict[str, dict[str, Any]] = {}
+        self._told: list[dict[str, Any]] = []
+        self._undo: Undo = []
+        self._stays = self._is_fresh = self._is_checked = False
+        self._looked_at = 0
+        self._parameters = (0, 0)
+        self._context: Context | None = None
+
+    # -- start
+
+    def attach(self, model: nn.Module, context: Context) -> None:
+        """Factorise the model, as a checkpoint that will be loaded needs it, or as the options say.
+
+        A model that is factorised already is trained as it is.
+
+        Raises:
+            MatchError: If there is nothing to factorise.
+            ConfigError: If ranks shall be measured, which `factorize` and `eff low-rank` do.
+            CompatibilityError: If a weight is not whole.
+            CheckpointError: If the checkpoint is of other layers.
+        """
+        config, before = self.config, sum(parameter.numel() for parameter in model.parameters())
+        resumed = context.resumed.get(self.key)
+        self.layers = factorised(model)
+        if self.layers:
+            self._stays = True
+            context.services.say(f"efftrain: low_rank: {len(self.layers)} layers are factorised already; they stay so")
+        elif resumed is not None:
+            self.layers = self._as_saved(model, resumed)
+        else:
+            if config.rule.kind == "sensitivity":
+                raise ConfigError(
+                    f"low_rank: rank must not need the loss of a whole model in training, got {config.rank!r}; run eff "
+                    "low-rank with it and give its report (eff_low_rank.json) as the rank"
+                )
+            chosen, left_out = select(model, config)
+            plan, kept_out = plan_ranks(config, chosen, {})
+            self._told, self.left_out = apply(model, plan, {}), left_out | kept_out
+            self.layers, self._is_fresh = factorised(model), True
+        self._structure = structure_of(self.layers)
+        self._undo = fast_paths_off(model, (LowRankLayer,))
+        self._parameters = (before, sum(parameter.numel() for parameter in model.parameters()))
+        if not config.merge:
+            context.restructured()
+
+    def _as_saved(self, model: nn.Module, saved: Mapping[str, Any]) -> dict[str, LowRankLayer]:
+        try:
+            return put_in_(model, saved["layers"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"low_rank: checkpoint must hold layers of this {type(model).__name__}, got {error!r}; build the model "
+                "that it was saved from"
+            ) from error
+
+    def detach(self, model: nn.Module) -> None:
+        """Give back the user's layers: their own weights if training has not begun, else the products."""
+        layers, self.layers = self.layers, {}
+        if self._stays or self._is_complete or any(hasattr(p, "device_mesh") for p in model.parameters()):
+            return
+        for layer in layers.values():
+            dense = layer.dense
+            untouched = not dense.weight.is_meta
+            replace_(model, layer, dense.to(layer.first.weight.device) if untouched else layer.merged())
+        fast_paths_on(self._undo)
+        self._undo = []
+
+    @property
+    def _is_complete(self) -> bool:
+        context = self._context
+        return not self.config.merge and context is not None and context.step == context.total_steps
+
+    def prepare_optimizers(self, context: Context) -> None:
+        """Look whether the factors will be trained, before other techniques give an optimizer copies of its own.
+
+        Raises:
+            CompatibilityError: If an optimizer does not hold them.
+        """
+        self._is_checked = True
+        held = {id(p) for optimizer in context.optimizers for group in optimizer.param_groups for p in group["params"]}
+        for name, layer in self.layers.items():
+            wanted = {id(part.weight) for part in (layer.first, layer.second) if part.weight.requires_grad}
+            if context.optimizers and not held >= wanted:
+                raise CompatibilityError(
+                    f"low_rank: optimizer must hold the factors of {name}, but it was made before they were; let the "
+                    "trainer make the optimizer, or make it from the parameters after attach"
+                )
+
+    def begin(self, context: Context) -> None:
+        """Look at inputs if the decomposition does, then let go of the user's weights.
+
+        Raises:
+            CompatibilityError: If an optimizer does not hold the factors.
+        """
+        self._context = context
+        if not self._is_checked:
+            self.prepare_optimizers(context)
+        if self._is_fresh and self.config.needs_batches:
+            self._calibrate(context)
+        self._is_fresh = False
+        for layer in self.layers.values():
+            layer.release()
+
+    @torch.no_grad()
+    def _calibrate(self, context: Context) -> None:
+        """Make the factors the best ones for the inputs that the user's own layers get."""
+        names = {layer: name for name, layer in self.layers.items()}
+        for layer in self.layers.values():
+            layer.dense.to(layer.first.weight)  # the trainer has moved the model since
+        moments = InputMoments(
+            {name: (layer.dense, (layer.scheme,)) for name, layer in self.layers.items()},
+            diagonal=self.config.decomposition == "scaled",
+        )
+
+        def observe(layer: LowRankLayer, x: Tensor) -> Tensor:
+            moments.see(names[layer], x)
+            out: Tensor = layer.dense(x)
+            return out
+
+        restore = buffers_kept(context.model)
+        try:
+            for layer in self.layers.values():
+                layer.observer = observe
+            with torch.compiler.set_stance("force_eager"):
+                context.services.calibrate(self.config.calibration_batches)
+        finally:
+            for layer in self.layers.values():
+                layer.observer = None
+            restore()
+        found = moments.read()
+        told = {entry["name"]: entry for entry in self._told}
+        for name, layer in self.layers.items():
+            moment = found[name, layer.scheme]
+            spectrum = decompose(as_matrix(layer.dense.weight, layer.scheme, layer.transposed), moment)
+            layer.set_factors_(*spectrum.factors(layer.rank))
+            for parameter in layer.parameters():
+                broadcast_(parameter.data)  # processes may round a decomposition otherwise
+            told[name] |= errors(layer, moment) | {"energy": round(float(spectrum.energy()[layer.rank - 1]), 6)}
+        self._looked_at = self.config.calibration_batches
+
+    # -- end
+
+    def finish(self, model: nn.Module, context: Context) -> None:
+        """Multiply the factors if asked to; otherwise they stay."""
+        self._stays = not self.config.merge
+
+    def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the state dict with the products under the user's own names, if factors are to be multiplied."""
+        if not self.config.merge:
+            return state_dict
+        baked: dict[str, Tensor] = {}
+        for name, value in state_dict.items():
+            layer = self.layers.get(".".join(name.split(".")[:-2]))
+            if layer is None:
+                baked[name] = value
+                continue
+            prefix, part, kind = name.rsplit(".", 2)
+            if kind == "bias":
+                baked[f"{prefix}.bias"] = value
+            elif part == "first":
+                with torch.no_grad():
+                    baked[f"{prefix}.weight"] = layer.weight_of(value, state_dict[f"{prefix}.second.weight"])
+        return baked
+
+    def deployment(self) -> dict[str, Any]:
+        """Return the structure that the saved weights have; nothing where they are the plain model's."""
+        return {} if self.config.merge else self.state_dict()
+
+    # -- saved state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return rank and scheme of each layer: weights are the trainer's to save."""
+        return {"layers": self._structure}
+
+    def fits(self, state: Mapping[str, Any] | None) -> bool:
+        """Return whether the model has the structure of a checkpoint.
+
+        Raises:
+            CheckpointError: If that was saved without low_rank.
+        """
+        if state is None:
+            raise CheckpointError(
+                "low_rank: checkpoint must be of a run with low_rank, whose layers it holds in two, got one without; "
+                "load its weights into the model and start a new run"
+            )
+        return bool(state.get("layers") == self._structure)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that the model has the structure that was saved.
+
+        Raises:
+            CheckpointError: If it has another.
+        """
+        if not self.fits(state):
+            raise CheckpointError(
+                "low_rank: checkpoint must have the same layers and ranks, got others, and sharded weights are loaded "
+                "before that is known; start from the same model with the same options"
+            )
+        self._is_fresh = False
+
+    # -- figures
+
+    def metrics(self) -> dict[str, float]:
+        """Return how many layers are factorised, and which share of the model's parameters is left."""
+        before, after = self._parameters
+        return {"low_rank/layers": float(len(self._structure)), "low_rank/parameters": after / before}
+
+    def report(self) -> dict[str, Any]:
+        """Return what was factorised to which rank, what that saved and lost, and what was left alone."""
+        return {
+            "decomposition": self.config.decomposition,
+            "calibration_batches": self._looked_at,
+            "layers": len(self._structure),
+            "parameters_before": self._parameters[0],
+            "parameters_after": self._parameters[1],
+            "left_out": dict(self.left_out),
+            "merged": self.config.merge,
+            "structure": self._structure,
+            "per_layer": self._told,
+        }

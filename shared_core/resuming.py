@@ -1,0 +1,28 @@
+"""A model made to fit a checkpoint before its weights are loaded: techniques may have changed its structure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shared_core.session import Session
+
+
+def fit_to(session: Session, state: Mapping[str, Any], surroundings: Iterable[str]) -> None:
+    """Attach anew where a checkpoint's weights need another structure than the model has; no optimizer exists yet.
+
+    Args:
+        session: Attached, not begun.
+        state: What `Session.state_dict` saved.
+        surroundings: As in `Session.attach`.
+
+    Raises:
+        CheckpointError: If a technique cannot go on from this checkpoint.
+    """
+    saved: Mapping[str, Any] = state.get("techniques", {})
+    # a list: each is asked, also for its refusal
+    if session.context is None or all([each.fits(saved.get(key)) for key, each in session.techniques.items()]):
+        return
+    model = session.context.model
+    session.detach()
+    session.attach(model, surroundings, saved)

@@ -1,0 +1,111 @@
+"""Low rank in the Hugging Face Trainer: resumed with the checkpoint's ranks, saved, loaded, calibrated."""
+
+import json
+
+import pytest
+import torch
+from promise_drivers import difference, hf_trainer, saved_state
+from promise_table import NUM_STEPS, make_net, train_examples
+
+from hf_eff import LowRank
+from shared_core.errors import CheckpointError
+from shared_core.low_rank import load
+from shared_core.plain_checkpoint import read_deployment
+
+ENERGY = {"low_rank": {"rank": "energy:0.8"}}
+IMAGE = torch.ones(1, 1, 8, 8)
+
+
+def run(folder, recipe=ENERGY, seed=0, resume=None, **options):
+    trainer = hf_trainer(recipe, folder, plugin=False, save_every=4, callbacks=[LowRank(**recipe["low_rank"])],
+                         dropout=0.3, shuffle=True, seed=3, **options)  # fmt: skip
+    if seed:
+        trainer.model.load_state_dict(make_net(seed=seed).state_dict(), strict=False)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def test_a_resume_builds_the_ranks_of_the_checkpoint_whatever_the_fresh_model_would_get(tmp_path):
+    whole = run(tmp_path / "whole")
+    ranks = {layer.rank for layer in whole.model.modules() if hasattr(layer, "rank")}
+    other = hf_trainer({}, tmp_path / "other", plugin=False)
+    other.model.hidden.weight.data[:, 40:] = 0  # of a lower rank: its own energy would give another
+    again = hf_trainer({}, tmp_path / "again", plugin=False, save_every=4, dropout=0.3, shuffle=True, seed=3)
+    again.model.hidden.weight.data[:, 40:] = 0
+    from hf_eff import attach
+
+    session = attach(again, ENERGY)
+    assert {layer.rank for layer in again.model.modules() if hasattr(layer, "rank")} != ranks
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert {layer.rank for layer in again.model.modules() if hasattr(layer, "rank")} == ranks
+    last = f"checkpoint-{NUM_STEPS}"
+    assert difference(saved_state(tmp_path / "whole" / last), saved_state(tmp_path / "again" / last)) is None
+    assert difference(dict(whole.model.state_dict()), dict(again.model.state_dict())) is None
+    assert session.receipt().values["techniques"]["low_rank"]["structure"]["hidden"]["rank"] in ranks
+
+
+def test_what_is_saved_loads_in_a_plain_model(tmp_path):
+    trainer = run(tmp_path)
+    trainer.save_model(str(tmp_path / "final"))
+    expected = trainer.model.eval()(IMAGE)["logits"]
+    for folder in ("final", f"checkpoint-{NUM_STEPS}"):
+        fresh = load(make_net(seed=9), tmp_path / folder).eval()
+        assert torch.equal(fresh(IMAGE)["logits"], expected)
+    assert read_deployment(tmp_path / "final")["low_rank"]["layers"]["hidden"]["scheme"] == "linear"
+    told = json.loads((tmp_path / "eff_receipt.json").read_text())["techniques"]["low_rank"]
+    numel = sum(parameter.numel() for parameter in trainer.model.parameters())
+    assert told["parameters_after"] == numel < told["parameters_before"]
+    trainer.train()  # trains on as it is
+    assert trainer.model.hidden.rank == told["structure"]["hidden"]["rank"]
+
+
+def test_a_checkpoint_without_factors_is_refused(tmp_path):
+    hf_trainer({"average": {"kind": "ema"}}, tmp_path / "plain", save_every=4).train()
+    with pytest.raises(CheckpointError, match="of a run with low_rank"):
+        run(tmp_path / "again", resume=str(tmp_path / "plain" / "checkpoint-4"))
+
+
+def test_inputs_are_looked_at_before_the_first_step(tmp_path):
+    options = {"rank": 3, "calibration_batches": 4}
+    errors = {}
+    for decomposition in ("svd", "scaled", "whitened"):
+        trainer = hf_trainer({"low_rank": {**options, "decomposition": decomposition}}, tmp_path, max_steps=1)
+        trainer.args.learning_rate = 0.0
+        trainer.train()
+        images = torch.stack([row["x"] for row in trainer.train_dataset])
+        outputs = [net.eval()(images)["logits"] for net in (trainer.model, make_net())]
+        errors[decomposition] = float((outputs[0] - outputs[1]).norm())
+    assert errors["whitened"] < 0.9 * errors["svd"]
+    assert errors["scaled"] < errors["svd"]
+
+
+def test_the_best_model_comes_back_factorised(tmp_path):
+    options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4}
+    trainer = hf_trainer(ENERGY, tmp_path, save_every=4, label_names=["labels"], **options)
+    trainer.train()
+    best = load(make_net(), trainer.state.best_model_checkpoint)
+    assert difference(dict(best.state_dict()), dict(trainer.model.state_dict())) is None
+
+
+def test_a_model_that_transformers_saves_under_other_names_resumes_and_loads(tmp_path):
+    from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
+
+    def vit(seed=0):
+        torch.manual_seed(seed)
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        return ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_channels=1, num_labels=10, **sizes))
+
+    def run(folder, resume=None):
+        args = TrainingArguments(str(folder), max_steps=4, save_steps=2, use_cpu=True, report_to="none",
+                                 per_device_train_batch_size=8, disable_tqdm=True, seed=1)  # fmt: skip
+        data = [{"pixel_values": row["x"], "labels": row["labels"]} for row in train_examples()]
+        callbacks = [LowRank(rank=3, min_size=0)]
+        trainer = Trainer(vit(), args, train_dataset=data, callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer.model
+
+    whole = run(tmp_path / "whole")
+    again = run(tmp_path / "again", str(tmp_path / "whole" / "checkpoint-2"))
+    assert difference(dict(whole.state_dict()), dict(again.state_dict())) is None
+    fresh = load(vit(seed=4), tmp_path / "whole" / "checkpoint-4")
+    assert difference(dict(whole.state_dict()), dict(fresh.state_dict())) is None
