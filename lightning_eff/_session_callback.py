@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from lightning_eff import _surroundings
+from lightning_eff._joining import as_recipe, joined_recipe
 from lightning_eff._namespaces import Callback, namespace_of
 from lightning_eff._resume import ExactResume
 from lightning_eff._services import LightningServices
 from lightning_eff._wrapped import Wrapped
 from lightning_eff.loss_scaling import precision_class
 from shared_core.compatibility import check
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.errors import CompatibilityError
 from shared_core.plain_checkpoint import DEPLOYMENT_KEY
 from shared_core.receipt import Receipt
 from shared_core.recipe import Recipe
@@ -51,7 +52,7 @@ class EffCallback(Callback):
 
     def __init__(self, recipe: dict[str, Any] | str | Recipe) -> None:
         super().__init__()
-        self.recipe = _read(recipe)
+        self.recipe = as_recipe(recipe)
         self.session: Session | None = None
         """The run that this callback drives; None before `fit`, and in all but the first callback of a Trainer."""
         self._trainer: Any = None
@@ -81,7 +82,7 @@ class EffCallback(Callback):
         before, self.session = self.session, None
         if mine[0] is not self:
             return
-        recipe = self._joined(trainer, mine)
+        recipe = joined_recipe(trainer, [callback.recipe for callback in mine])
         if not recipe:
             # A callback costs some 12 µs a step only by being asked; rebound, because Lightning is going through it.
             trainer.callbacks = [callback for callback in trainer.callbacks if callback not in mine]
@@ -110,19 +111,6 @@ class EffCallback(Callback):
         self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
         self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
         self._wrapped.append(Wrapped(pl_module, "training_step", self._training_step, keep_signature=True))
-
-    def _joined(self, trainer: Any, callbacks: list[EffCallback]) -> Recipe:
-        recipe = Recipe({})
-        for callback in callbacks:
-            recipe = recipe.merged(callback.recipe)
-        plugin = trainer.precision_plugin
-        for key, config in getattr(plugin, "eff_recipe", {}).items():
-            if recipe.get(key, config) != config:
-                raise ConfigError(
-                    f"recipe: {key} must be given once, got it in a callback and in {type(plugin).__name__}; keep one"
-                )
-            recipe = Recipe({**recipe, key: config})
-        return recipe
 
     def _use_scaling_precision(self, trainer: Any) -> None:
         config = self._session.recipe.get("loss_scale")
@@ -376,14 +364,6 @@ class EffCallback(Callback):
     def __getstate__(self) -> dict[str, Any]:
         # Processes are spawned before `fit` begins, and the Trainer of an earlier one must not travel along.
         return {**self.__dict__, "session": None, "_trainer": None, "_resume": None, "_wrapped": [], "_hooks": []}
-
-
-def _read(recipe: Mapping[str, Any] | str | Path) -> Recipe:
-    if isinstance(recipe, Recipe):
-        return recipe
-    if isinstance(recipe, str | Path):
-        return Recipe.from_yaml(recipe)
-    return Recipe.from_dict(recipe)
 
 
 def _callbacks(trainer: Any) -> list[EffCallback]:
