@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from hf_eff._technique_callback import EffCallback as EffCallback
     from hf_eff.distillation import Distillation as Distillation
     from hf_eff.fp8 import Fp8 as Fp8
+    from hf_eff.gradient_compression import GradientCompression as GradientCompression
     from hf_eff.lora import QLora as QLora
     from hf_eff.loss_scaling import LossScaling as LossScaling
     from hf_eff.matmul_precision import MatmulPrecision as MatmulPrecision
@@ -32,6 +33,7 @@ _HOMES = {
     "EffTrainerMixin": "trainer",
     "EffTrainingArguments": "training_args",
     "Fp8": "fp8",
+    "GradientCompression": "gradient_compression",
     "LossScaling": "loss_scaling",
     "LotteryTicket": "ticket",
     "MatmulPrecision": "matmul_precision",

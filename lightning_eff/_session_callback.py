@@ -21,9 +21,11 @@ from lightning_eff.loss_scaling import precision_class
 from shared_core.compatibility import check
 from shared_core.errors import CompatibilityError
 from shared_core.plain_checkpoint import DEPLOYMENT_KEY
+from shared_core.ranks import local_part
 from shared_core.receipt import Receipt
 from shared_core.recipe import Recipe
 from shared_core.session import Session
+from shared_core.sharded import part_of
 from shared_core.soup.sources import RAW_KEY, RUN_KEY
 
 _STATE_KEY, _RESUME_KEY = "eff_state", "eff_resume"
@@ -281,6 +283,8 @@ class EffCallback(Callback):
         self._saved = self._resume.load_state_dict(checkpoint.get(_RESUME_KEY)) or checkpoint.get(_STATE_KEY)
         self._run_id = checkpoint.get(RUN_KEY, {}).get("id", self._run_id)
         self._services.run = self._run_id
+        if trainer.strategy.restore_checkpoint_after_setup:
+            self._put_raw(pl_module, checkpoint.get(RAW_KEY, {}))
         if self._saved is None:
             self.session.note("the checkpoint was saved without these techniques: they start at step 0")
 
@@ -310,6 +314,13 @@ class EffCallback(Callback):
         original(checkpoint)
         if "state_dict" in checkpoint:
             checkpoint["state_dict"].update(checkpoint.get(RAW_KEY, {}))
+
+    def _put_raw(self, module: Any, raw: Mapping[str, Tensor]) -> None:
+        # A sharding strategy has loaded the baked weights by now, and `_load_weights` had nothing to add to.
+        own = module.state_dict()
+        with torch.no_grad():
+            for name, value in raw.items():
+                local_part(own[name]).copy_(part_of(value, own[name]))
 
     # -- the end
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from shared_core.wrappers import wrapped_by_user
+
 _STRATEGIES = {
     "DeepSpeedStrategy": "deepspeed",
     "FSDPStrategy": "fsdp1",
@@ -23,8 +25,10 @@ def surroundings(trainer: Any, model: Any) -> set[str]:
     found = {key for name, key in _STRATEGIES.items() if name in kinds}
     if "fsdp2" in found and trainer.strategy.device_mesh["tensor_parallel"].size() > 1:
         found.add("tensor_parallel")
-    if str(trainer.precision_plugin.precision).startswith("bf16"):
-        found.add("bf16")
+    if "fsdp2" not in found:
+        found |= wrapped_by_user(model)
+    precision = str(trainer.precision_plugin.precision)
+    found |= {kind for kind, start in (("bf16", "bf16"), ("fp16", "16-mixed")) if precision.startswith(start)}
     if not model.automatic_optimization:
         found.add("manual_optimization")
     optimizers = trainer.optimizers

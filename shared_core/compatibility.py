@@ -12,6 +12,7 @@ from shared_core.rooms import ROOMS
 # What a front end reports of the run: precision, sharding, optimizer and control-flow facts that decide a refusal.
 SURROUNDINGS = {
     "bf16": "plain bf16 mixed precision",
+    "fp16": "fp16 mixed precision",
     "deepspeed": "DeepSpeed",
     "fsdp1": "FSDP version 1",
     "fsdp2": "FSDP version 2",
@@ -128,6 +129,10 @@ REFUSED: dict[tuple[str, str], str] = {
     ): "LBFGS evaluates its closure many times a step, and the teacher with it; use another optimizer",
     ("distill", "deepspeed"): _OWN,
     ("distill", "fsdp1"): "the teacher is not prepared under FSDP1; use DDP",
+    ("comm", "deepspeed"): "DeepSpeed reduces gradients itself; its own communication_data_type sends 16 bits",
+    ("comm", "fsdp1"): "FSDP reduces gradients itself; its mixed precision's reduce_dtype sends 16 bits",
+    ("comm", "fsdp2"): "FSDP reduces gradients itself; its mixed precision's reduce_dtype sends 16 bits",
+    ("comm", "lbfgs"): "its line search compares gradients, and inexact ones mislead it; use another optimizer",
     ("average", "ticket"): (
         "weights are rewound at step k, and the next masks come from those that were trained; average the winning "
         "ticket's own run"
@@ -191,6 +196,14 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
             f"prune with these options cannot be combined with {SURROUNDINGS['fsdp2']}: what they gather belongs to "
             "whole tensors; take criterion magnitude, threshold or random of single weights, n_m or blocks, or use DDP"
         )
+    comm = recipe.get("comm")
+    if comm is not None and comm.hook == "powersgd":
+        lines += [
+            f"comm with hook powersgd cannot be combined with {SURROUNDINGS.get(other, other)}: what it lost of a "
+            "gradient is kept in units of the loss scale, which changes; take hook bf16 or fp16, or train in bf16"
+            for other in ("loss_scale", "fp16")
+            if other in recipe or other in surroundings
+        ]
     distill = recipe.get("distill")
     if distill is not None and "fsdp2" in surroundings and not distill.works_sharded:
         lines.append(
