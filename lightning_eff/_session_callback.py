@@ -177,7 +177,10 @@ class EffCallback(Callback):
             return
         self._begin(trainer, pl_module)
         for optimizer in trainer.optimizers:
-            self._hooks.append(optimizer.register_step_post_hook(self._stepped))
+            if hasattr(optimizer, "register_step_post_hook"):
+                self._hooks.append(optimizer.register_step_post_hook(self._stepped))
+            else:  # DeepSpeed's, which steps torch's own once for each of its groups
+                self._wrapped.append(Wrapped(optimizer, "step", self._step_of_deepspeed))
         # Only now: before, Lightning would take it for the user's own and check schedulers less strictly.
         self._wrapped.append(Wrapped(pl_module, "lr_scheduler_step", self._lr_scheduler_step))
 
@@ -224,6 +227,12 @@ class EffCallback(Callback):
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._applied = self._session.after_optimizer_step()
         self._discarded = not self._applied
+
+    def _step_of_deepspeed(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if not getattr(self._trainer.optimizers[0], "overflow", False):
+            self._stepped(None, args, kwargs)
+        return result
 
     def _lr_scheduler_step(self, original: Callable[..., None], scheduler: Any, metric: Any = None) -> None:
         by_step = any(

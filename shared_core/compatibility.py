@@ -14,6 +14,7 @@ SURROUNDINGS = {
     "bf16": "plain bf16 mixed precision",
     "fp16": "fp16 mixed precision",
     "deepspeed": "DeepSpeed",
+    "zero3": "DeepSpeed ZeRO stage 3",
     "fsdp1": "FSDP version 1",
     "fsdp2": "FSDP version 2",
     "lbfgs": "an LBFGS optimizer",
@@ -127,7 +128,10 @@ REFUSED: dict[tuple[str, str], str] = {
         "distill",
         "lbfgs",
     ): "LBFGS evaluates its closure many times a step, and the teacher with it; use another optimizer",
-    ("distill", "deepspeed"): _OWN,
+    ("distill", "zero3"): (
+        "a teacher that is loaded under stage 3 is cut into parts that nothing gathers; use stage 1 or 2, with "
+        "offload_optimizer where memory is short"
+    ),
     ("distill", "fsdp1"): "the teacher is not prepared under FSDP1; use DDP",
     ("comm", "deepspeed"): "DeepSpeed reduces gradients itself; its own communication_data_type sends 16 bits",
     ("comm", "fsdp1"): "FSDP reduces gradients itself; its mixed precision's reduce_dtype sends 16 bits",
@@ -205,12 +209,14 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
             if other in recipe or other in surroundings
         ]
     distill = recipe.get("distill")
-    if distill is not None and "fsdp2" in surroundings and not distill.works_sharded:
-        lines.append(
-            f"distill with these options cannot be combined with {SURROUNDINGS['fsdp2']}: averages, other "
+    if distill is not None and not distill.works_sharded:
+        lines += [
+            f"distill with these options cannot be combined with {SURROUNDINGS[sharded]}: averages, other "
             "students, projections, copied layers and heads in chunks need whole weights; leave out teacher ema and "
             "mutual, hidden, attention, init_layers and chunked, or use DDP"
-        )
+            for sharded in ("fsdp2", "deepspeed")
+            if sharded in surroundings
+        ]
     if prune is not None and prune.straight_through and "primary_weights" in recipe:
         lines.append(
             "prune with movement, recompute or sr_ste cannot be combined with primary_weights: both keep other weights "

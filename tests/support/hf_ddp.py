@@ -37,17 +37,19 @@ class EffInOrder(InOrder, EffTrainer):
 class ForeignHook(InOrder):
     def _build_accelerator_args(self, **kwargs):
         arguments = super()._build_accelerator_args(**kwargs)
-        arguments["kwargs_handlers"].append(DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16))
+        for handler in arguments["kwargs_handlers"]:
+            if isinstance(handler, DistributedDataParallelKwargs):
+                handler.comm_hook = DDPCommunicationHookType.FP16
         return arguments
 
 
-def train(folder, recipe=None, *, resume=None, model=None, trainer_class=InOrder, arguments=None, **settings):
+def train(folder, recipe=None, *, resume=None, model=None, trainer_class=InOrder, **settings):
     """Return the trainer after training and its session."""
     settings = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 3, "optim": "sgd", **settings}
     settings["per_device_train_batch_size"] = BATCH // PROCESSES
     trainer = trainer_class(
         model=model or make_language_model(),
-        args=make_arguments(folder, **settings, **(arguments or {})),
+        args=make_arguments(folder, **settings),
         train_dataset=make_texts(STEPS * BATCH),
     )
     session = attach(trainer, recipe)
@@ -92,8 +94,8 @@ if __name__ == "__main__":
         "optim": "adamw_torch",
     }
     for name, resume in (("powersgd", None), ("resumed", str(folder / "powersgd" / "checkpoint-3"))):
-        settings = {"trainer_class": EffInOrder, "resume": resume, "gradient_accumulation_steps": 2}
-        trainer, session = train(folder / name, **settings, arguments=flags)
+        settings = {"trainer_class": EffInOrder, "resume": resume, "gradient_accumulation_steps": 2, **flags}
+        trainer, session = train(folder / name, **settings)
         tensors[name], told[name] = weights(trainer), session.receipt()["techniques"]["comm"]
     told["refused"] = refused(folder)
     torch.save({"tensors": tensors, "told": told}, folder / f"{rank}.pt")
