@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils.import_utils import is_peft_available, is_torch_xla_available
 
@@ -47,7 +47,7 @@ def surroundings(trainer: Trainer) -> set[str]:
         "bf16": accelerator.mixed_precision == "bf16",
         "fp16": accelerator.mixed_precision == "fp16",
         "deepspeed": trainer.is_deepspeed_enabled,
-        "zero3": trainer.is_deepspeed_enabled and is_deepspeed_zero3_enabled(),
+        "zero3": trainer.is_deepspeed_enabled and is_deepspeed_zero3_enabled(),  # type: ignore[no-untyped-call]
         "data_parallel": args.n_gpu > 1,
         "unequal_ranks": args.world_size > 1 and not args.average_tokens_across_devices,
         "lbfgs": isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.LBFGS),
