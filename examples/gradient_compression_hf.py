@@ -18,11 +18,10 @@ HOOKS = ({"hook": "bf16"}, {"hook": "powersgd", "rank": 2})
 
 def main():
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"per_device_train_batch_size": 32, "num_train_epochs": 4}
-        lines = [f"{'whole':10}accuracy {train(folder + '/whole', **settings)[1]:.3f}"]
+        lines = [f"{'whole':10}accuracy {train(folder + '/whole')[1]:.3f}"]
         for options in HOOKS:
             compression = GradientCompression(**options)
-            _, accuracy = train(folder + "/" + options["hook"], None, [compression], **settings)
+            _, accuracy = train(folder + "/" + options["hook"], None, [compression])
             report = compression.session.receipt()["techniques"]["comm"]
             lines.append(f"{options['hook']:10}accuracy {accuracy:.3f}, {report['ratio']:.1f} times fewer bytes a step")
         if os.environ["RANK"] == "0":
