@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from hf_eff.activation_checkpointing import ActivationCheckpointing as ActivationCheckpointing
     from hf_eff.distillation import Distillation as Distillation
     from hf_eff.fp8 import Fp8 as Fp8
+    from hf_eff.gradient_compression import GradientCompression as GradientCompression
     from hf_eff.lora import QLora as QLora
     from hf_eff.loss_scaling import LossScaling as LossScaling
     from hf_eff.low_rank import LowRank as LowRank
@@ -37,6 +38,7 @@ _HOMES = {
     "EffTrainerMixin": "trainer",
     "EffTrainingArguments": "training_args",
     "Fp8": "fp8",
+    "GradientCompression": "gradient_compression",
     "LossScaling": "loss_scaling",
     "LotteryTicket": "ticket",
     "LowRank": "low_rank",

@@ -46,6 +46,7 @@ def damage(folder: Path) -> str | None:
     if not folder.is_dir():
         return "is no folder"
     shards = sorted(folder.glob(f"{FSDP_MODEL_NAME}_*/.metadata"))  # written last
+    shards += folder.glob("global_step*/*model_states.pt")  # DeepSpeed's, beside which stage 3 saves no model
     try:
         if not shards and not any((folder / name).exists() for name in _ADAPTER_FILES):
             open_ingredient(folder).close()

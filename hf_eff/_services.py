@@ -98,6 +98,11 @@ class TrainerServices:
         found: Tensor = loss[0] if isinstance(loss, tuple) else loss
         return found
 
+    def wrapped_model(self) -> nn.Module | None:
+        """Return what accelerate prepared for training."""
+        wrapped: nn.Module | None = self._trainer.model_wrapped
+        return wrapped
+
     def say(self, text: str) -> None:
         """Show a line above the progress bar, on the main process."""
         if self._trainer.is_world_process_zero():

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hf_eff._checkpoints import damage, load_renamed_, newest_whole, step_of
 from hf_eff._services import TrainerServices
-from hf_eff._surroundings import check_outputs, inner_optimizer, is_peft, lost_sharding, surroundings
+from hf_eff._surroundings import check_outputs, check_sharding, inner_optimizer, is_peft, surroundings
 from hf_eff._unlabelled import UnlabelledExamples
 from hf_eff._window import Window
 from hf_eff._wrapped import Wrapped
@@ -72,6 +72,7 @@ class SessionCallback(TrainerCallback):
 
     def _attach(self) -> None:
         trainer = self._trainer
+        check_sharding(trainer)
         check_outputs(trainer, self.session.recipe)
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         if self.session.context is not None and self.session.context.model is not model:
@@ -171,8 +172,6 @@ class SessionCallback(TrainerCallback):
         """Restore the state of a resumed run and begin."""
         session = self.session
         compatibility.check(session.recipe, surroundings(self._trainer))
-        if (lost := lost_sharding(self._trainer)) is not None:
-            session.note(lost)
         self._services.saved_steps = []
         if self._resumed_from is not None:
             saved = load_state(self._resumed_from)

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.utils.import_utils import is_peft_available, is_torch_xla_available
 
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
+from shared_core.wrappers import wrapped_by_user
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -44,7 +46,9 @@ def surroundings(trainer: Trainer) -> set[str]:
         optimizer_class = type(inner_optimizer(trainer.optimizer))
     holds = {
         "bf16": accelerator.mixed_precision == "bf16",
+        "fp16": accelerator.mixed_precision == "fp16",
         "deepspeed": trainer.is_deepspeed_enabled,
+        "zero3": trainer.is_deepspeed_enabled and is_deepspeed_zero3_enabled(),  # type: ignore[no-untyped-call]
         "data_parallel": args.n_gpu > 1,
         "unequal_ranks": args.world_size > 1 and not args.average_tokens_across_devices,
         "lbfgs": isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.LBFGS),
@@ -56,18 +60,24 @@ def surroundings(trainer: Trainer) -> set[str]:
     if trainer.is_fsdp_enabled:
         version = getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1)
         holds["fsdp2" if version == 2 else "fsdp1"] = True
-    return {key for key, value in holds.items() if value}
+    found = {key for key, value in holds.items() if value}
+    model = trainer.model
+    return found if model is None or trainer.is_fsdp_enabled else found | wrapped_by_user(model)
 
 
-def lost_sharding(trainer: Trainer) -> str | None:
-    """Return a line if FSDP was asked for and accelerate, which then says nothing, trains in plain DDP instead."""
+def check_sharding(trainer: Trainer) -> None:
+    """Refuse a run that asked for FSDP where accelerate, which says nothing, would train in plain DDP instead.
+
+    Raises:
+        CompatibilityError: If it would.
+    """
     asked = bool(trainer.args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if not asked or trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled:
-        return None
-    return (
-        f"FSDP was asked for, but accelerate does not shard here (distributed type "
-        f"{trainer.accelerator.distributed_type.value}): every process holds the whole model, as in DDP"
-    )
+    if asked and not trainer.is_fsdp_enabled and not trainer.is_fsdp_xla_enabled:
+        raise CompatibilityError(
+            f"hf: FSDP was asked for, but accelerate does not shard here (distributed type "
+            f"{trainer.accelerator.distributed_type.value}): every process would hold the whole model, as in DDP; "
+            "start several processes on devices that it shards on, or drop fsdp and ACCELERATE_USE_FSDP"
+        )
 
 
 def check_outputs(trainer: Trainer, recipe: Recipe) -> None:

@@ -49,6 +49,11 @@ if not TYPE_CHECKING:
     Callback = _callback_base()
 
 
+def strategies(namespace: str) -> Any:
+    """Return the strategies module of one name."""
+    return importlib.import_module(f"{namespace}.strategies")
+
+
 def plugins(namespace: str) -> Any:
     """Return the plugins module of one name."""
     return importlib.import_module(f"{namespace}.plugins")

@@ -78,14 +78,27 @@ class ExactResume:
         """Keep a saved state until training reaches its place; return this process's session, if saved."""
         if state is None:
             return None
-        if len(state["ranks"]) != world_size():
-            self._note(
-                f"saved by {len(state['ranks'])} processes and resumed by {world_size()}: "
-                "random numbers and data order are not restored"
-            )
+        ranks = state["ranks"]
+        if len(ranks) == world_size():
+            self._saved = ranks[rank()]
+            return self._saved.get("session")
+        self._saved = {**ranks[rank() % len(ranks)], "rng": rng_state(), "gradients": self._mean_gradients(ranks)}
+        self._note(
+            f"saved by {len(ranks)} processes and resumed by {world_size()}: random numbers are not restored, and the "
+            "epoch goes on after as many batches as were seen; keep processes times batch size, and these are the same "
+            "examples"
+        )
+        return None
+
+    def _mean_gradients(self, ranks: list[Mapping[str, Any]]) -> dict[str, torch.Tensor] | None:
+        """Return what an unfinished window holds for every one of another number of processes, which average again."""
+        found = [one["gradients"] for one in ranks if one["gradients"]]
+        if not found:
             return None
-        self._saved = state["ranks"][rank()]
-        return self._saved.get("session")
+        if any(hasattr(parameter, "to_local") for parameter in self._trainer.lightning_module.parameters()):
+            self._note("gradients of the unfinished accumulation window are dropped: they were cut for other processes")
+            return None
+        return {name: sum(one[name] for one in found) / len(ranks) for name in found[0]}
 
     def use_up(self) -> None:
         """Restore the generators of a saved run that had nothing left to train."""

@@ -177,6 +177,11 @@ class LightningServices:
             )
         return loss
 
+    def wrapped_model(self) -> nn.Module | None:
+        """Return what the strategy runs."""
+        wrapped: nn.Module | None = self._trainer.strategy.model
+        return wrapped
+
     def say(self, text: str) -> None:
         """Print one line on the main process."""
         if is_main():

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightning_eff import _surroundings
+from lightning_eff._joining import as_recipe, joined_recipe
 from lightning_eff._namespaces import Callback
 from lightning_eff._resume import ExactResume
 from lightning_eff._saved_weights import bake_saved, restore_raw
@@ -18,7 +19,6 @@ from lightning_eff._services import LightningServices
 from lightning_eff._wrapped import Wrapped
 from lightning_eff.loss_scaling import use_scaling_precision
 from shared_core.compatibility import check
-from shared_core.errors import ConfigError
 from shared_core.plain_checkpoint import DEPLOYMENT_KEY
 from shared_core.receipt import Receipt
 from shared_core.recipe import Recipe
@@ -52,7 +52,7 @@ class EffCallback(Callback):
 
     def __init__(self, recipe: dict[str, Any] | str | Recipe) -> None:
         super().__init__()
-        self.recipe = _read(recipe)
+        self.recipe = as_recipe(recipe)
         self.session: Session | None = None
         """The run that this callback drives; None before `fit`, and in all but the first callback of a Trainer."""
         self._trainer: Any = None
@@ -82,7 +82,7 @@ class EffCallback(Callback):
         before, self.session = self.session, None
         if mine[0] is not self:
             return
-        recipe = self._joined(trainer, mine)
+        recipe = joined_recipe(trainer, [callback.recipe for callback in mine])
         if not recipe:
             # A callback costs some 12 µs a step only by being asked; rebound, because Lightning is going through it.
             trainer.callbacks = [callback for callback in trainer.callbacks if callback not in mine]
@@ -112,19 +112,6 @@ class EffCallback(Callback):
         self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
         self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
         self._wrapped.append(Wrapped(pl_module, "training_step", self._training_step, keep_signature=True))
-
-    def _joined(self, trainer: Any, callbacks: list[EffCallback]) -> Recipe:
-        recipe = Recipe({})
-        for callback in callbacks:
-            recipe = recipe.merged(callback.recipe)
-        plugin = trainer.precision_plugin
-        for key, config in getattr(plugin, "eff_recipe", {}).items():
-            if recipe.get(key, config) != config:
-                raise ConfigError(
-                    f"recipe: {key} must be given once, got it in a callback and in {type(plugin).__name__}; keep one"
-                )
-            recipe = Recipe({**recipe, key: config})
-        return recipe
 
     def _configure_model(self, original: Callable[[], None]) -> None:
         # Layers that the user makes only now are wanted too; wrappers (DDP) come later.
@@ -175,7 +162,10 @@ class EffCallback(Callback):
             self._services.check_validation()
         self._begin(trainer, pl_module)
         for optimizer in trainer.optimizers:
-            self._hooks.append(optimizer.register_step_post_hook(self._stepped))
+            if hasattr(optimizer, "register_step_post_hook"):
+                self._hooks.append(optimizer.register_step_post_hook(self._stepped))
+            else:  # DeepSpeed's, which steps torch's own once for each of its groups
+                self._wrapped.append(Wrapped(optimizer, "step", self._step_of_deepspeed))
         # Only now: before, Lightning would take it for the user's own and check schedulers less strictly.
         self._wrapped.append(Wrapped(pl_module, "lr_scheduler_step", self._lr_scheduler_step))
 
@@ -223,6 +213,12 @@ class EffCallback(Callback):
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._applied = self._session.after_optimizer_step()
         self._discarded = not self._applied
+
+    def _step_of_deepspeed(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if not getattr(self._trainer.optimizers[0], "overflow", False):
+            self._stepped(None, args, kwargs)
+        return result
 
     def _lr_scheduler_step(self, original: Callable[..., None], scheduler: Any, metric: Any = None) -> None:
         by_step = any(
@@ -362,14 +358,6 @@ class EffCallback(Callback):
     def __getstate__(self) -> dict[str, Any]:
         # Processes are spawned before `fit` begins, and the Trainer of an earlier one must not travel along.
         return {**self.__dict__, "session": None, "_trainer": None, "_resume": None, "_wrapped": [], "_hooks": []}
-
-
-def _read(recipe: Mapping[str, Any] | str | Path) -> Recipe:
-    if isinstance(recipe, Recipe):
-        return recipe
-    if isinstance(recipe, str | Path):
-        return Recipe.from_yaml(recipe)
-    return Recipe.from_dict(recipe)
 
 
 def _callbacks(trainer: Any) -> list[EffCallback]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from shared_core.wrappers import wrapped_by_user
+
 _STRATEGIES = {
     "DeepSpeedStrategy": "deepspeed",
     "FSDPStrategy": "fsdp1",
@@ -24,8 +26,12 @@ def surroundings(trainer: Any, model: Any) -> set[str]:
     found = {key for name, key in _STRATEGIES.items() if name in kinds}
     if "fsdp2" in found and trainer.strategy.device_mesh["tensor_parallel"].size() > 1:
         found.add("tensor_parallel")
-    if str(trainer.precision_plugin.precision).startswith("bf16"):
-        found.add("bf16")
+    if "deepspeed" in found and trainer.strategy.zero_stage_3:
+        found.add("zero3")
+    if "fsdp2" not in found:
+        found |= wrapped_by_user(model)
+    precision = str(trainer.precision_plugin.precision)
+    found |= {kind for kind, start in (("bf16", "bf16"), ("fp16", "16")) if precision.startswith(start)}
     peft = sys.modules.get("peft")  # without it there is no such model
     if peft is not None and any(isinstance(module, peft.PeftModel) for module in model.modules()):
         found.add("peft")

@@ -4,6 +4,7 @@ from lightning_eff import CompressedActivations as CompressedActivations
 from lightning_eff import Distillation as Distillation
 from lightning_eff import EffCallback as EffCallback
 from lightning_eff import Fp8 as Fp8
+from lightning_eff import GradientCompression as GradientCompression
 from lightning_eff import LotteryTicket as LotteryTicket
 from lightning_eff import MatmulPrecision as MatmulPrecision
 from lightning_eff import ModelSoup as ModelSoup
@@ -14,6 +15,9 @@ from lightning_eff import WeightSharing as WeightSharing
 from lightning_eff._namespaces import PYTORCH_LIGHTNING
 from lightning_eff.fp8 import fp8_precision_class
 from lightning_eff.loss_scaling import precision_class
+from lightning_eff.strategies import ddp_class, fsdp_class
 
 LossScalingPrecision = precision_class(PYTORCH_LIGHTNING)
 Fp8Precision = fp8_precision_class(PYTORCH_LIGHTNING)
+EffDDPStrategy = ddp_class(PYTORCH_LIGHTNING)
+EffFSDPStrategy = fsdp_class(PYTORCH_LIGHTNING)

@@ -12,7 +12,9 @@ from shared_core.rooms import ROOMS
 # What a front end reports of the run: precision, sharding, optimizer and control-flow facts that decide a refusal.
 SURROUNDINGS = {
     "bf16": "plain bf16 mixed precision",
+    "fp16": "fp16 mixed precision",
     "deepspeed": "DeepSpeed",
+    "zero3": "DeepSpeed ZeRO stage 3",
     "fsdp1": "FSDP version 1",
     "fsdp2": "FSDP version 2",
     "lbfgs": "an LBFGS optimizer",
@@ -154,8 +156,15 @@ REFUSED: dict[tuple[str, str], str] = {
         "deepspeed",
     ): "DeepSpeed partitions weights by hooks of its own; use its activation checkpointing",
     ("checkpointing", "fsdp1"): "flat shards of FSDP1 have not been run with it; use FSDP version 2, or its own policy",
-    ("distill", "deepspeed"): _OWN,
+    ("distill", "zero3"): (
+        "a teacher that is loaded under stage 3 is cut into parts that nothing gathers; use stage 1 or 2, with "
+        "offload_optimizer where memory is short"
+    ),
     ("distill", "fsdp1"): "the teacher is not prepared under FSDP1; use DDP",
+    ("comm", "deepspeed"): "DeepSpeed reduces gradients itself; its own communication_data_type sends 16 bits",
+    ("comm", "fsdp1"): "FSDP reduces gradients itself; its mixed precision's reduce_dtype sends 16 bits",
+    ("comm", "fsdp2"): "FSDP reduces gradients itself; its mixed precision's reduce_dtype sends 16 bits",
+    ("comm", "lbfgs"): "its line search compares gradients, and inexact ones mislead it; use another optimizer",
     ("average", "ticket"): (
         "weights are rewound at step k, and the next masks come from those that were trained; average the winning "
         "ticket's own run"
@@ -245,6 +254,20 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
     distill = recipe.get("distill")
     if distill is not None and "fsdp2" in surroundings and distill.why_not_sharded:
         lines.append(f"distill cannot be combined with {SURROUNDINGS['fsdp2']}: {distill.why_not_sharded}")
+    comm = recipe.get("comm")
+    if comm is not None and comm.hook == "powersgd":
+        lines += [
+            f"comm with hook powersgd cannot be combined with {SURROUNDINGS.get(other, other)}: what it lost of a "
+            "gradient is kept in units of the loss scale, which changes; take hook bf16 or fp16, or train in bf16"
+            for other in ("loss_scale", "fp16")
+            if other in recipe or other in surroundings
+        ]
+    if distill is not None and "deepspeed" in surroundings and distill.needs_whole_weights:
+        lines.append(
+            f"distill with these options cannot be combined with {SURROUNDINGS['deepspeed']}: averages, other "
+            "students, projections, copied layers and heads in chunks need whole weights; leave out teacher ema and "
+            "mutual, hidden, attention, init_layers and chunked, or use DDP"
+        )
     if prune is not None and prune.straight_through and "primary_weights" in recipe:
         lines.append(
             "prune with movement, recompute or sr_ste cannot be combined with primary_weights: both keep other weights "

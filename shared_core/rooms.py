@@ -53,6 +53,7 @@ ROOMS = {
         Room("activations", "saved_activations", "ActivationsConfig", "CompressedActivations"),
         Room("distill", "distillation", "DistillConfig", "Distillation"),
         Room("loss_scale", "loss_scaling", "LossScaleConfig", "LossScaling"),
+        Room("comm", "gradient_compression", "CommConfig", "GradientCompression"),
         Room("average", "soup", "AverageConfig", "WeightAverage"),
         Room("soup", "soup", "SoupConfig", "ModelSoup"),
     )

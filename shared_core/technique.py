@@ -20,14 +20,16 @@ from shared_core.positions import Position, parse_position
 # must see masked weights.
 ORDER = (
     "matmul", "low_rank", "lora", "primary_weights", "prune", "ticket", "share", "qat", "fp8", "checkpointing",
-    "activations", "distill", "loss_scale", "dp", "average", "soup",
+    "activations", "distill", "loss_scale", "dp", "comm", "average", "soup",
 )  # fmt: skip
 
 # Finish: the soup evaluates through live masks and quantisers, so it comes before quantisation bakes itself in;
 # pruning comes first because a schedule cut short takes its last update then. Adapters are merged while quantisers
 # are live, so that the sum is what is baked, and before the soup, since checkpoints hold merged weights.
-FINISH_ORDER = ("distill", "loss_scale", "dp", "average", "prune", "ticket", "share", "lora", "soup", "checkpointing",
-                "activations", "fp8", "qat", "primary_weights", "low_rank", "matmul")  # fmt: skip
+FINISH_ORDER = (
+    "distill", "loss_scale", "dp", "comm", "average", "prune", "ticket", "share", "lora", "soup", "checkpointing",
+    "activations", "fp8", "qat", "primary_weights", "low_rank", "matmul",
+)  # fmt: skip
 
 
 def in_order(keys: Iterable[str], order: tuple[str, ...] = ORDER) -> list[str]:
@@ -81,6 +83,10 @@ class Services(Protocol):
         """
         ...
 
+    def wrapped_model(self) -> nn.Module | None:
+        """Return the model as the trainer wraps it to train (DDP, compile), None if it does not."""
+        ...
+
     def say(self, text: str) -> None:
         """Show one line to the user, on the main process, where the trainer shows its own."""
         ...
@@ -131,6 +137,10 @@ class BareServices:
                 "of BareServices whose task_loss(model, forward) returns the loss of forward()"
             )
         return found
+
+    def wrapped_model(self) -> nn.Module | None:
+        """Return None: a plain loop wraps what it likes."""
+        return None
 
     def say(self, text: str) -> None:
         """Print the line."""

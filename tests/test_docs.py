@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shared_core.cli.compat import distributed_markdown
 from shared_core.cli.flags import markdown
 from shared_core.rooms import ROOMS
 
@@ -15,6 +16,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_the_flag_table_is_the_generated_one():
     assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8").endswith(markdown()), "run `make docs`"
+
+
+def test_the_table_of_what_runs_over_processes_is_the_generated_one():
+    page = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+    assert distributed_markdown() in page, "run `make docs`"
 
 
 @pytest.mark.parametrize("target", re.findall(r"\]\((?!http)([^)#]+)", README))

@@ -41,3 +41,21 @@ def compat(
     console.print(table)
     for number, reason in enumerate(reasons, 1):
         console.print(f"{number:>3}. {reason}", markup=False, highlight=False, soft_wrap=True)
+
+
+def distributed_markdown() -> str:
+    """Return the table of techniques and ways to spread a run over processes, as Markdown."""
+    from shared_core.compatibility import matrix
+
+    ways = {
+        "fsdp2": "FSDP2", "fsdp1": "FSDP1", "deepspeed": "DeepSpeed ZeRO 0–2", "zero3": "ZeRO 3",
+        "data_parallel": "DataParallel", "tensor_parallel": "tensor parallel",
+    }  # fmt: skip
+    lines = [f"| technique | DDP | {' | '.join(ways.values())} |", "|---" * (len(ways) + 2) + "|"]
+    for row in matrix():
+        yes = {way: row[way] == "yes" for way in ways}
+        yes["zero3"] &= yes["deepspeed"]
+        lines.append(
+            f"| `{row['technique']}` | yes | " + " | ".join("yes" if it else "–" for it in yes.values()) + " |"
+        )
+    return "\n".join(lines) + "\n"

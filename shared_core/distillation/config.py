@@ -240,6 +240,12 @@ class DistillConfig(TechniqueConfig):
         return None
 
     @property
+    def needs_whole_weights(self) -> bool:
+        """Whether something is made of the student's whole weights, which DeepSpeed partitions."""
+        beside = bool(self.hidden or self.attention or self.init_layers)
+        return beside or self.chunked or self.mutual or self.teacher == EMA
+
+    @property
     def of_classes(self) -> bool:
         """Whether the outputs are one distribution over classes, not independent labels or numbers."""
         return self.divergence not in ("logit_mse", "bernoulli_kl")

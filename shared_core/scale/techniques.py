@@ -79,6 +79,18 @@ def _low_rank(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
     return [Cost("low_rank", why="factors in place of the blocks' matrices: counted in every line")]
 
 
+def _comm(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
+    whole = 2 * run.ring(shape.params * run.weight_bytes)
+    if config.hook in ("fp16", "bf16"):
+        sent = 2.0 / run.weight_bytes
+        return [Cost(f"comm: {config.hook}", sent=(sent - 1) * whole, why="gradients in 2 bytes")]
+    # 18·r·h of 12·h² in a block; what lies outside is counted as a matrix of V x h
+    sent = config.rank * (18 * shape.hidden * shape.layers + shape.vocab + shape.hidden) / shape.params
+    held = 4.0 * shape.params
+    why = f"r·(m + n) of a matrix with r = {config.rank} from begin on; held: the error, 4 bytes a parameter"
+    return [Cost("comm: powersgd", held=held, sent=(sent - 1) * whole, why=why)]
+
+
 def _kept_share(config: Any, shape: ModelShape) -> float | None:
     rule = config.rule
     if rule.kind == "budget":
@@ -104,6 +116,7 @@ COSTS: dict[str, Callable[[Any, ModelShape, PlannedRun], list[Cost]]] = {
     "qat": _nothing("a few numbers a layer, agreed on each step; quantised weights are saved for backward as float"),
     "fp8": _nothing("histories of a few numbers a layer; casts saved for backward take 1 byte a value in place of 2"),
     "low_rank": _low_rank,
+    "comm": _comm,
     "checkpointing": _nothing("see the line of activations"),
     "activations": _nothing("see the line above; exact saves what the receipt says, 0 to 50 % and more"),
     "share": lambda config, shape, run: [Cost("share: codes", held=shape.params / run.parts, why="1 byte a weight")],

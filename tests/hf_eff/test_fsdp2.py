@@ -109,13 +109,9 @@ def test_what_is_not_proven_on_shards_is_refused(runs):
         assert "loss_scale with flush_every cannot be combined with FSDP version 2" in flush
 
 
-def test_flags_that_do_not_shard_are_told(runs):
+def test_flags_that_do_not_shard_are_refused(runs):
     for told in (one["lost"] for one in runs["told"]):
-        assert not told["is_fsdp2"]
-        (note,) = [note for note in told["notes"] if "FSDP was asked for" in note]
-        assert "every process holds the whole model" in note
-    assert runs["output"].count("efftrain: FSDP was asked for") == 1
-    assert not any("FSDP was asked for" in note for told in runs["told"] for note in told["typed"]["notes"])
+        assert "hf: FSDP was asked for, but accelerate does not shard here (distributed type MULTI_CPU)" in told
 
 
 def test_a_run_writes_one_receipt(runs):

@@ -24,8 +24,8 @@ def leave():
 def run_two_ranks(file, folder, seconds=240):
     """Run both ranks to their end; what a rank writes lies in the folder, where they meet too.
 
-    A port could be taken by another process between its choice and its use; ``MASTER_PORT`` is for trainers, which
-    know no other way.
+    A port could be taken by another process between its choice and its use; ``MASTER_PORT`` and ``RANK`` are for
+    trainers, which know no other way.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -35,7 +35,8 @@ def run_two_ranks(file, folder, seconds=240):
     for rank, log in enumerate(logs):
         with log.open("w") as errors:
             line = [sys.executable, "-P", file, str(rank), str(folder)]
-            workers.append(subprocess.Popen(line, stderr=errors, env=ENVIRONMENT | meeting))
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+            workers.append(subprocess.Popen(line, stderr=errors, env=ENVIRONMENT | meeting | own))
     deadline = time.monotonic() + seconds
     while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
         if any(worker.poll() for worker in workers):

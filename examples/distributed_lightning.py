@@ -1,0 +1,46 @@
+"""Prune a sharded model: FSDP2 in two processes, without a line of sharding in the module.
+
+Run: python examples/distributed_lightning.py, which starts both processes; in a script of yours Lightning starts them
+itself: Trainer(devices=2, strategy="eff_fsdp")
+"""
+
+import os
+import subprocess
+import sys
+
+from digits_lightning import Classifier, digits, make_trainer
+from torch import nn
+
+from lightning_eff import Pruning
+
+
+class Deep(Classifier):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__(width)
+        blocks = (nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4))
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, width), *blocks, nn.Linear(width, 10))
+
+
+def main() -> None:
+    train, test = digits()
+    model = Deep()
+    pruning = Pruning(sparsity=0.8, begin=0.2, end=0.7, every=20, skip=["last"])
+    trainer = make_trainer(callbacks=[pruning], devices=2, strategy="eff_fsdp", max_epochs=5)
+    trainer.fit(model, train)
+    (accuracy,) = trainer.validate(model, test, verbose=False)
+    held = sum(parameter.to_local().numel() for parameter in model.parameters())
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    if os.environ["RANK"] == "0":
+        sparsity = pruning.receipt["techniques"]["prune"]["sparsity"]
+        print(f"each process holds {held:,} of {whole:,} weights, {sparsity:.0%} of the pruned layers' are zero")
+        print(f"accuracy {accuracy['val_acc']:.3f}")
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        main()
+    else:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
+        one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(launch, env=one_thread, stdout=subprocess.PIPE, text=True, check=True)
+        print(done.stdout.strip())

@@ -1,0 +1,38 @@
+"""Gradients sent in 16 bits, or as products of low rank, between two processes of the Hugging Face Trainer.
+
+Data: the 1,797 handwritten digits of scikit-learn. Run: python examples/gradient_compression_hf.py, which starts both
+processes; with GPUs and a script of yours: torchrun --nproc_per_node=2 script.py --comm_hook bf16
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+
+from digits_hf import train
+
+from hf_eff import GradientCompression
+
+HOOKS = ({"hook": "bf16"}, {"hook": "powersgd", "rank": 2})
+
+
+def main():
+    with tempfile.TemporaryDirectory() as folder:
+        lines = [f"{'whole':10}accuracy {train(folder + '/whole')[1]:.3f}"]
+        for options in HOOKS:
+            compression = GradientCompression(**options)
+            _, accuracy = train(folder + "/" + options["hook"], None, [compression])
+            report = compression.session.receipt()["techniques"]["comm"]
+            lines.append(f"{options['hook']:10}accuracy {accuracy:.3f}, {report['ratio']:.1f} times fewer bytes a step")
+        if os.environ["RANK"] == "0":
+            print(*lines, sep="\n")
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        main()
+    else:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
+        one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(launch, env=one_thread, stdout=subprocess.PIPE, text=True, check=True)
+        print(done.stdout.strip())

@@ -1,0 +1,38 @@
+"""Which callbacks of ours a Trainer has, and the one recipe that they and its plugins make together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shared_core.errors import ConfigError
+from shared_core.recipe import Recipe
+
+
+def as_recipe(recipe: Mapping[str, Any] | str | Path) -> Recipe:
+    """Return a recipe from a mapping or the path of a YAML file."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str | Path):
+        return Recipe.from_yaml(recipe)
+    return Recipe.from_dict(recipe)
+
+
+def joined_recipe(trainer: Any, recipes: list[Recipe]) -> Recipe:
+    """Return callbacks' recipes with what the Trainer's precision plugin and strategy switch on.
+
+    Raises:
+        ConfigError: If a technique is given twice.
+    """
+    recipe = Recipe({})
+    for one in recipes:
+        recipe = recipe.merged(one)
+    for plugin in (trainer.precision_plugin, trainer.strategy):
+        for key, config in getattr(plugin, "eff_recipe", {}).items():
+            if recipe.get(key, config) != config:
+                raise ConfigError(
+                    f"recipe: {key} must be given once, got it in a callback and in {type(plugin).__name__}; keep one"
+                )
+            recipe = Recipe({**recipe, key: config})
+    return recipe

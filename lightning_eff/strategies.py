@@ -1,0 +1,166 @@
+"""Strategies of our own: DDP with gradient compression, and FSDP2 for modules that shard nothing themselves."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning_eff._namespaces import PYTORCH_LIGHTNING, installed, strategies
+from lightning_eff._sharding import Sharding, through_root
+from lightning_eff._wrapped import Wrapped
+from shared_core.errors import CompatibilityError
+from shared_core.gradient_compression import CommConfig
+
+_PUBLIC_MODULE = {PYTORCH_LIGHTNING: "lightning_eff.pytorch"}
+
+
+def _public(made: Any, namespace: str) -> Any:
+    # the name that pickle looks up, for processes that are spawned
+    made.__qualname__ = made.__name__
+    made.__module__ = _PUBLIC_MODULE.get(namespace, "lightning_eff.lightning")
+    return made
+
+
+@functools.cache
+def ddp_class(namespace: str) -> Any:
+    """Return `EffDDPStrategy` for Trainers imported from this namespace.
+
+    Args:
+        namespace: ``"pytorch_lightning"`` or ``"lightning.pytorch"``.
+    """
+    base: Any = strategies(namespace).DDPStrategy
+
+    class EffDDPStrategy(base):
+        """DDP whose communication hooks run on a CPU too, where Lightning's own are left out without a word.
+
+        Registered as ``eff_ddp``, and with gradient compression as ``eff_ddp_fp16``, ``eff_ddp_bf16`` and
+        ``eff_ddp_powersgd``.
+
+        Args:
+            comm: Options of `shared_core.gradient_compression.CommConfig`, like ``{"hook": "powersgd", "rank": 2}``.
+            kwargs: Those of Lightning's ``DDPStrategy``, ``ddp_comm_hook`` among them.
+        """
+
+        def __init__(self, comm: dict[str, Any] | None = None, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.eff_recipe = {"comm": CommConfig.from_dict(comm)} if comm is not None else {}
+
+        def _register_ddp_hooks(self) -> None:
+            hook, wrapper = self._ddp_comm_hook, self._ddp_comm_wrapper
+            if hook is not None:
+                self.model.register_comm_hook(self._ddp_comm_state, wrapper(hook) if wrapper else hook)
+
+        def setup(self, trainer: Any) -> None:
+            """Wrap the model; let a session of ours run if no callback does."""
+            super().setup(trainer)
+            if self.eff_recipe:
+                from lightning_eff._session_callback import EffCallback
+
+                EffCallback.join_late(trainer, trainer.lightning_module)
+
+    return _public(EffDDPStrategy, namespace)
+
+
+@functools.cache
+def fsdp_class(namespace: str) -> Any:
+    """Return `EffFSDPStrategy` for Trainers imported from this namespace.
+
+    Args:
+        namespace: ``"pytorch_lightning"`` or ``"lightning.pytorch"``.
+    """
+    base: Any = strategies(namespace).ModelParallelStrategy
+
+    class EffFSDPStrategy(base):
+        """FSDP2 of a module that shards nothing itself: its repeated blocks, and the module as the root.
+
+        Registered as ``eff_fsdp``. Sharding comes after every technique has been attached, so a `configure_model` is
+        not needed, and one that makes layers works too.
+
+        Args:
+            blocks: Class names or name patterns (``"encoder.layers.*"``) of what is sharded by itself; by default the
+                outermost modules that stand two or more in one ModuleList or Sequential with the same class.
+            reshard_after_forward: Give the gathered weights of a block back after its forward; False holds them until
+                its backward, for less traffic.
+            param_dtype: What a block computes in and what is gathered; by default the weights' own dtype.
+            reduce_dtype: What gradients are reduced in; by default `param_dtype`.
+            forward_prefetch: How many blocks ahead of the running one are gathered in forward; 0 leaves it to torch.
+            backward_prefetch: The same in backward.
+            save_distributed_checkpoint: Save a folder with a file a process instead of one file that plain code loads.
+            kwargs: ``process_group_backend`` and ``timeout`` of Lightning's ``ModelParallelStrategy``.
+        """
+
+        def __init__(
+            self,
+            blocks: list[str] | None = None,
+            reshard_after_forward: bool = True,
+            param_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+            reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+            forward_prefetch: int = 0,
+            backward_prefetch: int = 0,
+            save_distributed_checkpoint: bool = False,
+            **kwargs: Any,
+        ) -> None:
+            super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **kwargs)
+            self.sharding = Sharding(
+                tuple(blocks or ()), reshard_after_forward, param_dtype, reduce_dtype, forward_prefetch,
+                backward_prefetch,
+            )  # fmt: skip
+
+        def setup_environment(self) -> None:
+            """Make one mesh of all processes: layers are not split between them."""
+            self._data_parallel_size = self.num_processes * self.num_nodes
+            self._tensor_parallel_size = 1
+            super().setup_environment()
+
+        def setup(self, trainer: Any) -> None:
+            """Shard the module, and only then have optimizers made.
+
+            Raises:
+                CompatibilityError: If the module shards itself or optimises by hand.
+                MatchError: If a pattern of `blocks` matches nothing.
+            """
+            module = self.lightning_module
+            if not module.automatic_optimization:
+                raise CompatibilityError(
+                    "eff_fsdp: optimisation must be automatic: a backward inside training_step runs before the "
+                    "root's forward has ended; use eff_ddp"
+                )
+            self.sharding.apply(module, self.device_mesh["data_parallel"])
+            # Lightning asks for a configure_model, where it expects the sharding
+            stand_in = Wrapped(module, "configure_model", lambda original: original())
+            try:
+                super().setup(trainer)
+            finally:
+                stand_in.undo()
+
+        def _through_root(self, context: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+            # Weights of the root are gathered by its forward alone, which Lightning does not call.
+            with context():
+                return through_root(self.lightning_module, getattr(self.lightning_module, name), *args, **kwargs)
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            return self._through_root(self.precision_plugin.train_step_context, "training_step", *args, **kwargs)
+
+        def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+            return self._through_root(self.precision_plugin.val_step_context, "validation_step", *args, **kwargs)
+
+        def test_step(self, *args: Any, **kwargs: Any) -> Any:
+            return self._through_root(self.precision_plugin.test_step_context, "test_step", *args, **kwargs)
+
+        def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+            return self._through_root(self.precision_plugin.predict_step_context, "predict_step", *args, **kwargs)
+
+    return _public(EffFSDPStrategy, namespace)
+
+
+if TYPE_CHECKING:
+    EffDDPStrategy: Any = None
+    EffFSDPStrategy: Any = None
+
+_MAKERS = {"EffDDPStrategy": ddp_class, "EffFSDPStrategy": fsdp_class}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MAKERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _MAKERS[name](installed()[0])

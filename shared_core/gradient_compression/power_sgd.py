@@ -1,0 +1,136 @@
+"""PowerSGD: gradients averaged over processes as products of two thin matrices, with error feedback."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from shared_core.ranks import all_reduce_, world_size
+
+
+class PowerSgd:
+    """Averages gradients over processes with one step of subspace iteration each.
+
+    ``M = gradient + e``; ``P = orthogonal(mean(M Q))``; ``Q = mean(Mᵀ P)``; the average is ``P Qᵀ``, and what it left
+    out, ``e = M − P Qᵀ``, is added to the next gradient. `Q` is kept for the next step.
+
+    Torch's hook keeps `e` and `Q` by bucket, and DDP forms its buckets anew after the first step, a resumed run's too;
+    here they belong to parameters, so that a resume is exact and the buckets do not matter.
+
+    Args:
+        parameters: By name, those that may be compressed. Sent whole is what has fewer than two axes, or would shrink
+            to no less than half.
+        rank: Columns of `P` and `Q`, at least 1.
+        seed: Of the first `Q`, the same on every process.
+
+    Source: Vogels, Karimireddy and Jaggi, 2019, arXiv:1905.13727.
+
+    Example:
+        >>> import torch
+        >>> sorted(PowerSgd({"w": torch.zeros(8, 8), "b": torch.zeros(8)}, rank=1, seed=0).compressed)
+        ['w']
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], *, rank: int, seed: int) -> None:
+        self._rank, self._seed = rank, seed
+        self._name_of = {parameter: name for name, parameter in parameters.items()}
+        self.compressed = {name for name, parameter in parameters.items() if self._shrinks(parameter)}
+        """Names of what is sent as a product."""
+        self.errors: dict[str, Tensor] = {}
+        """By name, what this process's gradients lost so far; shape (rows, columns), float32 or wider."""
+        self.queries: dict[str, Tensor] = {}
+        """By name, `Q` of the last step; shape (columns, rank), the same on every process."""
+
+    def _shrinks(self, parameter: Tensor) -> bool:
+        if parameter.dim() < 2 or parameter.numel() == 0:
+            return False
+        rows, columns = parameter.flatten(1).shape
+        return 2 * (rows + columns) * self._rank < rows * columns
+
+    def reduce(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Future[Any], int]:
+        """Return when the gradients are overwritten by their average, and the bytes that this process sends for it.
+
+        Args:
+            parameters: Some of those given at the start.
+            gradients: Theirs, in the same order; changed in place.
+        """
+        names = [self._name_of[parameter] for parameter in parameters]
+        whole = [gradient for name, gradient in zip(names, gradients, strict=True) if name not in self.compressed]
+        low = {name: gradient for name, gradient in zip(names, gradients, strict=True) if name in self.compressed}
+        flat = torch.cat([gradient.flatten() for gradient in whole]) if whole else gradients[0].new_empty(0)
+        # started first: it travels while the products are computed
+        sending = dist.all_reduce(flat, async_op=True).get_future()
+        if flat.device.type == "cpu":
+            # gloo would call back from threads of its own, and processes could begin their collectives in other orders
+            sending.wait()
+        matrices = {name: self._with_error(name, gradient) for name, gradient in low.items()}
+        queries = {name: self._query(name, matrix) for name, matrix in matrices.items()}
+        left = [matrices[name] @ queries[name] for name in low]
+        right: list[Tensor] = []
+
+        def reduce_left(future: Future[Any]) -> None:
+            flat.div_(world_size())
+            for gradient, part in zip(whole, _cut(flat, whole), strict=True):
+                gradient.copy_(part)
+            left[:] = _summed(left)
+
+        def reduce_right(future: Future[Any]) -> None:
+            # of a sum, which spans what the mean does
+            left[:] = [torch.linalg.qr(product).Q for product in left]
+            right[:] = _summed([matrix.T @ product for matrix, product in zip(matrices.values(), left, strict=True)])
+
+        def multiply(future: Future[Any]) -> None:
+            for (name, gradient), product, query in zip(low.items(), left, right, strict=True):
+                self.queries[name] = query.div_(world_size())
+                gradient.copy_((product @ query.T).view(gradient.shape))
+                # what the gradient's own dtype rounded away is lost too
+                self.errors[name] = matrices[name].sub_(gradient.flatten(1))
+
+        sent = flat.nbytes + sum(product.nbytes for product in left) + sum(query.nbytes for query in queries.values())
+        return sending.then(reduce_left).then(reduce_right).then(multiply), sent
+
+    def _with_error(self, name: str, gradient: Tensor) -> Tensor:
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        matrix = gradient.detach().flatten(1).to(wide, copy=True)
+        return matrix.add_(self.errors[name].to(matrix)) if name in self.errors else matrix
+
+    def _query(self, name: str, matrix: Tensor) -> Tensor:
+        if name in self.queries:
+            return self.queries[name].to(matrix)
+        # on the CPU, so that every device draws the same; of the name, so that no order matters
+        generator = torch.Generator().manual_seed(self._seed + zlib.crc32(name.encode()))
+        columns, rank = matrix.shape[1], min(self._rank, *matrix.shape)
+        return torch.randn(columns, rank, generator=generator, dtype=matrix.dtype).to(matrix.device)
+
+    def share_errors_(self) -> None:
+        """Give every process the mean of all errors; every process must call it.
+
+        Only the mean enters an average of gradients, so training goes on as it would, up to rounding, and one copy is
+        all that a checkpoint needs, whatever number of processes goes on from it.
+        """
+        for name in sorted(self.errors):
+            all_reduce_(self.errors[name], "sum").div_(world_size())
+
+    def forget(self) -> None:
+        """Drop errors and `Q`: a step met NaN or infinity, which would stay in both for ever."""
+        self.errors, self.queries = {}, {}
+
+
+def _summed(matrices: list[Tensor]) -> list[Tensor]:
+    # One collective for all. Cloned, as matrix products of memory that is aligned otherwise may differ in the last bit,
+    # and where a matrix lies depends on DDP's buckets.
+    if not matrices:
+        return []
+    flat = all_reduce_(torch.cat([matrix.flatten() for matrix in matrices]), "sum")
+    return [part.clone() for part in _cut(flat, matrices)]
+
+
+def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    pieces = torch.split(flat, [tensor.numel() for tensor in like])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]

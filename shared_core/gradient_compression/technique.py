@@ -1,0 +1,216 @@
+"""Gradient compression as a technique: DDP's one communication hook, and what it must remember."""
+# No postponed annotations: DDP compares those of its hook with the classes themselves.
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from shared_core.errors import CompatibilityError, TrainingError
+from shared_core.gradient_compression.config import CommConfig
+from shared_core.gradient_compression.power_sgd import PowerSgd
+from shared_core.ranks import world_size
+from shared_core.technique import Context, Technique
+
+_ROUNDED = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+_MOST_DISCARDED = 50
+
+
+class _Switch:
+    """What DDP calls for every bucket. It takes one hook for its whole life, so this one can be given other work."""
+
+    compress: Callable[[GradBucket], Future[Tensor]] | None = None
+
+
+def _reduce(switch: _Switch, bucket: GradBucket) -> Future[torch.Tensor]:
+    if switch.compress is not None:
+        return switch.compress(bucket)
+    return default_hooks.allreduce_hook(cast(Any, None), bucket)
+
+
+class GradientCompression(Technique):
+    """Has DDP send gradients in 16 bits or as products of low rank, and counts the bytes.
+
+    Args:
+        config: The options.
+    """
+
+    key: ClassVar[str] = "comm"
+    config: CommConfig
+
+    def __init__(self, config: CommConfig) -> None:
+        super().__init__(config)
+        self.power_sgd: PowerSgd | None = None
+        """What powersgd remembers; None before `begin` and with another hook."""
+        self._switch: _Switch | None = None
+        self._names: dict[Tensor, str] = {}
+        self._first, self._is_active = 0, True
+        self._step = {"gradients": 0, "sent": 0}
+        self._last = self._total = dict(self._step)
+        self._discarded = self._in_a_row = 0
+        self._saved: Mapping[str, Any] = {}
+
+    def attach(self, model: nn.Module, context: Context) -> None:
+        """Refuse a run of one process, which sends nothing.
+
+        Raises:
+            CompatibilityError: If there is only one process.
+        """
+        if world_size() < 2:
+            raise CompatibilityError(
+                f"comm: training must run in several processes under DDP, got {world_size()}; start it with torchrun "
+                "--nproc_per_node=2 (Lightning: Trainer(devices=2, strategy='ddp')), or leave comm out"
+            )
+
+    def begin(self, context: Context) -> None:
+        """Register with the DDP module.
+
+        Raises:
+            CompatibilityError: If there is none, or it has a hook of the user's own.
+        """
+        wrapped = context.services.wrapped_model()
+        found = [module for module in (wrapped.modules() if wrapped is not None else ()) if _is_ddp(module)]
+        if not found:
+            raise CompatibilityError(
+                f"comm: model must be wrapped in DistributedDataParallel, got {type(wrapped).__name__}; train with "
+                "DDP, and in a loop of your own pass Session(services=...) whose wrapped_model() returns the DDP module"
+            )
+        ddp: Any = found[0]
+        names = {parameter: name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}
+        self._names = names
+        if self.config.hook == "powersgd":
+            self._first = context.resolve(self.config.begin, "comm.begin")
+            parameters = {name: parameter for parameter, name in names.items()}
+            self.power_sgd = PowerSgd(parameters, rank=self.config.rank, seed=context.generator.initial_seed() % 2**32)
+            self.power_sgd.errors = {name: value.clone() for name, value in self._saved.get("errors", {}).items()}
+            self.power_sgd.queries = dict(self._saved.get("queries", {}))
+        self._is_active = context.step >= self._first
+        self._switch = _switch_of(ddp)
+        self._switch.compress = self._compress
+
+    def _compress(self, bucket: GradBucket) -> Future[Tensor]:
+        buffer = bucket.buffer()
+        self._step["gradients"] += buffer.nbytes
+        if not self._is_active:
+            self._step["sent"] += buffer.nbytes
+            return default_hooks.allreduce_hook(cast(Any, None), bucket)
+        if self.power_sgd is None:
+            self._step["sent"] += 2 * buffer.numel()
+            return _ROUNDED[self.config.hook](cast(Any, None), bucket)
+        reduced, sent = self.power_sgd.reduce(bucket.parameters(), bucket.gradients())
+        self._step["sent"] += sent
+        return cast("Future[Tensor]", reduced.then(functools.partial(_value, buffer)))
+
+    def before_optimizer_step(self, context: Context) -> None:
+        """Have a step discarded whose gradients overflowed in fp16: infinite on every process alike.
+
+        Raises:
+            TrainingError: If DDP did not call the hook, or after 50 such steps in a row.
+        """
+        if not self._step["gradients"]:
+            raise TrainingError(
+                "comm: DDP must reduce the gradients of every step, but did not in this one; leave its no_sync() for "
+                "the last micro-batch, or leave comm out"
+            )
+        self._last, self._step = self._step, dict.fromkeys(self._step, 0)
+        self._total = {name: total + self._last[name] for name, total in self._total.items()}
+        grads = (parameter.grad for parameter in self._names if parameter.grad is not None)
+        if self.config.hook != "fp16" or all(bool(grad.isfinite().all()) for grad in grads):
+            self._in_a_row = 0
+            return
+        context.discard_step = True
+        self._discarded += 1
+        self._in_a_row += 1
+        if self._in_a_row >= _MOST_DISCARDED:
+            raise TrainingError(
+                f"comm: gradients must stay below 65504 with hook fp16, got infinity or NaN {_MOST_DISCARDED} times in "
+                "a row; take hook bf16, or lower the learning rate"
+            )
+
+    def after_optimizer_step(self, context: Context) -> None:
+        """Begin to compress at the first step that is to be."""
+        self._is_active = context.step >= self._first
+
+    def skipped_optimizer_step(self, context: Context) -> None:
+        """Forget what a step with NaN or infinity left in the errors."""
+        if self.power_sgd is not None:
+            self.power_sgd.forget()
+
+    def before_save(self, context: Context, baked: bool) -> None:
+        """Share the errors, on every process, so that the main one's are all that need saving."""
+        if self.power_sgd is not None and not baked:
+            self.power_sgd.share_errors_()
+
+    def detach(self, model: nn.Module) -> None:
+        """Have DDP reduce gradients whole again."""
+        if self._switch is not None:
+            self._switch.compress = None
+
+    def finish(self, model: nn.Module, context: Context) -> None:
+        """Have DDP reduce gradients whole again; weights need no baking."""
+        self.detach(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the errors, `Q` of the last step, and the counts."""
+        state = {"total": dict(self._total), "last": dict(self._last), "discarded": self._discarded}
+        if self.power_sgd is None:
+            return state
+        # copies: the next step changes the errors in place
+        errors = {name: value.clone() for name, value in self.power_sgd.errors.items()}
+        return state | {"errors": errors, "queries": dict(self.power_sgd.queries)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned, whatever number of processes saved it."""
+        self._saved = state
+        self._total, self._last = dict(state["total"]), dict(state["last"])
+        self._discarded = int(state["discarded"])
+
+    def report(self) -> dict[str, Any]:
+        """Return how many tensors were sent in which form, and the bytes that each process put into collectives."""
+        report: dict[str, Any] = {
+            "hook": self.config.hook,
+            "processes": world_size(),
+            "tensors": len(self._names),
+            "bytes_per_step": dict(self._last),
+            "bytes": dict(self._total),
+            "ratio": round(self._last["gradients"] / max(self._last["sent"], 1), 3),
+        }
+        if self.config.hook == "fp16":
+            report["discarded_steps"] = self._discarded
+        if self.power_sgd is not None:
+            report |= {
+                "begin": self._first,
+                "low_rank_tensors": len(self.power_sgd.compressed),
+                "error_bytes": sum(value.nbytes for value in self.power_sgd.errors.values()),
+            }
+        return report
+
+
+def _is_ddp(module: nn.Module) -> bool:
+    return isinstance(module, DistributedDataParallel)
+
+
+def _value(buffer: Tensor, future: Future[Any]) -> Tensor:
+    future.value()  # raises what went wrong on the way
+    return buffer
+
+
+def _switch_of(ddp: Any) -> _Switch:
+    switch = getattr(ddp, "_eff_switch", None)
+    if isinstance(switch, _Switch):
+        return switch
+    if ddp._comm_hooks:
+        raise CompatibilityError(
+            f"comm: DDP must have no other communication hook, got {ddp._comm_hooks[0][0].__qualname__}; drop one of "
+            "the two"
+        )
+    switch = _Switch()
+    ddp.register_comm_hook(switch, _reduce)
+    ddp._eff_switch = switch
+    return switch
