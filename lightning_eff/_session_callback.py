@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from lightning_eff import _surroundings
-from lightning_eff._namespaces import Callback, namespace_of
+from lightning_eff._namespaces import Callback
 from lightning_eff._resume import ExactResume
 from lightning_eff._services import LightningServices
 from lightning_eff._wrapped import Wrapped
-from lightning_eff.loss_scaling import precision_class
+from lightning_eff.loss_scaling import put_scaling_precision
 from shared_core.compatibility import check
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.errors import ConfigError
 from shared_core.plain_checkpoint import DEPLOYMENT_KEY
 from shared_core.receipt import Receipt
 from shared_core.recipe import Recipe
@@ -99,7 +99,8 @@ class EffCallback(Callback):
         EffCallback.num_started += 1
         self._resume = ExactResume(trainer, self.session.note)
         check(recipe, _surroundings.surroundings(trainer, pl_module))
-        self._use_scaling_precision(trainer)
+        if (scaling := recipe.get("loss_scale")) is not None:
+            self._stock_precision = put_scaling_precision(trainer, scaling)
         around: tuple[tuple[str, Callable[..., Any]], ...] = (
             ("configure_model", self._configure_model),
             ("on_save_checkpoint", self._save_weights),
@@ -123,20 +124,6 @@ class EffCallback(Callback):
                 )
             recipe = Recipe({**recipe, key: config})
         return recipe
-
-    def _use_scaling_precision(self, trainer: Any) -> None:
-        config = self._session.recipe.get("loss_scale")
-        plugin = trainer.precision_plugin
-        if config is None or _scales_loss(plugin):
-            return
-        if type(plugin).__name__ not in ("Precision", "MixedPrecision", "Fp8Precision"):
-            raise CompatibilityError(
-                "loss_scale: precision plugin must be Lightning's 32-true, 16-mixed or bf16-mixed, "
-                f"got {type(plugin).__name__}; "
-                "pass plugins=LossScalingPrecision(...) instead of precision="
-            )
-        made = precision_class(namespace_of(trainer))(precision=plugin.precision, **config.to_dict())
-        trainer.strategy.precision_plugin, self._stock_precision = made, plugin
 
     def _configure_model(self, original: Callable[[], None]) -> None:
         # Layers that the user makes only now are wanted too; wrappers (DDP) come later.
@@ -388,10 +375,6 @@ def _read(recipe: Mapping[str, Any] | str | Path) -> Recipe:
 
 def _callbacks(trainer: Any) -> list[EffCallback]:
     return [callback for callback in trainer.callbacks if isinstance(callback, EffCallback)]
-
-
-def _scales_loss(plugin: Any) -> bool:
-    return any(kind.__qualname__ == "LossScalingPrecision" for kind in type(plugin).__mro__)
 
 
 def _same(value: Any, baked: Any) -> bool:

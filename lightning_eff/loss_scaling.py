@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lightning_eff._namespaces import PYTORCH_LIGHTNING, installed, plugins
+from lightning_eff._namespaces import PYTORCH_LIGHTNING, installed, namespace_of, plugins
 from lightning_eff._typed_options import typed_options
-from shared_core.errors import ConfigError
+from shared_core.config import TechniqueConfig
+from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.loss_scaling import LossScaleConfig, LossScaler
 
 _PUBLIC_MODULE = {PYTORCH_LIGHTNING: "lightning_eff.pytorch"}
@@ -93,6 +94,27 @@ def precision_class(namespace: str) -> Any:
     LossScalingPrecision.__qualname__ = "LossScalingPrecision"
     LossScalingPrecision.__module__ = _PUBLIC_MODULE.get(namespace, "lightning_eff.lightning")
     return LossScalingPrecision
+
+
+def put_scaling_precision(trainer: Any, config: TechniqueConfig) -> Any:
+    """Give a Trainer the plugin in place of a stock one; return the stock one, None if the Trainer had the plugin.
+
+    Raises:
+        CompatibilityError: If its precision is one that the plugin cannot take the place of.
+    """
+    stock = trainer.precision_plugin
+    if any(kind.__qualname__ == "LossScalingPrecision" for kind in type(stock).__mro__):
+        return None
+    if type(stock).__name__ not in ("Precision", "MixedPrecision", "Fp8Precision"):
+        raise CompatibilityError(
+            "loss_scale: precision plugin must be Lightning's 32-true, 16-mixed or bf16-mixed, "
+            f"got {type(stock).__name__}; "
+            "pass plugins=LossScalingPrecision(...) instead of precision="
+        )
+    trainer.strategy.precision_plugin = precision_class(namespace_of(trainer))(
+        precision=stock.precision, **config.to_dict()
+    )
+    return stock
 
 
 if TYPE_CHECKING:
