@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hf_eff.loss_scaling import LossScaling as LossScaling
     from hf_eff.matmul_precision import MatmulPrecision as MatmulPrecision
     from hf_eff.primary_weights import PrimaryWeights as PrimaryWeights
+    from hf_eff.privacy import DifferentialPrivacy as DifferentialPrivacy
     from hf_eff.pruning import Pruning as Pruning
     from hf_eff.quantization import QuantizationAwareTraining as QuantizationAwareTraining
     from hf_eff.soup import ModelSoup as ModelSoup
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from hf_eff.weight_sharing import WeightSharing as WeightSharing
 
 _HOMES = {
+    "DifferentialPrivacy": "privacy",
     "Distillation": "distillation",
     "EffCallback": "_technique_callback",
     "EffFlags": "training_args",

@@ -11,6 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils.import_utils import is_peft_available, is_torch_xla_available
 
+from hf_eff._poisson import check_trainer
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def surroundings(trainer: Trainer) -> set[str]:
         optimizer_class = type(inner_optimizer(trainer.optimizer))
     holds = {
         "bf16": accelerator.mixed_precision == "bf16",
+        "fp16": accelerator.mixed_precision == "fp16",
         "deepspeed": trainer.is_deepspeed_enabled,
         "data_parallel": args.n_gpu > 1,
         "unequal_ranks": args.world_size > 1 and not args.average_tokens_across_devices,
@@ -84,6 +86,8 @@ def check_outputs(trainer: Trainer, recipe: Recipe) -> None:
             raise CheckpointError(
                 f"hf: output_dir must be a writable folder, got {args.output_dir!r}: {error}"
             ) from error
+    if "dp" in recipe:
+        check_trainer(trainer)
     if "distill" in recipe:
         _check_distillation(trainer, chunked=recipe["distill"].to_dict()["chunked"])
     if "soup" not in recipe:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lightning_eff.loss_scaling import LossScalingPrecision as LossScalingPrecision
     from lightning_eff.matmul_precision import MatmulPrecision as MatmulPrecision
     from lightning_eff.primary_weights import PrimaryWeights as PrimaryWeights
+    from lightning_eff.privacy import DifferentialPrivacy as DifferentialPrivacy
     from lightning_eff.pruning import Pruning as Pruning
     from lightning_eff.quantization import QuantizationAwareTraining as QuantizationAwareTraining
     from lightning_eff.soup import ModelSoup as ModelSoup
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_eff.weight_sharing import WeightSharing as WeightSharing
 
 _HOME = {
+    "DifferentialPrivacy": "privacy",
     "Distillation": "distillation",
     "EffCallback": "_session_callback",
     "Fp8": "fp8",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_eff import _surroundings
 from lightning_eff._namespaces import Callback
+from lightning_eff._poisson import wrap_loaders
 from lightning_eff._resume import ExactResume
 from lightning_eff._services import LightningServices
 from lightning_eff._wrapped import Wrapped
@@ -108,6 +109,8 @@ class EffCallback(Callback):
         )
         if (config := recipe.get("distill")) is not None and config.mutual:  # type: ignore[attr-defined]
             around += (("configure_gradient_clipping", self._clip_gradients),)
+        if (private := self.session.techniques.get("dp")) is not None:
+            self._wrapped += wrap_loaders(trainer, private)
         self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
         self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
         self._wrapped.append(Wrapped(pl_module, "training_step", self._training_step, keep_signature=True))

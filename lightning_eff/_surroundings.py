@@ -25,6 +25,8 @@ def surroundings(trainer: Any, model: Any) -> set[str]:
         found.add("tensor_parallel")
     if str(trainer.precision_plugin.precision).startswith("bf16"):
         found.add("bf16")
+    if str(trainer.precision_plugin.precision).startswith("16"):
+        found.add("fp16")
     if not model.automatic_optimization:
         found.add("manual_optimization")
     optimizers = trainer.optimizers

@@ -13,6 +13,7 @@ from shared_core.rooms import ROOMS
 SURROUNDINGS = {
     "bf16": "plain bf16 mixed precision",
     "deepspeed": "DeepSpeed",
+    "fp16": "fp16 mixed precision",
     "fsdp1": "FSDP version 1",
     "fsdp2": "FSDP version 2",
     "lbfgs": "an LBFGS optimizer",
@@ -134,6 +135,41 @@ REFUSED: dict[tuple[str, str], str] = {
     ),
     ("average", "deepspeed"): "DeepSpeed keeps the weights in parts of its own; use DDP or FSDP version 2",
     ("average", "fsdp1"): _FLAT,
+    ("dp", "lora"): (
+        "Opacus has no rule for a layer that adds adapters to frozen codes; merge or leave out the adapters, and freeze "
+        "what is not to be trained"
+    ),
+    ("dp", "primary_weights"): (
+        "a gradient in 16 bits rounds the noise, which is then not the one that is accounted for; load the model in float32"
+    ),
+    ("dp", "ticket"): "every round sees the data again, and rounds are not accounted for together; train one model",
+    ("dp", "share"): (
+        "members of a cluster are moved by one sum of their gradients, on which nothing was tested under noise; share the "
+        "weights of the trained model with `eff compress`"
+    ),
+    ("dp", "qat"): (
+        "observers keep ranges of activations, which single examples set and no noise hides; train privately, then "
+        "quantise the weights with `eff quantize`"
+    ),
+    ("dp", "fp8"): (
+        "scales come from the largest gradient and activation of a batch, which single examples set and no noise hides; "
+        "train in bf16"
+    ),
+    ("dp", "loss_scale"): (
+        "a scaler skips steps on which single examples overflow, and skips are not accounted for; train in float32 or bf16"
+    ),
+    ("dp", "fp16"): (
+        "its scaler skips steps on which single examples overflow, and skips are not accounted for; train in float32 or "
+        "bf16"
+    ),
+    ("dp", "deepspeed"): _OWN,
+    ("dp", "fsdp1"): "flat shards of FSDP1 have no gradient of one example; use DDP",
+    ("dp", "fsdp2"): "gradients of single examples have not been run on sharded parameters yet; use DDP",
+    ("dp", "lbfgs"): _LBFGS,
+    ("dp", "manual_optimization"): (
+        "your code steps the optimizer itself, so no one knows which batches belong to a step; use automatic optimisation"
+    ),
+    ("dp", "several_optimizers"): "each step must be one draw over all parameters; use one optimizer with groups",
     ("soup", "deepspeed"): _OWN,
     ("soup", "fsdp1"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
     ("soup", "fsdp2"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
@@ -203,6 +239,17 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
             "prune with movement, recompute or sr_ste cannot be combined with primary_weights: both keep other weights "
             "than the model holds for the optimizer; load the model in float32"
         )
+    if "dp" in recipe and prune is not None and not prune.works_sharded:
+        lines.append(
+            "dp with these options of prune cannot be combined: what they see of gradients and activations of single "
+            "examples is not accounted for; take criterion magnitude, threshold or random of single weights, n_m or blocks"
+        )
+    if "dp" in recipe and distill is not None and not distill.works_on_single_examples:
+        lines.append(
+            "dp with these options of distill cannot be combined: other students, projections, relations between "
+            "examples and heads in chunks are trained past the gradients of single examples; leave out teacher mutual, "
+            "hidden, attention, chunked and unlabelled_field"
+        )
     average = recipe.get("average")
     if prune is not None and prune.criterion == "wanda" and average is not None and average.bn_batches:
         lines.append(
@@ -236,6 +283,21 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
             for key in ("average", "soup")
             if key in recipe
         ]
+    return lines
+
+
+def remarks(recipe: Mapping[str, Any]) -> list[str]:
+    """Return what is allowed and yet has to be told: a line each, for the user and the receipt."""
+    lines = []
+    if "dp" in recipe and "distill" in recipe:
+        lines.append(
+            "dp: what the teacher learned from these data is outside the guarantee; it holds for a teacher that never "
+            "saw them"
+        )
+    if "dp" in recipe and "soup" in recipe:
+        lines.append(
+            "dp: a soup is chosen by the validation data, which are outside the guarantee; it holds for the training data"
+        )
     return lines
 
 

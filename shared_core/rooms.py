@@ -50,6 +50,7 @@ ROOMS = {
         Room("fp8", "fp8", "Fp8Config", "Fp8Training"),
         Room("distill", "distillation", "DistillConfig", "Distillation"),
         Room("loss_scale", "loss_scaling", "LossScaleConfig", "LossScaling"),
+        Room("dp", "privacy", "PrivacyConfig", "DifferentialPrivacy"),
         Room("average", "soup", "AverageConfig", "WeightAverage"),
         Room("soup", "soup", "SoupConfig", "ModelSoup"),
     )

@@ -23,9 +23,9 @@ from shared_core.technique import (
     Context,
     Services,
     Technique,
+    driven,
     in_order,
     mean_over_micro_batch,
-    overrides,
 )
 
 _STEP = ("before_optimizer_step", "after_optimizer_step", "skipped_optimizer_step")
@@ -81,10 +81,7 @@ class Session:
         self._final_reports: dict[str, Any] = {}
         self._validation: dict[str, float] = {}
         self._started = time.perf_counter()
-        self._driven = {
-            verb: [(key, technique) for key, technique in self.techniques.items() if overrides(technique, verb)]
-            for verb in _VERBS
-        }
+        self._driven = {verb: driven(self.techniques, verb) for verb in _VERBS}
 
     @property
     def is_attached(self) -> bool:
@@ -189,6 +186,8 @@ class Session:
             with self._timed(key):
                 technique.begin(context)
         self._begun = True
+        for remark in compatibility.remarks(self.recipe):
+            self.note(remark)
 
     def loss(self, task_loss: Tensor, normalise: Callable[[Tensor, Tensor | int], Tensor] | None = None) -> Tensor:
         """Return the loss to train on.

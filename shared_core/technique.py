@@ -288,6 +288,13 @@ class Technique:
         return {}
 
 
+def driven(techniques: Mapping[str, Technique], verb: str) -> list[tuple[str, Technique]]:
+    """Return the techniques that have their own version of a verb, in the order of their turns."""
+    found = [(key, technique) for key, technique in techniques.items() if overrides(technique, verb)]
+    # Gradients are made private before another technique reads them: what it makes of them then gives nothing away.
+    return sorted(found, key=lambda turn: turn[0] != "dp") if verb == "before_optimizer_step" else found
+
+
 def overrides(technique: Technique, verb: str) -> bool:
     """Return whether a technique has its own version of a verb, so that a session can leave out the others."""
     return getattr(type(technique), verb) is not getattr(Technique, verb)
