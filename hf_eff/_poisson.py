@@ -28,8 +28,8 @@ def check_trainer(trainer: Trainer) -> None:
     for name in ("gradient_checkpointing", "torch_compile"):
         if getattr(trainer.args, name):
             raise CompatibilityError(
-                f"dp: {name} must be off, got True; hooks on single layers keep the gradient of each example, and do not "
-                "run as they should there"
+                f"dp: {name} must be off, got True; hooks on single layers keep the gradient of each example, and "
+                "do not run as they should there"
             )
 
 

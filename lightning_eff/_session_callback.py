@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_eff import _surroundings
 from lightning_eff._namespaces import Callback
-from lightning_eff._poisson import wrap_loaders
+from lightning_eff._poisson import check_loss, wrap_loaders
 from lightning_eff._resume import ExactResume
 from lightning_eff._services import LightningServices
 from lightning_eff._wrapped import Wrapped
@@ -202,6 +202,8 @@ class EffCallback(Callback):
         distillation: Any = self._session.techniques.get("distill")
         if distillation is not None and distillation.config.unlabelled_field:
             args = (distillation.prepare_batch(args[0]), *args[1:])  # Lightning gives the batch by position
+        if (private := self._session.techniques.get("dp")) is not None:
+            check_loss(private, self._trainer.lightning_module, original, *args, **kwargs)
         self._services.step_arguments = (args, kwargs)
         output = original(*args, **kwargs)
         if isinstance(output, Tensor):

@@ -14,6 +14,7 @@ from shared_core.cli.export import export
 from shared_core.cli.flags import flags
 from shared_core.cli.formats import formats
 from shared_core.cli.lottery import lottery
+from shared_core.cli.privacy import privacy
 from shared_core.cli.prune import PruneCommand, prune
 from shared_core.cli.quantize import quantize
 from shared_core.cli.report import report
@@ -38,6 +39,7 @@ app.command()(export)
 app.command()(flags)
 app.command()(formats)
 app.command()(lottery)
+app.command()(privacy)
 app.command(cls=PruneCommand)(prune)
 app.command()(quantize)
 app.command()(report)

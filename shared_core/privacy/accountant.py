@@ -97,7 +97,13 @@ def epsilon(spent: Iterable[Spending], delta: float, accountant: str = "rdp") ->
 
 
 def noise_multiplier_for(
-    target: float, sample_rate: float, steps: int, delta: float, *, accountant: str = "rdp", spent: Iterable[Spending] = ()
+    target: float,
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    *,
+    accountant: str = "rdp",
+    spent: Iterable[Spending] = (),
 ) -> float:
     """Return the smallest noise multiplier, to 0.1 %, with which that many more steps end at ε ≤ `target`.
 

@@ -23,18 +23,25 @@ class PrivacyConfig(TechniqueConfig):
     other_switch: ClassVar[str] = "target_epsilon"
 
     noise_multiplier: float | None = option(
-        None, help="Standard deviation of the noise on the sum of clipped gradients, as a multiple of max_grad_norm.", low=0
+        None,
+        help="Standard deviation of the noise on the sum of clipped gradients, as a multiple of max_grad_norm.",
+        low=0,
     )
     target_epsilon: float | None = option(
         None, help="Solve for the noise_multiplier with which the whole run spends this epsilon, instead.", above=0
     )
     max_grad_norm: float = option(1.0, help="L2 norm to which the gradient of each example is clipped.", above=0)
-    delta: float = option(1e-5, help="Delta at which epsilon is told; below one over the number of examples.", above=0, below=1)
+    delta: float = option(
+        1e-5, help="Delta at which epsilon is told; below one over the number of examples.", above=0, below=1
+    )
     accountant: Literal["rdp", "prv"] = option(
         "rdp", help="Counts epsilon: Renyi moments (rdp), or numerical composition (prv), which is tighter."
     )
     grad_sample_mode: Literal["hooks", "functorch"] = option(
         "hooks", help="Gradients of single examples by Opacus' rules for each layer (hooks), or by vmap for all."
+    )
+    check_loss: bool = option(
+        True, help="In Lightning, compare the first batch's loss with its halves': it must be a mean over examples."
     )
     seed: int | None = option(
         None,

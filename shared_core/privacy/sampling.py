@@ -115,7 +115,9 @@ class PoissonBatches(Sampler[list[int]]):
 
     def part(self, step: int, micro_batch: int) -> list[int]:
         """Return this process's examples of a micro-batch of a step; there may be none."""
-        found: list[int] = self.chosen(step)[micro_batch * world_size() + rank() :: self.accumulate * world_size()].tolist()
+        found: list[int] = self.chosen(step)[
+            micro_batch * world_size() + rank() :: self.accumulate * world_size()
+        ].tolist()
         return found
 
     def __iter__(self) -> Iterator[list[int]]:

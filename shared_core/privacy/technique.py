@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from shared_core.errors import CheckpointError, ConfigError, TrainingError
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.privacy.accountant import Spending, epsilon, noise_multiplier_for
 from shared_core.privacy.config import PrivacyConfig
 from shared_core.privacy.per_sample import PerSample, check_model, clipped_sum
@@ -70,6 +70,9 @@ class DifferentialPrivacy(Technique):
         self._sums: dict[str, Tensor] = {}
         self._factor: Tensor | None = None
         self._is_checked = False
+        self.checks_loss = config.check_loss
+        """Whether the loss still has to be seen as a mean over examples; a front end that can does so and calls
+        `check_loss`."""
         self._shown = (0, 0.0)
         self.weights: Tensor | None = None
         """What a front end sets before `loss`: by how much each row's share of the loss is to be multiplied to become
@@ -166,7 +169,11 @@ class DifferentialPrivacy(Technique):
             f"efftrain: dp: poisson sampling with rate {batches.sample_rate:.4g} of {batches.num_examples} examples, "
             f"noise multiplier {self._noise:.4g}, clipped at {config.max_grad_norm:g}{end}, accountant "
             f"{config.accountant}"
-            + (". The trainer clips the noised gradient again, which costs no privacy" if context.clips_gradients else "")
+            + (
+                ". The trainer clips the noised gradient again, which costs no privacy"
+                if context.clips_gradients
+                else ""
+            )
         )
 
     def _planned(self, steps: int) -> list[Spending]:
@@ -176,6 +183,31 @@ class DifferentialPrivacy(Technique):
         return epsilon(self._planned(steps), self.config.delta, self.config.accountant)
 
     # -- one step
+
+    @property
+    def rows(self) -> int:
+        """Rows of the micro-batch that comes next, one at least."""
+        return max(len(self._known(self._batches).part(self._draws, self._micro_batch)), 1)
+
+    def check_loss(self, whole: float, parts: list[tuple[int, float]]) -> None:
+        """Check once that the loss of a batch is the mean of its parts' losses, each by its rows.
+
+        Args:
+            whole: The loss of all rows.
+            parts: Rows and loss of each part.
+
+        Raises:
+            CompatibilityError: If it is not: then how much an example counts depends on the others.
+        """
+        self.checks_loss = False
+        mean = sum(rows * loss for rows, loss in parts) / sum(rows for rows, _ in parts)
+        if abs(whole - mean) > 1e-2 * max(abs(whole), abs(mean), *(abs(loss) for _, loss in parts)):
+            raise CompatibilityError(
+                f"dp: loss must be the mean over the examples of each one's own loss, got {whole:.6g} for a batch whose "
+                f"halves have {', '.join(f'{loss:.6g} ({rows} rows)' for rows, loss in parts)}; a mean over tokens, or "
+                "terms between examples, let one example change how much others count: average over each row first, "
+                "then over rows (check_loss: false for a loss that draws random numbers)"
+            )
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
         """Have the backward of this loss clip each example's gradient."""
@@ -187,12 +219,11 @@ class DifferentialPrivacy(Technique):
                 f"dp: a step must have the {batches.accumulate} micro-batches that its draw was cut into, got more; give "
                 "the same accumulation to the trainer and to loader(...)"
             )
-        rows = len(batches.part(self._draws, self._micro_batch))
-        self._per_sample.num_examples = max(rows, 1)
+        self._per_sample.num_examples = rows = self.rows
         weights, self.weights = self.weights, None
         if weights is None:
-            weights = torch.full((max(rows, 1),), float(rows), device=task_loss.device)
-        self._factor = weights * bool(rows)
+            weights = torch.full((rows,), float(rows), device=task_loss.device)
+        self._factor = weights * bool(batches.part(self._draws, self._micro_batch))
         self._micro_batch += 1
         # The gradient that arrives is what the trainer multiplied the loss by: one over the micro-batches, mostly.
         task_loss.register_hook(self._after_backward)
@@ -226,7 +257,9 @@ class DifferentialPrivacy(Technique):
             )
         trained = {name: value for name, value in context.model.named_parameters() if value.requires_grad}
         sums = {name: self._sums.get(name, value.new_zeros(())) for name, value in trained.items()}
-        sums = {name: all_reduce_(total.expand(trained[name].shape).contiguous(), "sum") for name, total in sums.items()}
+        sums = {
+            name: all_reduce_(total.expand(trained[name].shape).contiguous(), "sum") for name, total in sums.items()
+        }
         std = float(self._noise or 0) * self.config.max_grad_norm
         noise = self._known(self._secret).noise(sums, std, self._draws)  # the same on every process
         for name, parameter in trained.items():
@@ -293,7 +326,9 @@ class DifferentialPrivacy(Technique):
             "noise_multiplier": self._noise,
             "max_grad_norm": config.max_grad_norm,
             "steps": sum(steps for _, _, steps in self._spent),
-            "seed": "drawn from the system's entropy" if config.seed is None else f"{config.seed}, known to its readers",
+            "seed": "drawn from the system's entropy"
+            if config.seed is None
+            else f"{config.seed}, known to its readers",
         }
 
 
