@@ -76,9 +76,9 @@ def check_loss(technique: Any, module: Any, step: Callable[..., Any], batch: Any
         set_rng_state(random)
         for part, mode in modes.items():
             part.training = mode
-    losses = [output.get("loss") if isinstance(output, Mapping) else output for output in outputs]
-    if all(isinstance(loss, Tensor) for loss in losses):
-        whole, *parts = map(float, losses)
+    found: list[Any] = [output.get("loss") if isinstance(output, Mapping) else output for output in outputs]
+    if all(isinstance(loss, Tensor) for loss in found):
+        whole, *parts = map(float, found)
         technique.check_loss(whole, [(count, loss) for (_, count), loss in zip(cuts, parts, strict=True)])
 
 

@@ -136,15 +136,15 @@ REFUSED: dict[tuple[str, str], str] = {
     ("average", "deepspeed"): "DeepSpeed keeps the weights in parts of its own; use DDP or FSDP version 2",
     ("average", "fsdp1"): _FLAT,
     ("dp", "lora"): (
-        "Opacus has no rule for a layer that adds adapters to frozen codes; merge or leave out the adapters, and freeze "
-        "what is not to be trained"
+        "Opacus has no rule for a layer that adds adapters to frozen codes; leave the adapters out, and freeze what "
+        "is not to be trained"
     ),
     ("dp", "primary_weights"): (
-        "a gradient in 16 bits rounds the noise, which is then not the one that is accounted for; load the model in float32"
+        "a gradient in 16 bits rounds the noise, which is then not what is accounted for; load the model in float32"
     ),
     ("dp", "ticket"): "every round sees the data again, and rounds are not accounted for together; train one model",
     ("dp", "share"): (
-        "members of a cluster are moved by one sum of their gradients, on which nothing was tested under noise; share the "
+        "members of a cluster are moved by one sum of their gradients, on which noise has not been tested; share the "
         "weights of the trained model with `eff compress`"
     ),
     ("dp", "qat"): (
@@ -152,22 +152,22 @@ REFUSED: dict[tuple[str, str], str] = {
         "quantise the weights with `eff quantize`"
     ),
     ("dp", "fp8"): (
-        "scales come from the largest gradient and activation of a batch, which single examples set and no noise hides; "
-        "train in bf16"
+        "scales come from the largest values of a batch, which single examples set and no noise hides; train in bf16"
     ),
     ("dp", "loss_scale"): (
-        "a scaler skips steps on which single examples overflow, and skips are not accounted for; train in float32 or bf16"
+        "a scaler skips steps on which single examples overflow, and skips are not accounted for; train in float32 or "
+        "bf16"
     ),
     ("dp", "fp16"): (
-        "its scaler skips steps on which single examples overflow, and skips are not accounted for; train in float32 or "
-        "bf16"
+        "its scaler skips steps on which single examples overflow, and skips are not accounted for; train in float32 "
+        "or bf16"
     ),
     ("dp", "deepspeed"): _OWN,
     ("dp", "fsdp1"): "flat shards of FSDP1 have no gradient of one example; use DDP",
     ("dp", "fsdp2"): "gradients of single examples have not been run on sharded parameters yet; use DDP",
     ("dp", "lbfgs"): _LBFGS,
     ("dp", "manual_optimization"): (
-        "your code steps the optimizer itself, so no one knows which batches belong to a step; use automatic optimisation"
+        "your code steps the optimizer itself, so nothing tells which batches a step has; use automatic optimisation"
     ),
     ("dp", "several_optimizers"): "each step must be one draw over all parameters; use one optimizer with groups",
     ("soup", "deepspeed"): _OWN,
@@ -242,7 +242,8 @@ def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[s
     if "dp" in recipe and prune is not None and not prune.works_sharded:
         lines.append(
             "dp with these options of prune cannot be combined: what they see of gradients and activations of single "
-            "examples is not accounted for; take criterion magnitude, threshold or random of single weights, n_m or blocks"
+            "examples is not accounted for; take criterion magnitude, threshold or random of single weights, n_m or "
+            "blocks"
         )
     if "dp" in recipe and distill is not None and not distill.works_on_single_examples:
         lines.append(
@@ -296,7 +297,7 @@ def remarks(recipe: Mapping[str, Any]) -> list[str]:
         )
     if "dp" in recipe and "soup" in recipe:
         lines.append(
-            "dp: a soup is chosen by the validation data, which are outside the guarantee; it holds for the training data"
+            "dp: a soup is chosen by the validation data, which are outside the guarantee; it covers the training data"
         )
     return lines
 

@@ -39,9 +39,7 @@ def privacy(
     if steps is None or steps < 1:
         raise ConfigError(f"privacy: steps must be at least 1, got {steps}; give --steps or --epochs")
     if not 0 < delta < 1:
-        raise ConfigError(
-            f"privacy: delta must be in (0, 1), got {delta}; take one below one over the number of examples"
-        )
+        raise ConfigError(f"privacy: delta must be in (0, 1), got {delta}; take less than 1 / examples")
     if (noise_multiplier is None) == (target_epsilon is None):
         raise ConfigError(
             "privacy: one of --noise-multiplier and --target-epsilon must be given, got "

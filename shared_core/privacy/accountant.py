@@ -127,13 +127,16 @@ def noise_multiplier_for(
     def suffices(noise: float) -> bool:
         return epsilon([*before, (noise, sample_rate, steps)], delta, accountant) <= target
 
-    low, high = 0.1, 0.2
+    low = 0.1
+    if accountant != "rdp":  # prv is slow where noise is small, and never needs more noise than rdp
+        low = 0.7 * noise_multiplier_for(target, sample_rate, steps, delta, spent=before)
+    high = low / 0.7
     while not suffices(high):
         low, high = high, 2 * high
         if high > 1e4:
             raise ConfigError(
-                f"dp: target_epsilon must be reachable with some noise, got {target} at delta {delta} for {steps} steps "
-                f"of sample rate {sample_rate:.4g}; take fewer steps, smaller batches or a larger epsilon"
+                f"dp: target_epsilon must be reachable with some noise, got {target} at delta {delta} for {steps} "
+                f"steps of sample rate {sample_rate:.4g}; take fewer steps, smaller batches or a larger epsilon"
             )
     while high - low > 1e-3 * low:
         middle = (low + high) / 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +44,11 @@ def check_model(model: nn.Module) -> None:
             )
         elif getattr(module, "_compiled_call_impl", None) is not None or kind == "OptimizedModule":
             wrong.append(f"{name} ({kind}) is compiled, and hooks of single layers do not run; leave torch.compile out")
+    wrong += [
+        f"{name} is {parameter.dtype}, which would round the noise; load the model in float32"
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and torch.finfo(parameter.dtype).bits < 32
+    ]
     if wrong:
         raise CompatibilityError("dp: model must give a gradient for each example, but\n" + "\n".join(wrong))
 
@@ -59,10 +64,12 @@ class PerSample:
     def __init__(self, model: nn.Module, functorch: bool) -> None:
         self._model = model
         self.num_examples = 0
-        """Rows of the present micro-batch."""
+        """Rows of the micro-batch whose backward comes next."""
+        self.rows_ahead: Callable[[], int] = lambda: self.num_examples
+        """Rows of the micro-batch whose forward is running."""
         self._in_place = [module for module in model.modules() if getattr(module, "inplace", False) is True]
         for module in self._in_place:
-            module.inplace = False  # torch refuses to change the output of a module with a full backward hook
+            vars(module)["inplace"] = False  # torch refuses to change the output of a module with a full backward hook
         self._expanding = [
             module.register_forward_pre_hook(self._expand)
             for module in model.modules()
@@ -73,12 +80,17 @@ class PerSample:
     def _expand(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         # transformers look positions up once for the whole batch: (1, length)
         first = inputs[0] if inputs else None
-        if not module.training or not isinstance(first, Tensor) or first.dim() < 2 or first.shape[0] != 1:
+        if (
+            not (module.training and torch.is_grad_enabled())
+            or not isinstance(first, Tensor)
+            or first.dim() < 2
+            or first.shape[0] != 1
+        ):
             return None
-        return (first.expand(self.num_examples, *first.shape[1:]), *inputs[1:])
+        return (first.expand(self.rows_ahead(), *first.shape[1:]), *inputs[1:])
 
     def take(self, check_sum: bool = False) -> dict[str, Tensor]:
-        """Return the gradients of the last backward by parameter, (examples, \\*shape), and forget them.
+        """Return the gradients of the last backward by parameter, (examples, ...), and forget them.
 
         Args:
             check_sum: Whether ``.grad`` holds this backward alone and should be the sum of what is returned.
@@ -94,8 +106,8 @@ class PerSample:
                 if not isinstance(found, Tensor) or len(found) != self.num_examples:
                     rows = len(found) if isinstance(found, Tensor) else "several"
                     raise TrainingError(
-                        f"dp: {name} must get a gradient from each of the {self.num_examples} examples, got {rows}; every "
-                        "layer's input must have the batch in its first dimension, one row an example"
+                        f"dp: {name} must get a gradient from each of the {self.num_examples} examples, got {rows}; "
+                        "every layer's input must have the batch in its first dimension, one row an example"
                     )
                 taken[name] = found.detach()
             elif parameter.requires_grad and parameter.grad is not None:
@@ -126,7 +138,7 @@ class PerSample:
         for hook in self._expanding:
             hook.remove()
         for module in self._in_place:
-            module.inplace = True
+            vars(module)["inplace"] = True
         for module in self._model.modules():
             for left in ("activations", "max_batch_len"):
                 vars(module).pop(left, None)
@@ -135,7 +147,7 @@ class PerSample:
 @functools.cache
 def _hooks_class() -> Any:
     class Hooks(opacus("grad_sample").GradSampleHooks):  # type: ignore[misc]
-        """Opacus' hooks, on the layers of a module that only lists a layer's parameter as its own, as BERT's head does."""
+        """Opacus' hooks, on the layers of a module that lists a layer's parameter as its own, as BERT's head does."""
 
         def iterate_submodules(self, module: nn.Module) -> Iterator[nn.Module]:
             own = {parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad}
@@ -153,7 +165,7 @@ def clipped_sum(samples: Mapping[str, Tensor], scale: Tensor, max_norm: float) -
     """Return ``Σᵢ sᵢgᵢ · min(1, C / ‖sᵢgᵢ‖)`` by parameter; an example whose gradient is not finite counts as 0.
 
     Args:
-        samples: gᵢ by parameter, (examples, \\*shape), of any float dtype.
+        samples: gᵢ by parameter, (examples, ...), of any float dtype.
         scale: sᵢ, (examples,), which makes of gᵢ the gradient of the example's own loss.
         max_norm: C, above 0; norms are over all parameters together.
 

@@ -140,8 +140,8 @@ def check_loader(loader: Any) -> None:
     data: Dataset[Any] = loader.dataset
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
         raise CompatibilityError(
-            f"dp: training data must be a data set with a length and an index, got {type(data).__name__}, which is read "
-            "in its own order: Poisson sampling has to pick any example at any step"
+            f"dp: training data must be a data set with a length and an index, got {type(data).__name__}, which is "
+            "read in its own order: Poisson sampling has to pick any example at any step"
         )
     sampler = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
     kind = type(getattr(sampler, "sampler", sampler)).__name__

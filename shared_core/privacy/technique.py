@@ -89,6 +89,7 @@ class DifferentialPrivacy(Technique):
         """
         check_model(model)
         self._per_sample = PerSample(model, self.config.grad_sample_mode == "functorch")
+        self._per_sample.rows_ahead = lambda: self.rows if self._batches else 1
         self._model = model
         self._is_checked = False
 
@@ -120,6 +121,7 @@ class DifferentialPrivacy(Technique):
 
     def loader(self, loader: DataLoader[Any], accumulate: int = 1) -> DataLoader[Any]:
         """Return a DataLoader whose batches are drawn as the accounting says, in place of `loader`."""
+        check_loader(loader)
         return with_batches(loader, self.sample(loader, getattr(loader.batch_sampler, "batch_size", 1), accumulate))
 
     def _make_secret(self) -> Secret:
@@ -203,10 +205,10 @@ class DifferentialPrivacy(Technique):
         mean = sum(rows * loss for rows, loss in parts) / sum(rows for rows, _ in parts)
         if abs(whole - mean) > 1e-2 * max(abs(whole), abs(mean), *(abs(loss) for _, loss in parts)):
             raise CompatibilityError(
-                f"dp: loss must be the mean over the examples of each one's own loss, got {whole:.6g} for a batch whose "
-                f"halves have {', '.join(f'{loss:.6g} ({rows} rows)' for rows, loss in parts)}; a mean over tokens, or "
-                "terms between examples, let one example change how much others count: average over each row first, "
-                "then over rows (check_loss: false for a loss that draws random numbers)"
+                f"dp: loss must be the mean over the examples of each one's own loss, got {whole:.6g} for a batch "
+                f"whose halves have {', '.join(f'{loss:.6g} ({rows} rows)' for rows, loss in parts)}; a mean over "
+                "tokens, or terms between examples, let one example change how much others count: average over each "
+                "row first, then over rows (check_loss: false for a loss that draws random numbers)"
             )
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
@@ -216,8 +218,8 @@ class DifferentialPrivacy(Technique):
         batches = self._known(self._batches)
         if self._micro_batch >= batches.accumulate:
             raise TrainingError(
-                f"dp: a step must have the {batches.accumulate} micro-batches that its draw was cut into, got more; give "
-                "the same accumulation to the trainer and to loader(...)"
+                f"dp: a step must have the {batches.accumulate} micro-batches that its draw was cut into, got more; "
+                "give the same accumulation to the trainer and to loader(...)"
             )
         self._per_sample.num_examples = rows = self.rows
         weights, self.weights = self.weights, None
@@ -226,7 +228,7 @@ class DifferentialPrivacy(Technique):
         self._factor = weights * bool(batches.part(self._draws, self._micro_batch))
         self._micro_batch += 1
         # The gradient that arrives is what the trainer multiplied the loss by: one over the micro-batches, mostly.
-        task_loss.register_hook(self._after_backward)
+        task_loss.register_hook(self._after_backward)  # type: ignore[no-untyped-call]
         return task_loss
 
     def _after_backward(self, arriving: Tensor) -> None:
@@ -256,10 +258,9 @@ class DifferentialPrivacy(Technique):
                 f"{self._micro_batch}; batches must not be left out, and the loss must be returned for each"
             )
         trained = {name: value for name, value in context.model.named_parameters() if value.requires_grad}
-        sums = {name: self._sums.get(name, value.new_zeros(())) for name, value in trained.items()}
-        sums = {
-            name: all_reduce_(total.expand(trained[name].shape).contiguous(), "sum") for name, total in sums.items()
-        }
+        sums = {name: self._sums[name] if name in self._sums else torch.zeros_like(trained[name]) for name in trained}
+        for total in sums.values():
+            all_reduce_(total, "sum")
         std = float(self._noise or 0) * self.config.max_grad_norm
         noise = self._known(self._secret).noise(sums, std, self._draws)  # the same on every process
         for name, parameter in trained.items():
@@ -310,13 +311,13 @@ class DifferentialPrivacy(Technique):
         """Return ``dp/epsilon``, spent so far."""
         if self._shown[0] != self._draws:
             self._shown = self._draws, self.spent()
-        return {"dp/epsilon": self._shown[1]}
+        return {} if self._noise == 0 else {"dp/epsilon": self._shown[1]}
 
     def report(self) -> dict[str, Any]:
         """Return what was promised: epsilon, delta, accountant, sampling; the rate, noise and clipping behind it."""
         config, batches = self.config, self._batches
         return {
-            "epsilon": self.spent(),
+            "epsilon": "infinite" if self._noise == 0 else self.spent(),
             "delta": config.delta,
             "accountant": config.accountant,
             "sampling": _SAMPLING,
@@ -326,9 +327,7 @@ class DifferentialPrivacy(Technique):
             "noise_multiplier": self._noise,
             "max_grad_norm": config.max_grad_norm,
             "steps": sum(steps for _, _, steps in self._spent),
-            "seed": "drawn from the system's entropy"
-            if config.seed is None
-            else f"{config.seed}, known to its readers",
+            "seed": "drawn from the system's entropy" if config.seed is None else f"{config.seed}, known to readers",
         }
 
 
