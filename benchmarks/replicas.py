@@ -18,7 +18,17 @@ from measure import Row, device, python, today, versions
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-NAMES = ("loss_scaling", "fp8", "quantization", "lottery_ticket", "pruning", "compression", "distillation", "soup")
+NAMES = (
+    "loss_scaling",
+    "fp8",
+    "quantization",
+    "lottery_ticket",
+    "pruning",
+    "compression",
+    "distillation",
+    "soup",
+    "privacy",
+)
 
 METHOD = """\
 Accuracies, flush shares and losses, no times: fixed seeds, variants of a seed see the same start and the same batches.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -75,6 +76,8 @@ class PerSample:
             for module in model.modules()
             if isinstance(module, nn.Embedding)
         ]
+        # the first layer's input needs no gradient, which is as it should be
+        warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
         self._hooks = _hooks_class()(model, loss_reduction="sum", strict=True, force_functorch=functorch)
 
     def _expand(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
