@@ -123,4 +123,4 @@ def measure(quick: bool, runs: Runs) -> list[Row]:
 
 
 if __name__ == "__main__":
-    main("privacy", measure)
+    main(measure)

@@ -27,7 +27,7 @@ def privacy(
     from shared_core.errors import ConfigError
     from shared_core.privacy import classic_epsilon, epsilon, noise_multiplier_for
 
-    if examples is not None and batch_size is not None and sample_rate is None:
+    if examples and batch_size is not None and sample_rate is None:
         sample_rate = batch_size / examples
     if sample_rate is None or not 0 < sample_rate <= 1:
         raise ConfigError(

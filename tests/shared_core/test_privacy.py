@@ -1,85 +1,21 @@
-"""DP-SGD: accountants, sampling, clipped sums and noise against their definitions, refusals, resume, two processes."""
+"""DP-SGD: clipped sums and noise against their definitions, refusals, resume, two processes."""
 
-import copy
 import math
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from privacy_runs import Run, net, steps_of
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 from two_ranks import leave, run_two_ranks
 
 from shared_core import Recipe, Session
-from shared_core.errors import CompatibilityError, ConfigError, EffError, MatchError, TrainingError
-from shared_core.privacy import PoissonBatches, PrivacyConfig, classic_epsilon, epsilon, noise_multiplier_for
+from shared_core.compatibility import check, remarks
+from shared_core.errors import CompatibilityError, EffError, MatchError, TrainingError
 from shared_core.privacy.per_sample import PerSample, check_model, clipped_sum
 from shared_core.privacy.sampling import Secret
-
-MNIST = (1.3, 256 / 60_000, 15 * 60_000 // 256)
-
-
-@pytest.mark.parametrize(
-    ("run", "classic", "tight"),
-    [((4.0, 0.01, 10_000), 1.259, 1.035), ((4.0, 0.01, 40_000), 2.576, 2.21), (MNIST, 1.192, 0.954)],
-)
-def test_accountants_give_the_published_values(run, classic, tight):
-    assert classic_epsilon(*run, 1e-5) == pytest.approx(classic, abs=1e-3)
-    assert epsilon([run], 1e-5) == pytest.approx(tight, abs=1e-3)
-    assert epsilon([run], 1e-5, "prv") < epsilon([run], 1e-5) < classic_epsilon(*run, 1e-5)
-
-
-def test_classic_epsilon_is_the_gaussian_mechanisms_without_sampling():
-    # q = 1: rdp(α) = α / 2σ²
-    expected = min(5 * order / 8 + math.log(1e5) / (order - 1) for order in range(2, 257))
-    assert classic_epsilon(2.0, 1.0, 5, 1e-5) == pytest.approx(expected)
-    assert classic_epsilon(2.0, 1 - 1e-12, 5, 1e-5) == pytest.approx(expected)
-
-
-def test_parts_of_a_run_compose_and_no_noise_is_infinite():
-    assert epsilon([(1.0, 0.1, 3), (1.0, 0.1, 4)], 1e-5) == pytest.approx(epsilon([(1.0, 0.1, 7)], 1e-5))
-    assert epsilon([], 1e-5) == 0
-    assert epsilon([(0.0, 0.1, 1)], 1e-5) == math.inf == classic_epsilon(0, 0.1, 1, 1e-5)
-
-
-@pytest.mark.parametrize("accountant", ["rdp", "prv"])
-def test_the_solved_noise_just_suffices(accountant):
-    spent = [(1.0, 0.02, 50)]
-    noise = noise_multiplier_for(3.0, 0.02, 200, 1e-5, accountant=accountant, spent=spent)
-    assert epsilon([*spent, (noise, 0.02, 200)], 1e-5, accountant) <= 3.0
-    assert epsilon([*spent, (0.995 * noise, 0.02, 200)], 1e-5, accountant) > 3.0
-    with pytest.raises(ConfigError, match="target_epsilon must be reachable"):
-        noise_multiplier_for(0.5, 0.02, 200, 1e-5, spent=spent)
-
-
-def test_every_example_is_included_with_the_same_probability_and_alone():
-    batches = PoissonBatches(50, 5, 2, lambda: Secret(bytes(range(16))), lambda: 0)
-    draws = np.zeros((4000, 50))
-    for step, row in enumerate(draws):
-        row[batches.chosen(step)] = 1
-        assert sorted(batches.part(step, 0) + batches.part(step, 1)) == batches.chosen(step).tolist()
-    bound = 4.5 * math.sqrt(0.2 * 0.8 / 4000)  # the largest of 50
-    assert np.abs(draws.mean(0) - 0.2).max() < bound
-    assert abs(draws.sum(1).var() - 50 * 0.2 * 0.8) < 1.0  # binomial: a shuffled batch would have 0
-    assert np.abs(np.corrcoef(draws.T) - np.eye(50)).max() < 0.09
-    assert abs(np.corrcoef(draws[:-1].sum(1), draws[1:].sum(1))[0, 1]) < 0.09
-
-
-def test_an_epoch_goes_on_where_the_last_one_ended_and_replays_what_a_resume_skips():
-    drawn = [0]
-    batches = PoissonBatches(40, 5, 2, lambda: Secret(bytes(16)), lambda: drawn[0])
-    first = list(batches)
-    assert len(first) == len(batches) == 8
-    drawn[0] = 4
-    second = list(batches)
-    assert second != first
-    drawn[0], batches.replayed = 6, 2
-    assert list(batches) == second
-    other = PoissonBatches(40, 5, 2, lambda: Secret(b"x" * 16), lambda: 0)
-    assert list(other) != first
 
 
 def test_a_micro_batch_that_no_example_fell_into_holds_a_row_that_does_not_count():
@@ -89,57 +25,6 @@ def test_a_micro_batch_that_no_example_fell_into_holds_a_row_that_does_not_count
     assert next(iter(run.technique._batches)) == [0]
     run.step(empty)
     assert all(not parameter.grad.any() for parameter in run.model.parameters())
-
-
-class Run:
-    """A session over a model and its data, stepped by hand."""
-
-    def __init__(self, model, *, num_examples=40, batch_size=8, accumulate=1, steps=50, inputs=None, **options):
-        generator = torch.Generator().manual_seed(0)
-        self.model, self.accumulate, self.twin = model, accumulate, copy.deepcopy(model)
-        dtype = next(model.parameters()).dtype
-        self.x = torch.randn(num_examples, 3, generator=generator, dtype=dtype) if inputs is None else inputs
-        self.y = torch.randn(num_examples, 2, generator=generator, dtype=dtype)
-        recipe = {"dp": {"seed": 1, "delta": 1e-3, **options}}
-        self.session = Session(Recipe.from_dict(recipe))
-        self.session.attach(model)
-        self.technique = self.session.techniques["dp"]
-        data = TensorDataset(self.x, self.y)
-        self.loader = self.technique.loader(DataLoader(data, batch_size=batch_size), accumulate)
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        self.steps = steps
-        self.begin()
-
-    def begin(self):
-        self.session.begin([self.optimizer], total_steps=self.steps)
-
-    def loss(self, x, y, model=None):
-        return ((model or self.model)(x) - y).square().sum(1).mean()
-
-    def backward(self, step, micro_batch):
-        part = self.technique._batches.part(step, micro_batch) or [0]
-        (self.session.loss(self.loss(self.x[part], self.y[part])) / self.accumulate).backward()
-
-    def step(self, step):
-        for micro_batch in range(self.accumulate):
-            self.backward(step, micro_batch)
-        self.session.before_optimizer_step()
-
-    def oracle(self, step, max_norm):
-        parameters = list(self.twin.parameters())
-        total = [torch.zeros_like(parameter) for parameter in parameters]
-        for index in self.technique._batches.chosen(step):
-            loss = self.loss(self.x[index : index + 1], self.y[index : index + 1], self.twin)
-            gradients = torch.autograd.grad(loss, parameters)
-            norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
-            for sum_, gradient in zip(total, gradients, strict=True):
-                sum_ += gradient * min(1.0, max_norm / float(norm))
-        return [sum_ / self.technique._batches.expected for sum_ in total]
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 5), nn.ReLU(inplace=True), nn.LayerNorm(5), nn.Linear(5, 2)).double()
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -294,59 +179,6 @@ def test_a_step_with_too_few_or_too_many_micro_batches_stops_the_run():
         run.backward(0, 1)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield torch.zeros(3)
-
-
-def test_loaders_that_cannot_be_sampled_are_refused():
-    session = Session(Recipe.from_dict({"dp": {"noise_multiplier": 1.0}}))
-    session.attach(nn.Linear(3, 2))
-    technique, data = session.techniques["dp"], TensorDataset(torch.zeros(10, 3))
-    with pytest.raises(CompatibilityError, match="Stream"):
-        technique.loader(DataLoader(Stream(), batch_size=2))
-    with pytest.raises(CompatibilityError, match="WeightedRandomSampler"):
-        technique.loader(DataLoader(data, batch_size=2, sampler=WeightedRandomSampler([1.0] * 10, 10)))
-    with pytest.raises(CompatibilityError, match="one DataLoader, got list"):
-        technique.loader([DataLoader(data)])
-    with pytest.raises(ConfigError, match=r"at most the 10 examples .* got 12"):
-        technique.loader(DataLoader(data, batch_size=4), 3)
-    with pytest.raises(TrainingError, match="must be drawn by Poisson sampling"):
-        session.begin([], total_steps=5)
-    technique.loader(DataLoader(data, batch_size=2))
-    with pytest.raises(TrainingError, match=r"loader\(\.\.\.\)"):
-        Session(Recipe.from_dict({"dp": {"noise_multiplier": 1.0}})).techniques["dp"].rows  # noqa: B018
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({}, "one of noise_multiplier and target_epsilon"),
-        ({"noise_multiplier": 1.0, "target_epsilon": 1.0}, "one of noise_multiplier and target_epsilon"),
-        ({"noise_multiplier": -1.0}, "noise_multiplier must be in"),
-        ({"noise_multiplier": 1.0, "delta": 1.0}, "delta must be in"),
-        ({"noise_multiplier": 1.0, "max_grad_norm": 0}, "max_grad_norm must be in"),
-    ],
-)
-def test_options_are_checked(options, says):
-    with pytest.raises(ConfigError, match=says):
-        PrivacyConfig(**options)
-
-
-def test_delta_must_fit_the_data_and_a_target_the_length_of_the_run():
-    with pytest.raises(ConfigError, match="delta must be below one over the 40 examples"):
-        Run(nn.Linear(3, 2), noise_multiplier=1.0, delta=0.1)
-    with pytest.raises(ConfigError, match="target_epsilon must come with a known number of steps"):
-        Run(nn.Linear(3, 2), target_epsilon=2.0, steps=None)
-
-
-def test_either_flag_switches_it_on():
-    assert Recipe.from_flags({"dp_target_epsilon": 3.0})["dp"].target_epsilon == 3.0
-    assert Recipe.from_flags({"dp_noise_multiplier": "1.5"})["dp"].noise_multiplier == 1.5
-    with pytest.raises(ConfigError, match="--dp_noise_multiplier"):
-        Recipe.from_flags({"dp_delta": 1e-6})
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -364,10 +196,8 @@ def test_what_sees_the_data_past_the_noise_is_refused(other):
         Session(Recipe.from_dict({"dp": {"noise_multiplier": 1.0}, **other})).attach(nn.Linear(3, 2))
 
 
-def test_what_is_outside_the_guarantee_is_told(capsys):
+def test_what_is_outside_the_guarantee_is_told():
     recipe = {"dp": {"noise_multiplier": 1.0}, "distill": {"teacher": "x"}, "soup": {"kind": "greedy", "metric": "a"}}
-    from shared_core.compatibility import check, remarks
-
     check(Recipe.from_dict(recipe))
     assert [("teacher" in line, "validation" in line) for line in remarks(Recipe.from_dict(recipe))] == [
         (True, False),
@@ -376,8 +206,8 @@ def test_what_is_outside_the_guarantee_is_told(capsys):
 
 
 def test_a_stopped_run_goes_on_bit_for_bit_also_inside_a_step():
-    def run(steps=50):
-        return Run(net(), accumulate=2, target_epsilon=9.0, steps=steps)
+    def run():
+        return Run(net(), accumulate=2, noise_multiplier=0.9)
 
     whole = run()
     for step in range(3):
@@ -436,15 +266,6 @@ def test_a_loss_that_is_no_mean_over_examples_is_refused():
     run.technique.check_loss(2.0, [(3, 1.0), (1, 5.0)])
     with pytest.raises(CompatibilityError, match="mean over the examples"):
         run.technique.check_loss(2.0, [(2, 1.0), (2, 5.0)])
-
-
-def steps_of(run, count=3):
-    for step in range(count):
-        run.step(step)
-        run.optimizer.step()
-        run.session.after_optimizer_step()
-        run.optimizer.zero_grad()
-    return {name: value.detach() for name, value in run.model.state_dict().items()}
 
 
 def test_two_processes_make_one_draw_and_add_noise_once(tmp_path):
