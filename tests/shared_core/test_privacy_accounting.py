@@ -43,9 +43,9 @@ def test_parts_of_a_run_compose_and_no_noise_is_infinite():
 @pytest.mark.parametrize("accountant", ["rdp", "prv"])
 def test_the_solved_noise_just_suffices(accountant):
     spent = [(1.0, 0.01, 50)]
-    noise = noise_multiplier_for(1.0, 0.01, 500, 1e-5, accountant=accountant, spent=spent)
-    assert epsilon([*spent, (noise, 0.01, 500)], 1e-5, accountant) <= 1.0
-    assert epsilon([*spent, (0.995 * noise, 0.01, 500)], 1e-5, accountant) > 1.0
+    noise = noise_multiplier_for(3.0, 0.01, 500, 1e-5, accountant=accountant, spent=spent)
+    assert epsilon([*spent, (noise, 0.01, 500)], 1e-5, accountant) <= 3.0
+    assert epsilon([*spent, (0.995 * noise, 0.01, 500)], 1e-5, accountant) > 3.0
 
 
 def test_a_target_that_is_spent_already_is_refused():
