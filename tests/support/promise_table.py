@@ -79,7 +79,8 @@ TECHNIQUES = {
         Row("lora", {"rank": 2}),
         # Over newly drawn weights masks hold from the first step.
         Row("ticket", {"control": "random_reinit"}, needs_ticket=True),
-        # Each process must hold all data, and the table's Lightning run gives each its own: tests/shared_core tests it.
+        # Each process must hold all data, and the table's Lightning run gives each its own: two processes are tested
+        # in tests/shared_core and, with the Hugging Face Trainer, in tests/promises.
         Row(
             "dp",
             {"noise_multiplier": 0.5, "max_grad_norm": 2.0, "seed": 0},
