@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 from promise_drivers import hf_trainer, run_hf
-from promise_table import recipe_of
+from promise_table import recipe_of, train_examples
+from torch.utils.data import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from hf_eff import DifferentialPrivacy
@@ -97,10 +98,16 @@ def test_what_breaks_the_guarantee_is_refused_before_training(options, says, tmp
         attach(trainer, recipe)
 
 
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from train_examples()
+
+
 def test_a_stream_and_a_batch_beyond_the_data_are_refused(tmp_path):
     trainer = hf_trainer(recipe_of("dp"), tmp_path, batch=64)
     with pytest.raises(ConfigError, match="at most the 32 examples"):
         trainer.train()
-    trainer = hf_trainer(recipe_of("dp"), tmp_path, train_sampling_strategy="group_by_length", shuffle=True)
-    with pytest.raises((CompatibilityError, ValueError, TypeError)):
+    trainer = hf_trainer(recipe_of("dp"), tmp_path)
+    trainer.train_dataset = Stream()
+    with pytest.raises(CompatibilityError, match="must be a data set with a length and an index, got Stream"):
         trainer.train()
