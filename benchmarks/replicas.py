@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 NAMES = (
     "loss_scaling", "fp8", "quantization", "lottery_ticket", "pruning", "compression", "low_rank", "distillation",
-    "soup",
+    "soup", "privacy",
 )  # fmt: skip
 
 METHOD = """\

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hf_eff.low_rank import LowRank as LowRank
     from hf_eff.matmul_precision import MatmulPrecision as MatmulPrecision
     from hf_eff.primary_weights import PrimaryWeights as PrimaryWeights
+    from hf_eff.privacy import DifferentialPrivacy as DifferentialPrivacy
     from hf_eff.pruning import Pruning as Pruning
     from hf_eff.quantization import QuantizationAwareTraining as QuantizationAwareTraining
     from hf_eff.saved_activations import CompressedActivations as CompressedActivations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "ActivationCheckpointing": "activation_checkpointing",
     "CompressedActivations": "saved_activations",
+    "DifferentialPrivacy": "privacy",
     "Distillation": "distillation",
     "EffCallback": "_technique_callback",
     "EffFlags": "training_args",

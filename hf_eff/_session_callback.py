@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_eff._checkpoints import damage, load_renamed_, newest_whole, step_of
+from hf_eff._poisson import PoissonData
 from hf_eff._services import TrainerServices
 from hf_eff._surroundings import check_outputs, check_sharding, inner_optimizer, is_peft, surroundings
 from hf_eff._unlabelled import UnlabelledExamples
@@ -42,6 +43,7 @@ class SessionCallback(TrainerCallback):
         self._services = TrainerServices(trainer)
         self._window = Window(trainer)
         self._unlabelled = UnlabelledExamples(trainer, self._window)
+        self._poisson = PoissonData(trainer, self._window)
         self._own_scaler: tuple[Any, bool] | None = None
         self._training = self._baking = self._complete = self._unscaled = False
         self._scale_before: float | None = None
@@ -53,7 +55,7 @@ class SessionCallback(TrainerCallback):
     def _new_session(self, recipe: Recipe) -> None:
         self.session = Session(recipe, front_end="hf", services=self._services, seed=self._trainer.args.seed)
         self._services.metric = recipe["soup"].to_dict()["metric"] if "soup" in recipe else None
-        self._unlabelled.session = self.session
+        self._unlabelled.session = self._poisson.session = self.session
         self._adds_loss = any(overrides(technique, "loss") for technique in self.session.techniques.values())
         self._attach()
 
@@ -85,7 +87,8 @@ class SessionCallback(TrainerCallback):
             "train": self.train,
             "_inner_training_loop": self._inner_training_loop,
             "call_model_init": self._call_model_init,
-            "get_batch_samples": self._unlabelled.batches,
+            "get_train_dataloader": self._poisson.loader,
+            "get_batch_samples": functools.partial(self._poisson.batches, self._unlabelled.batches),
             "_set_signature_columns_if_needed": self._unlabelled.keep_column,
             "_prepare_inputs": self._unlabelled.prepare,
             "compute_loss": self._compute_loss,
@@ -188,6 +191,7 @@ class SessionCallback(TrainerCallback):
             steps_per_epoch=steps_per_epoch,
             clips_gradients=args.max_grad_norm > 0,
         )
+        self._poisson.resume(state.global_step, loader)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -255,6 +259,7 @@ class SessionCallback(TrainerCallback):
         if "distill" in session.techniques:
             whole = dict(inputs)  # label smoothing and compute_loss_func take labels out
             self._services.compute_loss = lambda other: method(other, dict(whole), *args, **kwargs)
+        self._poisson.weigh(inputs)
         result = self._unlabelled.loss(method, model, inputs, *args, **kwargs)
         # accelerate puts the student's forward alone under autocast; the teacher's belongs there too
         with self._trainer.accelerator.autocast():
@@ -383,12 +388,7 @@ class SessionCallback(TrainerCallback):
             save_state(folder, {**self.session.state_dict(), "saved_steps": self._services.saved_steps})
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
         """Add the techniques' figures to what the trainer logs while training."""
         if logs is None or "loss" not in logs or not (self.session.is_attached and self.session.has_begun):

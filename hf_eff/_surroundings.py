@@ -13,6 +13,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.utils.import_utils import is_peft_available, is_torch_xla_available
 
+from hf_eff._poisson import check_trainer
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.wrappers import wrapped_by_user
 
@@ -97,6 +98,8 @@ def check_outputs(trainer: Trainer, recipe: Recipe) -> None:
             raise CheckpointError(
                 f"hf: output_dir must be a writable folder, got {args.output_dir!r}: {error}"
             ) from error
+    if "dp" in recipe:
+        check_trainer(trainer)
     if "distill" in recipe:
         _check_distillation(trainer, chunked=recipe["distill"].to_dict()["chunked"])
     if "soup" not in recipe:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_eff.low_rank import LowRank as LowRank
     from lightning_eff.matmul_precision import MatmulPrecision as MatmulPrecision
     from lightning_eff.primary_weights import PrimaryWeights as PrimaryWeights
+    from lightning_eff.privacy import DifferentialPrivacy as DifferentialPrivacy
     from lightning_eff.pruning import Pruning as Pruning
     from lightning_eff.quantization import QuantizationAwareTraining as QuantizationAwareTraining
     from lightning_eff.saved_activations import CompressedActivations as CompressedActivations
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _HOME = {
     "ActivationCheckpointing": "activation_checkpointing",
     "CompressedActivations": "saved_activations",
+    "DifferentialPrivacy": "privacy",
     "Distillation": "distillation",
     "EffCallback": "_session_callback",
     "EffDDPStrategy": "strategies",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_eff._poisson import replay
 from lightning_eff._wrapped import Wrapped
 from shared_core.ranks import local_part, rank, world_size
 from shared_core.state_file import rng_state, set_rng_state
@@ -147,6 +148,7 @@ class ExactResume:
         self._iter_rng, self._fetch_rng = saved["iter_rng"], saved["fetch_rng"]
         if not any(_is_stateful(part) for part in fetcher.combined_loader.flattened):
             set_rng_state(saved["iter_rng"])
+            replay(fetcher.combined_loader.flattened, consumed)
             iter(fetcher)
             if saved["fetch_rng"] is not None:
                 set_rng_state(saved["fetch_rng"])

@@ -144,7 +144,7 @@ class LightningServices:
         takes_index = len(inspect.signature(step).parameters) > 1
         try:
             model.train()
-            with _no_logging(model), torch.no_grad():
+            with no_logging(model), torch.no_grad():
                 for _, (batch, index, _loader) in zip(range(num_batches), fresh, strict=False):
                     batch = trainer.precision_plugin.convert_input(batch)
                     batch = model._on_before_batch_transfer(batch, dataloader_idx=0)
@@ -165,7 +165,7 @@ class LightningServices:
             )
         model.trainer = self._trainer
         try:
-            with _no_logging(model):
+            with no_logging(model):
                 # the copied instance's attribute would be the original's wrapper
                 output = kind.training_step.__get__(model)(*args, **kwargs)
         finally:
@@ -189,7 +189,8 @@ class LightningServices:
 
 
 @contextlib.contextmanager
-def _no_logging(model: Any) -> Iterator[None]:
+def no_logging(model: Any) -> Iterator[None]:
+    """Drop what a module logs in between."""
     names = ("log", "log_dict")
     before = {name: vars(model)[name] for name in names if name in vars(model)}
     for name in names:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_eff import _surroundings
 from lightning_eff._joining import as_recipe, joined_recipe
 from lightning_eff._namespaces import Callback
+from lightning_eff._poisson import check_loss, wrap_loaders
 from lightning_eff._resume import ExactResume
 from lightning_eff._saved_weights import bake_saved, restore_raw
 from lightning_eff._services import LightningServices
@@ -109,6 +110,8 @@ class EffCallback(Callback):
         )
         if (config := recipe.get("distill")) is not None and config.mutual:  # type: ignore[attr-defined]
             around += (("configure_gradient_clipping", self._clip_gradients),)
+        if (private := self.session.techniques.get("dp")) is not None:
+            self._wrapped += wrap_loaders(trainer, private)
         self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
         self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
         self._wrapped.append(Wrapped(pl_module, "training_step", self._training_step, keep_signature=True))
@@ -190,6 +193,8 @@ class EffCallback(Callback):
         distillation: Any = self._session.techniques.get("distill")
         if distillation is not None and distillation.config.unlabelled_field:
             args = (distillation.prepare_batch(args[0]), *args[1:])  # Lightning gives the batch by position
+        if (private := self._session.techniques.get("dp")) is not None:
+            check_loss(private, self._trainer.lightning_module, original, *args, **kwargs)
         self._services.step_arguments = (args, kwargs)
         with self._session.forward():
             output = original(*args, **kwargs)

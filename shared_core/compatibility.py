@@ -7,26 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from shared_core.errors import CompatibilityError
+from shared_core.option_conflicts import by_option
 from shared_core.rooms import ROOMS
-
-# What a front end reports of the run: precision, sharding, optimizer and control-flow facts that decide a refusal.
-SURROUNDINGS = {
-    "bf16": "plain bf16 mixed precision",
-    "fp16": "fp16 mixed precision",
-    "deepspeed": "DeepSpeed",
-    "zero3": "DeepSpeed ZeRO stage 3",
-    "fsdp1": "FSDP version 1",
-    "fsdp2": "FSDP version 2",
-    "lbfgs": "an LBFGS optimizer",
-    "manual_optimization": "Lightning's manual optimisation",
-    "several_optimizers": "more than one optimizer",
-    "data_parallel": "torch.nn.DataParallel",
-    "unequal_ranks": "average_tokens_across_devices=False with several processes",
-    "tensor_parallel": "tensor parallelism, or a model that was sharded while it was loaded",
-    "peft": "a model of PEFT",
-    "tpu": "XLA",
-    "trainer_checkpointing": "the trainer's own activation checkpointing",
-}
+from shared_core.surroundings import SURROUNDINGS as SURROUNDINGS
 
 _FLAT = "flat shards of FSDP1 have no rows, channels or names left to decide on; use DDP"
 _OWN = "DeepSpeed partitions the optimizer and scales the loss by itself; use DDP"
@@ -178,6 +161,47 @@ REFUSED: dict[tuple[str, str], str] = {
     ("activations", "fsdp1"): (
         "weights are views of flat buffers that cannot be told from activations; use DDP or FSDP version 2"
     ),
+    ("dp", "lora"): (
+        "Opacus has no rule for a layer that adds adapters to frozen codes; leave the adapters out, and freeze what "
+        "is not to be trained"
+    ),
+    ("dp", "primary_weights"): (
+        "a gradient in 16 bits rounds the noise, which is then not what is accounted for; load the model in float32"
+    ),
+    ("dp", "ticket"): "every round sees the data again, and rounds are not accounted for together; train one model",
+    ("dp", "share"): (
+        "members of a cluster are moved by one sum of their gradients, on which noise has not been tested; share the "
+        "weights of the trained model with `eff compress`"
+    ),
+    ("dp", "qat"): (
+        "observers keep ranges of activations, which single examples set and no noise hides; train privately, then "
+        "quantise the weights with `eff quantize`"
+    ),
+    ("dp", "fp8"): (
+        "scales come from the largest values of a batch, which single examples set and no noise hides; train in bf16"
+    ),
+    ("dp", "loss_scale"): (
+        "a scaler skips steps on which single examples overflow, and skips are not accounted for; train in float32 or "
+        "bf16"
+    ),
+    ("dp", "fp16"): (
+        "its scaler skips steps on which single examples overflow, and skips are not accounted for; train in float32 "
+        "or bf16"
+    ),
+    ("dp", "checkpointing"): (
+        "a recomputed forward would hand the layers' inputs to the rules for single examples twice; store activations "
+        "in fewer bytes with `activations` instead, or take smaller micro-batches, which change nothing"
+        "fewer bytes with `activations` instead, or take smaller micro-batches, which change nothing"
+    ),
+    ("dp", "comm"): "noised sums are joined by it, not by DDP, so that no hook would see them; drop comm",
+    ("dp", "deepspeed"): _OWN,
+    ("dp", "fsdp1"): "flat shards of FSDP1 have no gradient of one example; use DDP",
+    ("dp", "fsdp2"): "gradients of single examples have not been run on sharded parameters yet; use DDP",
+    ("dp", "lbfgs"): _LBFGS,
+    ("dp", "manual_optimization"): (
+        "your code steps the optimizer itself, so nothing tells which batches a step has; use automatic optimisation"
+    ),
+    ("dp", "several_optimizers"): "each step must be one draw over all parameters; use one optimizer with groups",
     ("soup", "deepspeed"): _OWN,
     ("soup", "fsdp1"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
     ("soup", "fsdp2"): (
@@ -216,109 +240,18 @@ ALLOWED_IF: dict[tuple[str, str], Callable[[Mapping[str, Any]], bool]] = {
 }
 
 
-# Masks, clusters, copies and quantisers that belong to single parameters.
-_HOLDS_WEIGHTS = ("primary_weights", "prune", "share", "qat", "fp8")
-
-_NOT_MUTUAL = {
-    "lora": "peers train whole models from newly drawn weights, which adapters over a frozen base do not",
-    "primary_weights": "peers have no float32 copies, and updates of their 16-bit weights would round away; load the "
-    "model in float32",
-}
-
-
-def _by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[str]:
-    """Return a line for each technique that is refused, or needs another, because of an option of its own."""
+def remarks(recipe: Mapping[str, Any]) -> list[str]:
+    """Return what is allowed and yet has to be told: a line each, for the user and the receipt."""
     lines = []
-    scaling = recipe.get("loss_scale")
-    if scaling is not None and scaling.flush_every:
-        lines += [
-            f"loss_scale with flush_every cannot be combined with {SURROUNDINGS[sharded]}: the backward that it "
-            "repeats does not gather sharded weights; histogram_every shows small gradients too"
-            for sharded in ("fsdp1", "fsdp2")
-            if sharded in surroundings
-        ]
-        if "checkpointing" in recipe:
-            lines.append(
-                "loss_scale with flush_every cannot be combined with checkpointing: the backward that it repeats "
-                "counts every forward of a layer, recomputed ones too; histogram_every shows small gradients as well"
-            )
-    prune = recipe.get("prune")
-    checkpointing = recipe.get("checkpointing")
-    if checkpointing is not None and "fsdp2" in surroundings and checkpointing.has_budget:
+    if "dp" in recipe and "distill" in recipe:
         lines.append(
-            f"checkpointing with a budget cannot be combined with {SURROUNDINGS['fsdp2']}: the profile would count "
-            "gathered weights as activations; take policy block, or plan on one device and name the blocks in include"
+            "dp: what the teacher learned from these data is outside the guarantee; it holds for a teacher that never "
+            "saw them"
         )
-    if prune is not None and "fsdp2" in surroundings and prune.why_not_sharded:
-        lines.append(f"prune cannot be combined with {SURROUNDINGS['fsdp2']}: {prune.why_not_sharded}")
-    distill = recipe.get("distill")
-    if distill is not None and "fsdp2" in surroundings and distill.why_not_sharded:
-        lines.append(f"distill cannot be combined with {SURROUNDINGS['fsdp2']}: {distill.why_not_sharded}")
-    comm = recipe.get("comm")
-    if comm is not None and comm.hook == "powersgd":
-        lines += [
-            f"comm with hook powersgd cannot be combined with {SURROUNDINGS.get(other, other)}: what it lost of a "
-            "gradient is kept in units of the loss scale, which changes; take hook bf16 or fp16, or train in bf16"
-            for other in ("loss_scale", "fp16")
-            if other in recipe or other in surroundings
-        ]
-    if distill is not None and "deepspeed" in surroundings and distill.needs_whole_weights:
+    if "dp" in recipe and "soup" in recipe:
         lines.append(
-            f"distill with these options cannot be combined with {SURROUNDINGS['deepspeed']}: averages, other "
-            "students, projections, copied layers and heads in chunks need whole weights; leave out teacher ema and "
-            "mutual, hidden, attention, init_layers and chunked, or use DDP"
+            "dp: a soup is chosen by the validation data, which are outside the guarantee; it covers the training data"
         )
-    if prune is not None and prune.straight_through and "primary_weights" in recipe:
-        lines.append(
-            "prune with movement, recompute or sr_ste cannot be combined with primary_weights: both keep other weights "
-            "than the model holds for the optimizer; load the model in float32"
-        )
-    average = recipe.get("average")
-    if prune is not None and prune.criterion == "wanda" and average is not None and average.bn_batches:
-        lines.append(
-            "prune with criterion wanda cannot be combined with bn_batches of average: it would count the batches on "
-            "which statistics are estimated; leave bn_batches at 0, which averages them"
-        )
-    fp8, qat, ticket = recipe.get("fp8"), recipe.get("qat"), recipe.get("ticket")
-    if qat is not None and ticket is not None and ticket.rewind != "weights":
-        lines.append(
-            f"ticket with rewind {ticket.rewind} cannot be combined with qat: at step k the ranges are those of the "
-            "replay, not of the trained weights that are put in place; rewind weights, or quantise the winning ticket"
-        )
-    if fp8 is not None and fp8.needs_loss_scaling and "loss_scale" not in recipe:
-        lines.append(
-            f"fp8 with recipe {fp8.recipe} needs loss_scale: gradients are cast without a scale of their own, and "
-            "small ones would vanish; add --loss_scale_kind dynamic --loss_scale_format fp8_e5m2"
-        )
-    distill = recipe.get("distill")
-    for key, reason in _NOT_MUTUAL.items():
-        if distill is not None and distill.mutual and key in recipe:
-            lines.append(f"distill with teacher mutual cannot be combined with {key}: {reason}")
-    activations = recipe.get("activations")
-    if activations is not None and activations.rounds and "checkpointing" in recipe:
-        lines.append(
-            f"activations with pack {activations.pack} cannot be combined with checkpointing: a region keeps its "
-            "inputs alone, and computed again from rounded ones it would not be what forward was; pack exact"
-        )
-    if qat is not None and qat.keep and "lora" in recipe:
-        lines.append(
-            "qat with keep cannot be combined with lora: adapters are merged into plain layers at the end; "
-            "apply_ranges puts quantisers back into these"
-        )
-    if "soup" in recipe and "peft" in surroundings:
-        lines += [
-            f"soup of {SURROUNDINGS['peft']} cannot be combined with {key}: what it holds of the adapters is of other "
-            "shapes than those of their averages; average the saved adapters with `eff soup`"
-            for key in _HOLDS_WEIGHTS
-            if key in recipe
-        ]
-    if qat is not None and qat.range in ("lsq", "lsq_plus", "pact"):
-        lines += [
-            f"qat with range {qat.range} cannot be combined with {key}: the average of weights has no learned scales "
-            "of its own; use an observed range, such as ema, which is estimated anew for it"
-            for key in ("average", "soup")
-            if key in recipe
-        ]
     return lines
 
 
@@ -352,7 +285,7 @@ def check(keys: Iterable[str], surroundings: Iterable[str] = ()) -> None:
         for first, second in pairs
         if (reason := refusal(first, second)) and not _is_allowed(first, second, recipe)
     ]
-    lines += _by_option(recipe, surroundings) if recipe is not None else []
+    lines += by_option(recipe, surroundings) if recipe is not None else []
     if lines:
         raise CompatibilityError("recipe: " + "\n".join(lines))
 

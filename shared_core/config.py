@@ -29,11 +29,12 @@ class TechniqueConfig:
     """Base of every ``<Technique>Config``: coerces and checks each option once, when it is made.
 
     A subclass sets `key` (its name in a recipe and its flag prefix) and `switch` (the option whose flag switches the
-    technique on), and may check options against each other in `validate`.
+    technique on; `other_switch` does so as well), and may check options against each other in `validate`.
     """
 
     key: ClassVar[str] = ""
     switch: ClassVar[str] = ""
+    other_switch: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         """Coerce every option to its annotation, check its bounds, then check them against each other."""

@@ -84,7 +84,7 @@ class Recipe(Mapping[str, TechniqueConfig]):
                 options.setdefault(key, {})[field.name] = value
         for key, given in options.items():
             switch = ROOMS[key].config_class.switch
-            if switch not in given:
+            if not given.keys() & {switch, ROOMS[key].config_class.other_switch}:
                 other = next(iter(given))
                 raise ConfigError(
                     f"flags: --{key}_{other} must come with --{key}_{switch}, which switches the technique on; add it"

@@ -54,6 +54,7 @@ ROOMS = {
         Room("distill", "distillation", "DistillConfig", "Distillation"),
         Room("loss_scale", "loss_scaling", "LossScaleConfig", "LossScaling"),
         Room("comm", "gradient_compression", "CommConfig", "GradientCompression"),
+        Room("dp", "privacy", "PrivacyConfig", "DifferentialPrivacy"),
         Room("average", "soup", "AverageConfig", "WeightAverage"),
         Room("soup", "soup", "SoupConfig", "ModelSoup"),
     )

@@ -187,6 +187,8 @@ class Session:
             with self._timed(key):
                 technique.begin(context)
         self._begun = True
+        for remark in compatibility.remarks(self.recipe):
+            self.note(remark)
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:

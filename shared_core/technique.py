@@ -321,8 +321,11 @@ _VERBS = ("forward", "loss", *_STEP, "before_eval", "after_eval", "before_save",
 
 
 def driven(techniques: Mapping[str, Technique]) -> dict[str, list[tuple[str, Technique]]]:
-    """Return, for each verb of every step or so, the techniques that do something then, by key."""
-    return {
+    """Return, for each verb of every step or so, the techniques that do something then, in the order of their turns."""
+    turns = {
         verb: [(key, technique) for key, technique in techniques.items() if overrides(technique, verb)]
         for verb in _VERBS
     }
+    # Gradients are made private before another technique reads them: what it makes of them then gives nothing away.
+    turns["before_optimizer_step"].sort(key=lambda turn: turn[0] != "dp")
+    return turns

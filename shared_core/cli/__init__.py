@@ -16,6 +16,7 @@ from shared_core.cli.formats import formats
 from shared_core.cli.lottery import lottery
 from shared_core.cli.low_rank import LowRankCommand, low_rank
 from shared_core.cli.plan import plan
+from shared_core.cli.privacy import privacy
 from shared_core.cli.prune import PruneCommand, prune
 from shared_core.cli.quantize import quantize
 from shared_core.cli.report import report
@@ -42,6 +43,7 @@ app.command()(formats)
 app.command()(lottery)
 app.command(cls=LowRankCommand)(low_rank)
 app.command()(plan)
+app.command()(privacy)
 app.command(cls=PruneCommand)(prune)
 app.command()(quantize)
 app.command()(report)

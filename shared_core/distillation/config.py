@@ -246,6 +246,11 @@ class DistillConfig(TechniqueConfig):
         return beside or self.chunked or self.mutual or self.teacher == EMA
 
     @property
+    def works_on_single_examples(self) -> bool:
+        """Whether the soft term is a mean of terms of single examples, through the student's own modules alone."""
+        return not (self.mutual or self.hidden or self.attention or self.chunked or self.unlabelled_field)
+
+    @property
     def of_classes(self) -> bool:
         """Whether the outputs are one distribution over classes, not independent labels or numbers."""
         return self.divergence not in ("logit_mse", "bernoulli_kl")

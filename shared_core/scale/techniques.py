@@ -91,6 +91,12 @@ def _comm(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
     return [Cost("comm: powersgd", held=held, sent=(sent - 1) * whole, why=why)]
 
 
+def _dp(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
+    why = "gradients of each example of a micro-batch, and their clipped sum; joined over ranks once a step"
+    sizes = 4.0 * shape.params
+    return [Cost("dp", during=(run.micro_batch + 1) * sizes, sent=2 * run.ring(sizes), why=why)]
+
+
 def _kept_share(config: Any, shape: ModelShape) -> float | None:
     rule = config.rule
     if rule.kind == "budget":
@@ -117,6 +123,7 @@ COSTS: dict[str, Callable[[Any, ModelShape, PlannedRun], list[Cost]]] = {
     "fp8": _nothing("histories of a few numbers a layer; casts saved for backward take 1 byte a value in place of 2"),
     "low_rank": _low_rank,
     "comm": _comm,
+    "dp": _dp,
     "checkpointing": _nothing("see the line of activations"),
     "activations": _nothing("see the line above; exact saves what the receipt says, 0 to 50 % and more"),
     "share": lambda config, shape, run: [Cost("share: codes", held=shape.params / run.parts, why="1 byte a weight")],

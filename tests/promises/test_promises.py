@@ -66,9 +66,9 @@ def test_every_checkpoint_loads_in_the_plain_model(key, front_end, tmp_path):
             content = torch.load(path, weights_only=True)["state_dict"]
             weights = {name.removeprefix("net."): tensor for name, tensor in content.items()}
         if f"plain_{front_end}_checkpoints" in TECHNIQUES[key].exempt:
-            load_factorised(make_net(), weights)
+            load_factorised(make_net(recipe=(key,)), weights)
         else:
-            make_net().load_state_dict(weights, strict=True)
+            make_net(recipe=(key,)).load_state_dict(weights, strict=True)
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
@@ -110,7 +110,7 @@ def test_baked_weights_and_saved_ranges_are_the_trained_model_bit_for_bit(front_
 def test_the_model_comes_back_as_stock_classes_with_its_keys(key, front_end, tmp_path):
     model = FRONT_ENDS[front_end](recipe_of(key), tmp_path).model
     assert {type(module) for module in model.modules()} <= STOCK
-    assert list(model.state_dict()) == list(make_net().state_dict())
+    assert list(model.state_dict()) == list(make_net(recipe=(key,)).state_dict())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert "forward" not in vars(model)
 

@@ -14,6 +14,7 @@ import torch
 from promise_table import BATCH, NUM_STEPS, DigitsNet, eval_examples, make_net, train_examples
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from shared_core import Recipe, Session
 from shared_core.technique import BareServices
@@ -85,10 +86,14 @@ def run_bare(recipe: Any, *, accumulate: int = 1, batch_norm: bool = True, optim
     session = Session(recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe), services=services)
     session.attach(model)
     optimizer = _optimizer(optim, model.parameters())
+    epochs: list[Any] = [batches(accumulate) for _ in range(NUM_STEPS // 4)]
+    if (private := session.techniques.get("dp")) is not None:
+        loader = private.loader(DataLoader(train_examples(), batch_size=BATCH // accumulate), accumulate)  # type: ignore
+        epochs = [loader for _ in epochs]
     session.begin([optimizer], total_steps=NUM_STEPS, steps_per_epoch=4)
     scaler = getattr(session.techniques.get("loss_scale"), "scaler", None)
     model.train()
-    micro = [batch for _ in range(NUM_STEPS // 4) for batch in batches(accumulate)]
+    micro = (batch for epoch in epochs for batch in epoch)
     for index, batch in enumerate(micro, 1):
         with session.forward():
             loss = session.loss(model(**batch)["loss"]) / accumulate
@@ -231,7 +236,6 @@ def run_lightning(
     """Train with Lightning."""
     import pytorch_lightning as pl
     from pytorch_lightning.callbacks import ModelCheckpoint
-    from torch.utils.data import DataLoader
 
     from lightning_eff import EffCallback
     from lightning_eff.pytorch import LossScalingPrecision

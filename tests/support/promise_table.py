@@ -33,6 +33,8 @@ class Row:
     """Sections of other techniques that belong to the same recipe."""
     in_16_bit: bool = False
     """Whether the model is loaded in bf16; every recipe with such a row then runs in bf16."""
+    takes_batch_norm: bool = True
+    """Whether the model may have BatchNorm; a recipe with a row that says no runs without."""
 
     def recipe(self) -> dict[str, Any]:
         options = dict(self.options)
@@ -81,6 +83,14 @@ TECHNIQUES = {
         Row("ticket", {"control": "random_reinit"}, needs_ticket=True),
         # Of full rank, which FP8 can multiply. A checkpoint folder of Hugging Face holds the factors.
         Row("low_rank", {"rank": 16, "force": True, "merge": True}, exempt=frozenset({"plain_hf_checkpoints"})),
+        # Each process must hold all data, and the table's Lightning run gives each its own: two processes are tested
+        # in tests/shared_core and, with the Hugging Face Trainer, in tests/promises.
+        Row(
+            "dp",
+            {"noise_multiplier": 0.5, "max_grad_norm": 2.0, "seed": 0},
+            exempt=frozenset({"two_processes"}),
+            takes_batch_norm=False,
+        ),
     )
 }
 # Other options of techniques that keep other state: resumed and compared as well, not paired.
@@ -160,7 +170,7 @@ class DigitsNet(nn.Module):
 def make_net(dropout: float = 0.0, *, seed: int = 0, batch_norm: bool = True, recipe: Iterable[str] = ()) -> DigitsNet:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        net = DigitsNet(dropout, batch_norm=batch_norm)
+        net = DigitsNet(dropout, batch_norm=batch_norm and all(TECHNIQUES[key].takes_batch_norm for key in recipe))
     return net.bfloat16() if any(TECHNIQUES[key].in_16_bit for key in recipe) else net
 
 

@@ -1,0 +1,144 @@
+"""What a run of DP-SGD has spent: epsilon at a delta, from how often which noise went onto which share of the data."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from shared_core.errors import ConfigError, MissingExtraError
+
+Spending = tuple[float, float, int]
+"""Noise multiplier, sample rate, steps."""
+
+
+@functools.cache
+def opacus(module: str) -> Any:
+    """Return a module of Opacus.
+
+    Raises:
+        MissingExtraError: If it is not installed.
+    """
+    handlers = list(logging.root.handlers)
+    try:
+        return importlib.import_module(f"opacus.{module}")
+    except ImportError as error:
+        raise MissingExtraError("dp", "opacus", "privacy") from error
+    finally:
+        logging.root.handlers[:] = handlers  # opacus (1.6) calls logging.basicConfig
+
+
+def classic_epsilon(noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
+    """Return ε of DP-SGD by the moments of the sampled Gaussian mechanism at whole orders, converted the classic way.
+
+    ``ε = min_α T/(α−1) · log Σₖ C(α,k) (1−q)^(α−k) q^k exp(k(k−1)/2σ²) + log(1/δ)/(α−1)``. Looser than `epsilon`; it is
+    what papers before 2020 print.
+
+    Args:
+        noise_multiplier: σ, above 0.
+        sample_rate: q, in (0, 1].
+        steps: T, at least 0.
+        delta: δ, in (0, 1).
+
+    Source: Abadi et al. 2016, arXiv:1607.00133; Mironov et al. 2019, arXiv:1908.10530, eq. 6.
+
+    Example:
+        >>> round(classic_epsilon(4.0, 0.01, 10_000, 1e-5), 3)
+        1.259
+    """
+    if noise_multiplier == 0:
+        return math.inf
+
+    def moment(order: int) -> float:
+        if sample_rate == 1:
+            return order * (order - 1) / (2 * noise_multiplier**2)
+        terms = [
+            math.log(math.comb(order, k))
+            + (order - k) * math.log1p(-sample_rate)
+            + k * math.log(sample_rate)
+            + k * (k - 1) / (2 * noise_multiplier**2)
+            for k in range(order + 1)
+        ]
+        return max(terms) + math.log(sum(math.exp(term - max(terms)) for term in terms))
+
+    return min((steps * moment(order) - math.log(delta)) / (order - 1) for order in range(2, 257))
+
+
+def epsilon(spent: Iterable[Spending], delta: float, accountant: str = "rdp") -> float:
+    """Return ε of steps of DP-SGD with Poisson sampling, by one of Opacus' accountants.
+
+    Args:
+        spent: Noise multiplier, sample rate in (0, 1] and number of steps of each part of the run.
+        delta: δ, in (0, 1).
+        accountant: ``"rdp"`` (Mironov et al. 2019, arXiv:1908.10530, converted as in arXiv:2004.00010), or ``"prv"``
+            (Gopi et al. 2021, arXiv:2106.02848), of which the upper bound is returned.
+
+    Raises:
+        MissingExtraError: If Opacus is not installed.
+
+    Example:
+        >>> round(epsilon([(4.0, 0.01, 10_000)], 1e-5), 3)
+        1.035
+    """
+    history = [part for part in spent if part[2]]
+    if not history:
+        return 0.0
+    if any(noise == 0 for noise, _, _ in history):
+        return math.inf
+    counting = opacus("accountants").create_accountant(mechanism=accountant)
+    counting.history = history
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the best order is the last one: the bound holds at every order
+        return float(counting.get_epsilon(delta=delta))
+
+
+def noise_multiplier_for(
+    target: float,
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    *,
+    accountant: str = "rdp",
+    spent: Iterable[Spending] = (),
+) -> float:
+    """Return the smallest noise multiplier, to 0.1 %, with which that many more steps end at ε ≤ `target`.
+
+    Args:
+        target: ε, above 0.
+        sample_rate: q, in (0, 1].
+        steps: Steps that are still to come.
+        delta: δ, in (0, 1).
+        accountant: As for `epsilon`.
+        spent: What was spent before.
+
+    Raises:
+        ConfigError: If no noise up to 10⁴ is enough.
+
+    Example:
+        >>> round(noise_multiplier_for(1.035, 0.01, 10_000, 1e-5), 1)
+        4.0
+    """
+    before = list(spent)
+
+    def suffices(noise: float) -> bool:
+        return epsilon([*before, (noise, sample_rate, steps)], delta, accountant) <= target
+
+    low = 0.1
+    if accountant != "rdp":  # prv is slow where noise is small, and never needs more noise than rdp
+        low = 0.7 * noise_multiplier_for(target, sample_rate, steps, delta, spent=before)
+    high = low / 0.7
+    while not suffices(high):
+        low, high = high, 2 * high
+        if high > 1e4:
+            raise ConfigError(
+                f"dp: target_epsilon must be reachable with some noise, got {target} at delta {delta} for {steps} "
+                f"steps of sample rate {sample_rate:.4g}; take fewer steps, smaller batches or a larger epsilon"
+            )
+    while high - low > 1e-3 * low:
+        middle = (low + high) / 2
+        low, high = (low, middle) if suffices(middle) else (middle, high)
+    return high

@@ -1,0 +1,337 @@
+"""DP-SGD as a technique: the optimizer sees a noised sum of clipped gradients of single examples, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
+from shared_core.privacy.accountant import Spending, epsilon, noise_multiplier_for
+from shared_core.privacy.config import PrivacyConfig
+from shared_core.privacy.per_sample import PerSample, check_model, clipped_sum
+from shared_core.privacy.sampling import PoissonBatches, Secret, check_loader, with_batches
+from shared_core.ranks import all_reduce_, broadcast_, world_size
+from shared_core.technique import Context, Technique
+
+_SAMPLING = "poisson"
+
+
+class DifferentialPrivacy(Technique):
+    """Makes each step's gradient ``(Σᵢ clip(gᵢ, C) + N(0, σ²C²)) / B``, and counts what the steps have spent.
+
+    The sum runs over a Poisson sample of the data with B expected examples, whatever number of micro-batches and
+    processes it is spread over; noise is added once. Batches must come from `loader`; both front ends see to it.
+
+    Args:
+        config: The options.
+
+    Source: Abadi et al. 2016, arXiv:1607.00133.
+
+    Example:
+        >>> from shared_core.recipe import Recipe
+        >>> from shared_core.session import Session
+        >>> model = nn.Linear(4, 2)
+        >>> session = Session(Recipe.from_dict({"dp": {"noise_multiplier": 1.0}}))
+        >>> session.attach(model)
+        >>> data = torch.utils.data.TensorDataset(torch.randn(40, 4))
+        >>> loader = session.techniques["dp"].loader(DataLoader(data, batch_size=10))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> session.begin([optimizer], total_steps=4)  # doctest: +ELLIPSIS
+        efftrain: dp: ...
+        >>> for (batch,) in loader:
+        ...     session.loss(model(batch).square().sum(1).mean()).backward()
+        ...     session.before_optimizer_step()
+        ...     optimizer.step()
+        ...     _ = session.after_optimizer_step()
+        ...     optimizer.zero_grad()
+        >>> round(session.metrics()["dp/epsilon"], 2)
+        4.33
+        >>> session.finish()
+    """
+
+    key: ClassVar[str] = "dp"
+    config: PrivacyConfig
+
+    def __init__(self, config: PrivacyConfig) -> None:
+        super().__init__(config)
+        self._per_sample: PerSample | None = None
+        self._model: nn.Module | None = None
+        self._batches: PoissonBatches | None = None
+        self._secret: Secret | None = None
+        self._draws = self._micro_batch = 0
+        self._spent: list[Spending] = []
+        self._noise = config.noise_multiplier
+        self._sums: dict[str, Tensor] = {}
+        self._factor: Tensor | None = None
+        self._is_checked = False
+        self.checks_loss = config.check_loss
+        """Whether the loss still has to be seen as a mean over examples; a front end that can does so and calls
+        `check_loss`."""
+        self._shown = (0, 0.0)
+        self.weights: Tensor | None = None
+        """What a front end sets before `loss`: by how much each row's share of the loss is to be multiplied to become
+        the row's own loss; None where the loss is the mean over rows."""
+
+    # -- start
+
+    def attach(self, model: nn.Module, context: Context) -> None:
+        """Put the hooks on.
+
+        Raises:
+            CompatibilityError: If the model has layers without gradients of single examples.
+            MatchError: If nothing is trained.
+        """
+        check_model(model)
+        self._per_sample = PerSample(model, self.config.grad_sample_mode == "functorch")
+        self._per_sample.rows_ahead = lambda: self.rows if self._batches else 1
+        self._model = model
+        self._is_checked = False
+
+    def detach(self, model: nn.Module) -> None:
+        """Take the hooks off."""
+        if self._per_sample is not None:
+            self._per_sample.remove()
+        self._per_sample, self._sums = None, {}
+
+    def sample(self, loader: Any, batch_size: int, accumulate: int = 1) -> PoissonBatches:
+        """Return the batches that take the place of a DataLoader's own.
+
+        Args:
+            loader: The DataLoader, over the same whole data set on every process.
+            batch_size: Expected examples of a micro-batch.
+            accumulate: Micro-batches of an optimizer step.
+
+        Raises:
+            CompatibilityError: If the data cannot be drawn from like that.
+            ConfigError: If a step would expect more examples than there are.
+        """
+        check_loader(loader)
+        if self._secret is None:
+            self._secret = self._make_secret()
+        self._batches = PoissonBatches(
+            len(loader.dataset), batch_size, accumulate, lambda: self._known(self._secret), lambda: self._draws
+        )
+        return self._batches
+
+    def loader(self, loader: DataLoader[Any], accumulate: int = 1) -> DataLoader[Any]:
+        """Return a DataLoader whose batches are drawn as the accounting says, in place of `loader`."""
+        check_loader(loader)
+        return with_batches(loader, self.sample(loader, getattr(loader.batch_sampler, "batch_size", 1), accumulate))
+
+    def _make_secret(self) -> Secret:
+        seed = self.config.seed
+        key = secrets.token_bytes(16) if seed is None else hashlib.sha256(str(seed).encode()).digest()[:16]
+        device = next(self._known(self._model).parameters()).device
+        told = broadcast_(torch.tensor(list(key), dtype=torch.uint8, device=device))
+        return Secret(bytes(told.tolist()))
+
+    def _known(self, value: Any) -> Any:
+        if value is None:
+            raise TrainingError(
+                "dp: training batches must be drawn by Poisson sampling, got none; pass your DataLoader through "
+                'session.techniques["dp"].loader(...) and train on what it returns'
+            )
+        return value
+
+    def begin(self, context: Context) -> None:
+        """Settle the noise and say what the run will have spent.
+
+        Raises:
+            ConfigError: If delta is too large for the data, or target_epsilon cannot be reached.
+            TrainingError: If no sampled DataLoader was asked for.
+        """
+        config, batches = self.config, self._known(self._batches)
+        if config.delta >= 1 / batches.num_examples:
+            raise ConfigError(
+                f"dp: delta must be below one over the {batches.num_examples} examples, got {config.delta}; publishing "
+                "a few whole examples would meet it otherwise"
+            )
+        total = context.total_steps
+        left = None if total is None else total - context.step
+        if config.target_epsilon is not None:
+            if left is None:
+                raise ConfigError(
+                    f"dp: target_epsilon must come with a known number of steps, got {config.target_epsilon} in a run "
+                    "without end; set max_steps"
+                )
+            planned = epsilon(self._planned(left), config.delta, config.accountant) if self._noise else 0.0
+            if not 0.98 * config.target_epsilon <= planned <= config.target_epsilon:  # a resume keeps what it had
+                self._noise = noise_multiplier_for(
+                    config.target_epsilon, batches.sample_rate, max(left, 1), config.delta,
+                    accountant=config.accountant, spent=self._spent,
+                )  # fmt: skip
+        end = "" if left is None else f"; after {total} steps epsilon {self._after(left):.4g} at delta {config.delta:g}"
+        context.services.say(
+            f"efftrain: dp: poisson sampling with rate {batches.sample_rate:.4g} of {batches.num_examples} examples, "
+            f"noise multiplier {self._noise:.4g}, clipped at {config.max_grad_norm:g}{end}, accountant "
+            f"{config.accountant}"
+            + (
+                ". The trainer clips the noised gradient again, which costs no privacy"
+                if context.clips_gradients
+                else ""
+            )
+        )
+
+    def _planned(self, steps: int) -> list[Spending]:
+        return [*self._spent, (float(self._noise or 0), self._known(self._batches).sample_rate, steps)]
+
+    def _after(self, steps: int) -> float:
+        return epsilon(self._planned(steps), self.config.delta, self.config.accountant)
+
+    # -- one step
+
+    @property
+    def rows(self) -> int:
+        """Rows of the micro-batch that comes next, one at least."""
+        return max(len(self._known(self._batches).part(self._draws, self._micro_batch)), 1)
+
+    def check_loss(self, whole: float, parts: list[tuple[int, float]]) -> None:
+        """Check once that the loss of a batch is the mean of its parts' losses, each by its rows.
+
+        Args:
+            whole: The loss of all rows.
+            parts: Rows and loss of each part.
+
+        Raises:
+            CompatibilityError: If it is not: then how much an example counts depends on the others.
+        """
+        self.checks_loss = False
+        mean = sum(rows * loss for rows, loss in parts) / sum(rows for rows, _ in parts)
+        if abs(whole - mean) > 1e-2 * max(abs(whole), abs(mean), *(abs(loss) for _, loss in parts)):
+            raise CompatibilityError(
+                f"dp: loss must be the mean over the examples of each one's own loss, got {whole:.6g} for a batch "
+                f"whose halves have {', '.join(f'{loss:.6g} ({rows} rows)' for rows, loss in parts)}; a mean over "
+                "tokens, or terms between examples, let one example change how much others count: average over each "
+                "row first, then over rows (check_loss: false for a loss that draws random numbers)"
+            )
+
+    def loss(self, task_loss: Tensor, context: Context) -> Tensor:
+        """Have the backward of this loss clip each example's gradient."""
+        if self._per_sample is None or not task_loss.requires_grad:
+            return task_loss
+        batches = self._known(self._batches)
+        if self._micro_batch >= batches.accumulate:
+            raise TrainingError(
+                f"dp: a step must have the {batches.accumulate} micro-batches that its draw was cut into, got more; "
+                "give the same accumulation to the trainer and to loader(...)"
+            )
+        self._per_sample.num_examples = rows = self.rows
+        weights, self.weights = self.weights, None
+        if weights is None:
+            weights = torch.full((rows,), float(rows), device=task_loss.device)
+        self._factor = weights * bool(batches.part(self._draws, self._micro_batch))
+        self._micro_batch += 1
+        # The gradient that arrives is what the trainer multiplied the loss by: one over the micro-batches, mostly.
+        task_loss.register_hook(self._after_backward)  # type: ignore[no-untyped-call]
+        return task_loss
+
+    def _after_backward(self, arriving: Tensor) -> None:
+        self._factor = self._known(self._factor) / arriving
+        torch.autograd.Variable._execution_engine.queue_callback(self._clip)  # type: ignore[attr-defined]
+
+    def _clip(self) -> None:
+        """Clip and add up the micro-batch's gradients once its backward has ended."""
+        per_sample = self._known(self._per_sample)
+        # DDP has averaged over the processes by now, and earlier micro-batches are in .grad too
+        samples = per_sample.take(check_sum=not self._is_checked and self._micro_batch == 1 and world_size() == 1)
+        self._is_checked = True
+        for name, total in clipped_sum(samples, self._known(self._factor), self.config.max_grad_norm).items():
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+        self._factor = None
+
+    def before_optimizer_step(self, context: Context) -> None:
+        """Put the noised mean in place of every gradient, and count the step.
+
+        Raises:
+            TrainingError: If the step has not the micro-batches that its draw was cut into.
+        """
+        batches = self._known(self._batches)
+        if self._micro_batch != batches.accumulate or self._factor is not None:
+            raise TrainingError(
+                f"dp: a step must have the {batches.accumulate} micro-batches that its draw was cut into, got "
+                f"{self._micro_batch}; batches must not be left out, and the loss must be returned for each"
+            )
+        trained = {name: value for name, value in context.model.named_parameters() if value.requires_grad}
+        sums = {name: self._sums[name] if name in self._sums else torch.zeros_like(trained[name]) for name in trained}
+        for total in sums.values():
+            all_reduce_(total, "sum")
+        std = float(self._noise or 0) * self.config.max_grad_norm
+        noise = self._known(self._secret).noise(sums, std, self._draws)  # the same on every process
+        for name, parameter in trained.items():
+            parameter.grad = ((sums[name] + noise[name]) / batches.expected).to(parameter.dtype)
+        self._sums, self._micro_batch = {}, 0
+        self._draws += 1
+        self._spent = _with_step(self._spent, float(self._noise or 0), batches.sample_rate)
+
+    # -- saved state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was spent, the secret that batches and noise come from, and sums of a step half done."""
+        return {
+            "secret": self._secret.key.hex() if self._secret else "",
+            "draws": self._draws,
+            "micro_batch": self._micro_batch,
+            "spent": [list(part) for part in self._spent],
+            "noise_multiplier": self._noise,
+            "sums": dict(self._sums),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; what this run has spent since is never taken back.
+
+        Raises:
+            CheckpointError: If the state is not one that dp saved.
+        """
+        try:
+            draws, micro_batch = int(state["draws"]), int(state["micro_batch"])
+            spent = [(float(noise), float(rate), int(steps)) for noise, rate, steps in state["spent"]]
+            key, noise, sums = bytes.fromhex(state["secret"]), state["noise_multiplier"], dict(state["sums"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"dp: state must be one that dp saved, got {error!r}") from error
+        if draws < self._draws:
+            return  # the best model of a run is loaded at its end
+        self._draws, self._micro_batch, self._spent, self._sums = draws, micro_batch, spent, sums
+        self._secret = Secret(key) if key else self._secret
+        if self.config.target_epsilon is not None:
+            self._noise = noise
+
+    # -- figures
+
+    def spent(self) -> float:
+        """Return the epsilon of all steps so far."""
+        return epsilon(self._spent, self.config.delta, self.config.accountant)
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``dp/epsilon``, spent so far."""
+        if self._shown[0] != self._draws:
+            self._shown = self._draws, self.spent()
+        return {} if self._noise == 0 else {"dp/epsilon": self._shown[1]}
+
+    def report(self) -> dict[str, Any]:
+        """Return what was promised: epsilon, delta, accountant, sampling; the rate, noise and clipping behind it."""
+        config, batches = self.config, self._batches
+        return {
+            "epsilon": "infinite" if self._noise == 0 else self.spent(),
+            "delta": config.delta,
+            "accountant": config.accountant,
+            "sampling": _SAMPLING,
+            "sample_rate": batches.sample_rate if batches else None,
+            "examples": batches.num_examples if batches else None,
+            "expected_batch": batches.expected if batches else None,
+            "noise_multiplier": self._noise,
+            "max_grad_norm": config.max_grad_norm,
+            "steps": sum(steps for _, _, steps in self._spent),
+            "seed": "drawn from the system's entropy" if config.seed is None else f"{config.seed}, known to readers",
+        }
+
+
+def _with_step(spent: list[Spending], noise: float, rate: float) -> list[Spending]:
+    if spent and spent[-1][:2] == (noise, rate):
+        return [*spent[:-1], (noise, rate, spent[-1][2] + 1)]
+    return [*spent, (noise, rate, 1)]

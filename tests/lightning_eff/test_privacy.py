@@ -1,0 +1,99 @@
+"""DP-SGD in Lightning: the loss's check, resume inside a step, limits, refusals."""
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from promise_drivers import difference, run_lightning, saved_state
+from promise_table import recipe_of
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_eff import DifferentialPrivacy
+from shared_core.errors import CompatibilityError, ConfigError
+
+
+class Tokens(pl.LightningModule):
+    """Rows of which different numbers of places count."""
+
+    def __init__(self, by_row):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.by_row = nn.Linear(3, 1), by_row
+
+    def training_step(self, batch, index):
+        x, counted = batch
+        errors = self.layer(x).squeeze(-1).square() * counted
+        if self.by_row:
+            return (errors.sum(1) / counted.sum(1)).mean()
+        return errors.sum() / counted.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(module, folder, data=None, **options):
+    torch.manual_seed(1)
+    counted = (torch.arange(5) < torch.randint(1, 6, (40, 1))).float()
+    data = data or DataLoader(TensorDataset(torch.randn(40, 5, 3), counted), batch_size=10, shuffle=True)
+    private = DifferentialPrivacy(**{"noise_multiplier": 1.0, "delta": 1e-3, "seed": 0} | options.pop("private", {}))
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    quiet |= {"max_steps": 3, "enable_checkpointing": False, "default_root_dir": str(folder), "callbacks": [private]}
+    trainer = pl.Trainer(**quiet | options)
+    trainer.fit(module, data)
+    return trainer, private
+
+
+def test_a_mean_over_tokens_is_refused_and_one_over_rows_is_not(tmp_path):
+    with pytest.raises(CompatibilityError, match="mean over the examples of each one's own loss"):
+        fit(Tokens(by_row=False), tmp_path)
+    trainer, private = fit(Tokens(by_row=True), tmp_path)
+    assert trainer.global_step == 3
+    assert private.receipt.values["techniques"]["dp"]["steps"] == 3
+    assert float(trainer.callback_metrics.get("dp/epsilon", 1.0)) > 0
+    fit(Tokens(by_row=False), tmp_path, private={"check_loss": False})
+
+
+def test_limits_and_changing_accumulation_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="multiple of accumulate_grad_batches 2, got 3"):
+        fit(Tokens(by_row=True), tmp_path, accumulate_grad_batches=2, limit_train_batches=3)
+    with pytest.raises(CompatibilityError, match="overfit_batches must be 0"):
+        fit(Tokens(by_row=True), tmp_path, overfit_batches=2)
+    loaders = [DataLoader(TensorDataset(torch.zeros(40, 3))) for _ in range(2)]
+    with pytest.raises(CompatibilityError, match="one DataLoader, got list"):
+        fit(Tokens(by_row=True), tmp_path, data=loaders)
+
+
+def test_short_epochs_repeat_no_draw(tmp_path, monkeypatch):
+    drawn = []
+
+    class Keeps(Tokens):
+        def training_step(self, batch, index):
+            if self.training:
+                drawn.append(batch[0].flatten(1).sum().item())
+            return super().training_step(batch, index)
+
+    fit(Keeps(by_row=True), tmp_path, max_steps=6, limit_train_batches=2, private={"check_loss": False})
+    assert len(set(drawn)) == len(drawn) == 6
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_draw_the_same_batches(workers, tmp_path):
+    data = TensorDataset(torch.arange(600.0).view(40, 5, 3) / 600, torch.ones(40, 5))
+    module = Tokens(by_row=True)
+    fit(module, tmp_path, data=DataLoader(data, batch_size=10, num_workers=workers), max_steps=6)
+    expected = Tokens(by_row=True)
+    fit(expected, tmp_path, data=DataLoader(data, batch_size=10), max_steps=6)
+    assert torch.equal(module.layer.weight, expected.layer.weight)
+
+
+def test_a_run_stopped_inside_a_step_goes_on_bit_for_bit(tmp_path):
+    def run(folder, **more):
+        torch.manual_seed(3)
+        options = {"dropout": 0.3, "shuffle": True, "accumulate": 2, "batch_norm": False}
+        return run_lightning(recipe_of("dp"), tmp_path / folder, save_at_batches=(3, 11, 16), **options, **more)
+
+    whole = run("whole")
+    for stop in (3, 11):
+        again = run(f"from{stop}", resume=whole.checkpoints[stop])
+        assert difference(saved_state(whole.checkpoints[16]), saved_state(again.checkpoints[16])) is None
+        assert difference(whole.weights, again.weights) is None

@@ -1,0 +1,290 @@
+"""DP-SGD: clipped sums and noise against their definitions, refusals, resume, two processes."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from privacy_runs import Run, net, steps_of
+from torch import nn
+from two_ranks import leave, run_two_ranks
+
+from shared_core import Recipe, Session
+from shared_core.compatibility import check, remarks
+from shared_core.errors import CompatibilityError, EffError, MatchError, TrainingError
+from shared_core.privacy.per_sample import PerSample, check_model, clipped_sum
+from shared_core.privacy.sampling import Secret
+
+
+def test_a_micro_batch_that_no_example_fell_into_holds_a_row_that_does_not_count():
+    run = Run(nn.Linear(3, 2), num_examples=40, batch_size=1, noise_multiplier=0.0)
+    empty = next(step for step in range(50) if not len(run.technique._batches.chosen(step)))
+    run.technique._draws = empty
+    assert next(iter(run.technique._batches)) == [0]
+    run.step(empty)
+    assert all(not parameter.grad.any() for parameter in run.model.parameters())
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+def test_the_clipped_sum_is_that_of_a_loop_over_examples(accumulate, mode):
+    run = Run(net(), accumulate=accumulate, noise_multiplier=0.0, max_grad_norm=2.0, grad_sample_mode=mode)
+    for step in range(2):
+        run.step(step)
+        found = [parameter.grad.clone() for parameter in run.model.parameters()]
+        for gradient, expected in zip(found, run.oracle(step, 2.0), strict=True):
+            torch.testing.assert_close(gradient, expected, atol=1e-13, rtol=1e-12)
+        run.optimizer.zero_grad()
+
+
+def test_without_noise_and_with_a_huge_bound_it_is_sgd_on_the_sampled_batch():
+    run = Run(net(), noise_multiplier=0.0, max_grad_norm=1e9)
+    run.step(0)
+    found = [parameter.grad.clone() for parameter in run.model.parameters()]
+    chosen = run.technique._batches.chosen(0)
+    loss = run.loss(run.x[chosen], run.y[chosen], run.twin) * len(chosen) / 8
+    for gradient, expected in zip(found, torch.autograd.grad(loss, list(run.twin.parameters())), strict=True):
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_noise_has_the_accounted_width_once_a_step_however_it_is_accumulated():
+    found = []
+    for accumulate in (1, 4):
+        model = nn.Sequential(nn.Linear(3, 2), nn.Identity())
+        model[1].unused = nn.Linear(200, 200, bias=False)
+        run = Run(model, batch_size=8 // accumulate, accumulate=accumulate, noise_multiplier=0.7, max_grad_norm=1.5)
+        noise = []
+        for step in range(2):
+            run.step(step)
+            noise.append(model[1].unused.weight.grad.flatten())
+            run.optimizer.zero_grad()
+        found.append(noise)
+        for values in noise:
+            width = 0.7 * 1.5 / 8
+            assert abs(float(values.std()) / width - 1) < 3 / math.sqrt(2 * 40_000)
+            assert abs(float(values.mean())) < 3 * width / math.sqrt(40_000)
+        assert abs(float(torch.corrcoef(torch.stack(noise))[0, 1])) < 0.015
+    assert torch.equal(found[0][0], found[1][0])
+
+
+def test_an_example_that_is_not_finite_counts_as_nothing():
+    samples = {"w": torch.tensor([[math.nan, 1.0], [math.inf, 0.0], [0.3, 0.4]])}
+    assert torch.equal(clipped_sum(samples, torch.ones(3), 10.0)["w"], torch.tensor([0.3, 0.4]))
+    assert not clipped_sum(samples, torch.zeros(3), 10.0)["w"].any()
+
+
+class Tied(nn.Module):
+    """Embedding and head share a weight; positions are looked up once for the whole batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(7, 4), nn.Embedding(5, 4)
+        self.twice, self.head = nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        hidden = self.words(ids) + self.places(torch.arange(5)[None])
+        return self.head(self.twice(torch.tanh(self.twice(hidden))))
+
+
+def test_tied_weights_reused_layers_and_shared_positions_have_gradients_of_single_examples():
+    torch.manual_seed(0)
+    model, ids = Tied().double(), torch.randint(0, 7, (3, 5))
+    per_sample = PerSample(model, False)
+    per_sample.num_examples = 3
+    model(ids).square().sum().backward()
+    found = per_sample.take(check_sum=True)
+    per_sample.remove()
+    for index in range(3):
+        model.zero_grad()
+        model(ids[index : index + 1]).square().sum().backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name][index], parameter.grad)
+
+
+def test_nothing_is_left_on_the_model():
+    model = net()
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    keys = list(model.state_dict())
+    run = Run(model, noise_multiplier=1.0)
+    run.step(0)
+    assert list(model.state_dict()) == keys
+    run.session.finish()
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert model[1].inplace
+    assert not any(module._forward_hooks or module._backward_hooks or module._forward_pre_hooks for module in model)
+    assert not any(vars(parameter) for parameter in model.parameters())
+
+
+class Loose(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.layer.weight)
+
+
+class Buffered(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+        self.register_buffer("seen", torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "says"),
+    [
+        (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), CompatibilityError, r"1 \(BatchNorm1d\).*GroupNorm"),
+        (nn.LSTM(3, 4), CompatibilityError, "LSTM"),
+        (Buffered(), CompatibilityError, "beside buffers"),
+        (nn.Linear(3, 2).bfloat16(), CompatibilityError, "would round the noise"),
+        (nn.Linear(3, 2).requires_grad_(False), MatchError, "must have a trainable parameter"),
+    ],
+)
+def test_models_without_gradients_of_single_examples_are_refused_by_name(model, error, says):
+    with pytest.raises(error, match=says):
+        check_model(model)
+
+
+def test_a_frozen_batch_norm_is_refused_too_and_frozen_layers_are_not():
+    model = nn.Sequential(nn.Linear(3, 4).requires_grad_(False), nn.Linear(4, 2))
+    check_model(model)
+    with pytest.raises(CompatibilityError, match="BatchNorm"):
+        check_model(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).requires_grad_(False)))
+
+
+def test_a_parameter_used_past_its_module_stops_the_run():
+    run = Run(Loose(), noise_multiplier=1.0)
+    with pytest.raises(
+        TrainingError, match=r"layer\.weight must get its gradient through the forward of its own module"
+    ):
+        run.step(0)
+
+
+def test_rows_that_are_not_the_drawn_examples_stop_the_run():
+    run = Run(nn.Linear(3, 2), noise_multiplier=1.0)
+    with pytest.raises(TrainingError, match="must get a gradient from each of the"):
+        run.session.loss(run.loss(run.x, run.y)).backward()
+
+
+def test_a_step_with_too_few_or_too_many_micro_batches_stops_the_run():
+    run = Run(nn.Linear(3, 2), accumulate=2, noise_multiplier=1.0)
+    run.backward(0, 0)
+    with pytest.raises(TrainingError, match="must have the 2 micro-batches"):
+        run.session.before_optimizer_step()
+    run.backward(0, 1)
+    with pytest.raises(TrainingError, match="got more"):
+        run.backward(0, 1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"prune": {"sparsity": 0.5, "criterion": "taylor"}},
+        {"prune": {"sparsity": 0.5, "dynamic": "rigl", "schedule": "one_shot", "criterion": "random"}},
+        {"distill": {"teacher": "mutual"}},
+        {"distill": {"teacher": "somewhere", "hidden": ["*=hidden"]}},
+        {"qat": {"scheme": "int8"}},
+        {"loss_scale": {"kind": "dynamic"}},
+    ],
+    ids=str,
+)
+def test_what_sees_the_data_past_the_noise_is_refused(other):
+    with pytest.raises(CompatibilityError, match="dp"):
+        Session(Recipe.from_dict({"dp": {"noise_multiplier": 1.0}, **other})).attach(nn.Linear(3, 2))
+
+
+def test_what_is_outside_the_guarantee_is_told():
+    recipe = {"dp": {"noise_multiplier": 1.0}, "distill": {"teacher": "x"}, "soup": {"kind": "greedy", "metric": "a"}}
+    check(Recipe.from_dict(recipe))
+    assert [("teacher" in line, "validation" in line) for line in remarks(Recipe.from_dict(recipe))] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+def test_a_stopped_run_goes_on_bit_for_bit_also_inside_a_step():
+    def run():
+        return Run(net(), accumulate=2, noise_multiplier=0.9)
+
+    whole = run()
+    for step in range(3):
+        whole.step(step)
+        whole.optimizer.step()
+        whole.session.after_optimizer_step()
+        whole.optimizer.zero_grad()
+    whole.backward(3, 0)
+    state, weights = whole.session.state_dict(), {k: v.clone() for k, v in whole.model.state_dict().items()}
+    whole.backward(3, 1)
+    whole.session.before_optimizer_step()
+    again = run()
+    again.technique._secret = Secret(b"another one here")
+    again.model.load_state_dict(weights)
+    again.session.load_state_dict(state)
+    again.begin()
+    again.backward(3, 1)
+    again.session.before_optimizer_step()
+    for first, second in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(first.grad, second.grad)
+    assert again.session.metrics() == whole.session.metrics()
+    # what was spent later is not forgotten when an earlier checkpoint is the best one
+    whole.session.load_state_dict({**state, "techniques": {"dp": {**state["techniques"]["dp"], "draws": 2}}})
+    assert whole.technique.report()["steps"] == 4
+    with pytest.raises(EffError, match="must be one that dp saved"):
+        again.technique.load_state_dict({"draws": 1})
+
+
+def test_a_target_is_met_by_the_end_and_the_receipt_names_everything():
+    run = Run(net(), target_epsilon=9.0, steps=3)
+    for step in range(3):
+        run.step(step)
+        run.session.after_optimizer_step()
+        run.optimizer.zero_grad()
+    told = run.technique.report()
+    assert 8.8 < told["epsilon"] <= 9.0
+    assert (told["accountant"], told["sampling"], told["delta"], told["sample_rate"]) == ("rdp", "poisson", 1e-3, 0.2)
+    assert (told["expected_batch"], told["steps"]) == (8, 3)
+    assert run.session.metrics()["dp/epsilon"] == told["epsilon"]
+
+
+def test_without_a_seed_no_two_runs_draw_alike():
+    first, second = (Run(nn.Linear(3, 2), noise_multiplier=1.0, seed=None) for _ in range(2))
+    assert first.technique._secret.key != second.technique._secret.key
+
+
+def test_no_noise_is_told_as_no_privacy():
+    run = Run(nn.Linear(3, 2), noise_multiplier=0.0)
+    run.step(0)
+    assert run.technique.report()["epsilon"] == "infinite"
+    assert run.session.metrics() == {}
+
+
+def test_a_loss_that_is_no_mean_over_examples_is_refused():
+    run = Run(nn.Linear(3, 2), noise_multiplier=1.0)
+    run.technique.check_loss(2.0, [(3, 1.0), (1, 5.0)])
+    with pytest.raises(CompatibilityError, match="mean over the examples"):
+        run.technique.check_loss(2.0, [(2, 1.0), (2, 5.0)])
+
+
+def test_two_processes_make_one_draw_and_add_noise_once(tmp_path):
+    run_two_ranks(__file__, tmp_path)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    one = steps_of(Run(net(), batch_size=8, noise_multiplier=0.5))
+    assert first["key"] == second["key"]
+    for name, weight in one.items():
+        assert torch.equal(first["weights"][name], second["weights"][name])
+        torch.testing.assert_close(first["weights"][name], weight, atol=1e-12, rtol=0)
+
+
+def rank_main(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    weights = steps_of(Run(net(), batch_size=4, noise_multiplier=0.5))
+    alone = Run(net(), noise_multiplier=1.0, seed=None)
+    torch.save({"weights": weights, "key": alone.technique._secret.key.hex()}, Path(folder) / f"{rank}.pt")
+    leave()
+
+
+if __name__ == "__main__":
+    rank_main(int(sys.argv[1]), sys.argv[2])

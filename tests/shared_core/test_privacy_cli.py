@@ -1,0 +1,48 @@
+"""`eff privacy`: every accountant, both directions, wrong input."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from shared_core.cli import app
+from shared_core.errors import ConfigError
+
+
+def told(*options):
+    result = CliRunner().invoke(app, ["privacy", *options, "--json"])
+    if result.exception:
+        raise result.exception
+    return json.loads(result.stdout)
+
+
+def test_every_accountant_is_told():
+    found = told("--noise-multiplier", "4", "--sample-rate", "0.01", "--steps", "10000")["accountants"]
+    assert {name: round(values["epsilon"], 3) for name, values in found.items()} == {
+        "rdp": 1.035,
+        "prv": 0.957,
+        "classic": 1.259,
+    }
+
+
+def test_a_target_is_solved_for_with_the_trainers_number_of_steps():
+    found = told("--target-epsilon", "1", "--examples", "1000", "--batch-size", "30", "--epochs", "3")
+    assert found["steps"] == 102  # an epoch of 1,000 in batches of 30 has 34
+    assert all(0.99 < values["epsilon"] <= 1 for values in found["accountants"].values())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "sample rate must be in"),
+        (["--sample-rate", "0.1"], "steps must be at least 1"),
+        (["--sample-rate", "0.1", "--steps", "3"], "one of --noise-multiplier and --target-epsilon"),
+        (["--sample-rate", "0.1", "--steps", "3", "--noise-multiplier", "0"], "noise multiplier must be above 0"),
+        (["--sample-rate", "0.1", "--steps", "3", "--delta", "1"], "delta must be in"),
+        (["--examples", "10", "--batch-size", "20"], r"got 2\.0"),
+        (["--examples", "0", "--batch-size", "20"], "sample rate must be in"),
+    ],
+)
+def test_wrong_input_is_told(options, says):
+    with pytest.raises(ConfigError, match=says):
+        told(*options)
