@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from shared_core.activation_checkpointing.budget import parse_budget
 from shared_core.activation_checkpointing.policies import BUDGET, check_policy
 from shared_core.config import TechniqueConfig, option
 
@@ -34,6 +35,12 @@ class CheckpointingConfig(TechniqueConfig):
     def has_budget(self) -> bool:
         """Whether a plan is made from the first micro-batches."""
         return self.policy.startswith(BUDGET)
+
+    @property
+    def budget(self) -> tuple[float, str]:
+        """The number that a budget names, and of what: fraction, bytes, least."""
+        parsed = parse_budget(self.policy)
+        return parsed.value, parsed.unit
 
     def validate(self) -> None:
         """Refuse a policy that does not exist."""

@@ -55,6 +55,21 @@ def test_adapters_leave_moments_and_traffic_to_themselves():
     assert adapters.sent < 0.01 * whole.sent
 
 
+def test_policies_lessen_activations_as_their_formulas_say():
+    shape, run = ModelShape.of_params(7e9), PlannedRun(precision="16-true", seq_len=1024)
+
+    def activations(**recipe):
+        return next(c.during for c in plan(shape, run, Recipe.from_dict(recipe)).costs if c.what == "activations")
+
+    whole, layers = activations(), shape.layers
+    of = {policy: activations(checkpointing={"policy": policy}) / whole for policy in ("block", "sqrt", "budget:0.5")}
+    assert of["budget:0.5"] == pytest.approx(0.5)
+    assert of["block"] == pytest.approx(2 / 42 + 1 / layers)  # Korthikanti 2022, table 2: 2sbh a layer, and one whole
+    assert of["block"] < of["sqrt"] < 0.3
+    assert activations(checkpointing={"policy": "every_k", "k": 2}) / whole == pytest.approx(0.5, abs=0.06)
+    assert activations(activations={"pack": "int8"}) / whole == pytest.approx(0.55)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
