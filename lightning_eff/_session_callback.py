@@ -62,13 +62,15 @@ class EffCallback(Callback):
         self._saved: Mapping[str, Any] | None = None
         self._final: Mapping[str, Any] | None = None
         self._stock_precision: Any = None
+        self._leader: EffCallback | None = None
         self._applied = self._discarded = False
         self._validated_at = -1
 
     @property
     def receipt(self) -> Receipt | None:
-        """What was asked, touched and run so far; None before `fit`."""
-        return self.session.receipt() if self.session else None
+        """What was asked, touched and run so far, by all callbacks of the run together; None before `fit`."""
+        session = (self._leader or self).session
+        return session.receipt() if session else None
 
     # -- attach: before the optimizer exists and before any wrapping
 
@@ -79,6 +81,7 @@ class EffCallback(Callback):
         self._undo()
         mine = _callbacks(trainer)
         before, self.session = self.session, None
+        self._leader = mine[0]
         if mine[0] is not self:
             return
         recipe = self._joined(trainer, mine)
@@ -127,7 +130,7 @@ class EffCallback(Callback):
     def _use_scaling_precision(self, trainer: Any) -> None:
         config = self._session.recipe.get("loss_scale")
         plugin = trainer.precision_plugin
-        if config is None or _scales_loss(plugin):
+        if config is None or _surroundings.scales_loss(plugin):
             return
         if type(plugin).__name__ not in ("Precision", "MixedPrecision", "Fp8Precision"):
             raise CompatibilityError(
@@ -388,10 +391,6 @@ def _read(recipe: Mapping[str, Any] | str | Path) -> Recipe:
 
 def _callbacks(trainer: Any) -> list[EffCallback]:
     return [callback for callback in trainer.callbacks if isinstance(callback, EffCallback)]
-
-
-def _scales_loss(plugin: Any) -> bool:
-    return any(kind.__qualname__ == "LossScalingPrecision" for kind in type(plugin).__mro__)
 
 
 def _same(value: Any, baked: Any) -> bool:

@@ -16,6 +16,7 @@ _STRATEGIES = {
     "SingleDeviceXLAStrategy": "tpu",
     "XLAFSDPStrategy": "tpu",
 }
+_AVERAGING = {"StochasticWeightAveraging", "WeightAveraging"}
 
 
 def surroundings(trainer: Any, model: Any) -> set[str]:
@@ -26,6 +27,9 @@ def surroundings(trainer: Any, model: Any) -> set[str]:
         found.add("tensor_parallel")
     if str(trainer.precision_plugin.precision).startswith("bf16"):
         found.add("bf16")
+    callbacks = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
+    if callbacks & _AVERAGING:
+        found.add("averaging_callback")
     peft = sys.modules.get("peft")  # without it there is no such model
     if peft is not None and any(isinstance(module, peft.PeftModel) for module in model.modules()):
         found.add("peft")
@@ -51,7 +55,7 @@ def total_steps(trainer: Any, model: Any) -> int | None:
         if type(error).__name__ != "MisconfigurationException":
             raise
         return trainer.max_steps if trainer.max_steps > 0 else None
-    if not math.isfinite(steps):
+    if not math.isfinite(steps) or steps < 0:  # -1 for loaders without length
         return None
     if not model.automatic_optimization and trainer.max_steps < 0:
         steps *= max(len(trainer.optimizers), 1)
@@ -74,6 +78,11 @@ def clips_by_norm(trainer: Any, model: Any) -> bool:
     if own or not model.automatic_optimization:
         return True
     return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+
+
+def scales_loss(plugin: Any) -> bool:
+    """Return whether a precision plugin is ours."""
+    return any(kind.__qualname__ == "LossScalingPrecision" for kind in type(plugin).__mro__)
 
 
 def _stock(model: Any) -> Any:

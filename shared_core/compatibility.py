@@ -23,6 +23,7 @@ SURROUNDINGS = {
     "tensor_parallel": "tensor parallelism, or a model that was sharded while it was loaded",
     "peft": "a model of PEFT",
     "tpu": "XLA",
+    "averaging_callback": "another callback that averages weights",
 }
 
 _SHARDED = "its whole-tensor decisions have not been proven on sharded parameters yet; use DDP"
@@ -135,6 +136,10 @@ REFUSED: dict[tuple[str, str], str] = {
     ),
     ("average", "deepspeed"): "DeepSpeed keeps the weights in parts of its own; use DDP or FSDP version 2",
     ("average", "fsdp1"): _FLAT,
+    **{
+        (key, "averaging_callback"): "each would put its own weights into the model for validation; keep one of them"
+        for key in ("average", "soup")
+    },
     ("soup", "deepspeed"): _OWN,
     ("soup", "fsdp1"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
     ("soup", "fsdp2"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
