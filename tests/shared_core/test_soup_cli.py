@@ -150,6 +150,7 @@ GREEDY = ["--eval", "soup_task:all_nan"]  # would fail otherwise, if it were eve
         (["run/checkpoint-1", "gone", "--out", "soup", *GREEDY], CheckpointError, "gone: file must exist"),
         (["run", "wide", "--out", "soup", *GREEDY], CheckpointError, r"\(4, 4\) in .* and \(5, 5\) in wide"),
         (["run", "--out", "full", *GREEDY], CheckpointError, "must not exist yet"),
+        (["run", "--out", "link", *GREEDY], CheckpointError, "must not exist yet, got link"),
         (["run", "--out", "soup_task.py/soup", *GREEDY], CheckpointError, "must be writable"),
         (["run", *GREEDY], ConfigError, "--out must be given"),
         (["run", "--out", "soup"], ConfigError, "--eval must be given"),
@@ -183,6 +184,7 @@ GREEDY = ["--eval", "soup_task:all_nan"]  # would fail otherwise, if it were eve
 def test_bad_input_is_one_error_and_writes_nothing(room, arguments, kind, match):
     (room / "full").mkdir()
     (room / "full" / "file").write_text("kept")
+    (room / "link").symlink_to("nowhere")
     (room / "wide").mkdir()
     save_file({"w": torch.ones(5, 5)}, room / "wide" / "model.safetensors")
     before = sorted(path for path in room.rglob("*") if "__pycache__" not in path.parts)
