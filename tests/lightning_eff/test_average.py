@@ -124,10 +124,7 @@ def test_a_fraction_of_a_stream_without_max_steps_is_refused(tmp_path):
 
 
 def test_lightnings_own_averages_beside_ours_are_refused(tmp_path):
-    others = [pl.callbacks.StochasticWeightAveraging(0.1)]
-    if hasattr(pl.callbacks, "EMAWeightAveraging"):  # Lightning 2.6 and later
-        others.append(pl.callbacks.EMAWeightAveraging())
-    for other in others:
+    for other in (pl.callbacks.StochasticWeightAveraging(0.1), pl.callbacks.EMAWeightAveraging()):
         with pytest.raises(CompatibilityError, match="keep one of them"):
             fit(tmp_path, WeightAverage(kind="ema"), other)
 
