@@ -1,4 +1,4 @@
-"""Greedy soup of large checkpoints: peak memory and CPU time beside the reference algorithm."""
+"""Greedy soup of large checkpoints beside the reference algorithm, and an update of running averages beside torch's."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from measure import MIB, Row, main, python, ratio, run_and_watch
+import torch
+from measure import MIB, Row, interleaved, main, milliseconds, python, ratio, run_and_watch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from shared_core.soup import AverageConfig, WeightAverage
+from shared_core.technique import Context
 
 PROGRAMS = str(Path(__file__).with_name("soup_programs.py"))
 CHECKPOINTS = 16
 MEMORY_TARGET, TIME_TARGET = 2.7, 0.45
+UPDATE_TARGET = 1.0
 
 
 def compare(folder: Path, scores: str, checkpoints: int, model_bytes: int, rounds: int) -> Row:
@@ -45,6 +52,31 @@ def compare(folder: Path, scores: str, checkpoints: int, model_bytes: int, round
     )
 
 
+def update(width: int, layers: int, rounds: int) -> Row:
+    """Measure what an average adds to a step: all that the technique does in one, beside torch's update of the same."""
+    model = nn.Sequential(*[nn.TransformerEncoderLayer(width, 8, 4 * width) for _ in range(layers)])
+    peer = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+    technique, context = WeightAverage(AverageConfig(kind="ema", warmup=False)), Context(model=model, step=1)
+    variants = {
+        "ours": lambda: technique.after_optimizer_step(context),
+        "torch": lambda: peer.update_parameters(model),
+    }
+    times = interleaved(variants, rounds=rounds, calls=5, warmup=2)
+    for mine, theirs in zip(technique.state_dict()["kept"][0].values(), peer.module.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    time, parameters = ratio(times, "ours", "torch"), list(model.parameters())
+    return Row(
+        f"update of an exponential average of {sum(p.numel() for p in parameters) / 1e6:.1f} M parameters in "
+        f"{len(parameters)} tensors",
+        f"{milliseconds(times, 'ours')} CPU",
+        f"AveragedModel(multi_avg_fn) {milliseconds(times, 'torch')} CPU",
+        f"{time.text()} of torch's",
+        "",
+        f"<= {UPDATE_TARGET}",
+        time.median <= UPDATE_TARGET,
+    )
+
+
 def measure(quick: bool, parameters: int) -> list[Row]:
     parameters = min(parameters, 10_000_000) if quick else parameters
     needed = 1.1 * CHECKPOINTS * parameters * 4
@@ -56,10 +88,12 @@ def measure(quick: bool, parameters: int) -> list[Row]:
                 "folder on a larger disk, or give fewer --parameters"
             )
         made, _ = run_and_watch(python(PROGRAMS, "make", name, str(CHECKPOINTS), str(parameters)))
-        return [
+        soups = [
             compare(Path(name), scores, CHECKPOINTS, made["bytes"], rounds=1 if quick else 5)
             for scores in ("known", "unknown")
         ]
+    rounds = 5 if quick else 41
+    return [*soups, update(512, 6, rounds), update(64, 100, rounds)]
 
 
 if __name__ == "__main__":

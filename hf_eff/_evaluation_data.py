@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shared_core.errors import CheckpointError, ConfigError, MissingExtraError
 
+IGNORED = -100
 READERS = {".json": "from_json", ".jsonl": "from_json", ".csv": "from_csv", ".parquet": "from_parquet"}
 
 
@@ -28,6 +30,8 @@ def open_table(file: Path) -> Any:
         raise CheckpointError(
             f"eff soup: --data must be a file of {', '.join(READERS)} or the folder of a saved data set, got {file}"
         )
+    if file.is_file() and not file.stat().st_size:  # on which datasets fails without a word
+        raise empty(file)
     try:
         data = datasets.load_from_disk(file) if file.is_dir() else getattr(datasets.Dataset, str(reader))(str(file))
     except Exception as error:  # datasets, pyarrow and pandas each raise their own
@@ -110,3 +114,28 @@ def text_columns(data: Any, asked: tuple[str, ...], label: str | None, file: Pat
             f"{file}"
         )
     return columns
+
+
+def check_tokens(columns: Mapping[str, Any], vocabulary: int | None, may_be_empty: bool, file: Path) -> None:
+    """Raise `ConfigError` unless each row has a list of tokens, and in the other columns as many whole numbers.
+
+    Args:
+        columns: ``input_ids``, other inputs of the model, and perhaps ``labels``, tokens or -100.
+        vocabulary: How many tokens the model knows, None if its config does not tell.
+        may_be_empty: Whether a row may be without tokens.
+        file: Where they come from.
+    """
+    known = math.inf if vocabulary is None else vocabulary
+    for number, ids in enumerate(columns["input_ids"]):
+        for name, rows in columns.items():
+            values = rows[number]
+            fits = isinstance(values, list) and set(map(type, values)) <= {int} and len(values) == len(ids)
+            if fits and name in ("input_ids", "labels"):
+                tokens = [value for value in values if name == "input_ids" or value != IGNORED]
+                fits = (bool(ids) or may_be_empty) and all(0 <= token < known for token in tokens)
+            if not fits:
+                rule = f"tokens below {known}" if name == "input_ids" else "as many numbers as tokens"
+                raise ConfigError(
+                    f"eff soup: --data must have a list of {rule} as {name} in each row, got {values!r:.80} in row "
+                    f"{number} of {file}; tokenise it for this model"
+                )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
-from hf_eff._evaluation_data import empty, goals, label_column, open_table, text_columns
+from hf_eff._evaluation_data import IGNORED, check_tokens, empty, goals, label_column, open_table, text_columns
 from hf_eff._evaluation_metrics import f1, regression_score
 from hf_eff._teacher import load_teacher
-from shared_core.errors import CheckpointError, ConfigError, MissingExtraError
+from shared_core.errors import CheckpointError, ConfigError, EffError, MissingExtraError
 from shared_core.soup.sources import storage_key
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ _TASKS = {
     "loss": (_LANGUAGE_MODEL, _CLASSIFIER, _REGRESSOR),
 }  # fmt: skip
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-_IGNORED = -100
 _DEFAULT_LENGTH = 512
 
 
@@ -114,10 +114,17 @@ class FolderEvaluator:
         if self._model is None:
             self._model = load_teacher(str(self._folder), nn.Module()).to(self._device).eval()
         self._model = self._load(self._model, state_dict)
-        with torch.inference_mode():
-            if self._kind == _LANGUAGE_MODEL:
-                return self._of_tokens(self._model)
-            return self._of_labels(self._model)
+        try:
+            with torch.inference_mode():
+                return (self._of_tokens if self._kind == _LANGUAGE_MODEL else self._of_labels)(self._model)
+        except EffError:
+            raise
+        except (ValueError, IndexError, RuntimeError) as error:  # each model says otherwise what it does not take
+            first_line = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"eff soup: --data must be what {type(self._model).__name__} takes, got {first_line:.200}; check "
+                "lengths (--max-length), sizes, and memory (--batch-size)"
+            ) from error
 
     def _kind_of_model(self) -> tuple[str, bool]:
         name = next(iter(self._config.architectures or ()), "no class")
@@ -169,7 +176,7 @@ class FolderEvaluator:
             label = label_column(data.column_names, file)
         if "input_ids" in data.column_names and not text:
             encoded = data.select_columns([name for name in _INPUTS if name in data.column_names]).to_dict()
-            limit = max_length
+            limit = max_length or self._longest(None, default=sys.maxsize)
         else:
             tokenizer = self._tokenizer()
             columns = text_columns(data, text, label, file)
@@ -178,27 +185,39 @@ class FolderEvaluator:
             limit = max_length or self._longest(tokenizer)
             cut = {} if causal else {"truncation": True, "max_length": limit}
             encoded = dict(tokenizer(*(list(data[name]) for name in columns), **cut))
+        inputs = {name: rows for name, rows in encoded.items() if name in _INPUTS}
         labels = list(data[label]) if label is not None else []
+        if causal and label == "labels" and any(isinstance(row, list) for row in labels):
+            inputs["labels"] = labels
+        check_tokens(inputs, getattr(self._config.get_text_config(), "vocab_size", None), causal, file)
+        rows = [{name: values[number] for name, values in inputs.items()} for number in range(len(data))]
         if not causal:
             labels = goals(labels, self._config, self._kind == _REGRESSOR, file)
+            return [
+                {**{name: values[:limit] for name, values in row.items()}, "label": goal}
+                for row, goal in zip(rows, labels, strict=True)
+            ]
         examples = []
-        for number, ids in enumerate(encoded["input_ids"]):
-            example = {name: list(values[number]) for name, values in encoded.items() if name in _INPUTS}
-            if not causal:
-                examples.append({**example, "label": labels[number]})
-                continue
-            wanted = labels[number] if label == "labels" and isinstance(labels[number], list) else ids
-            step = limit or len(ids) or 1
+        for row in rows:
+            mask = row.get("attention_mask", [1] * len(row["input_ids"]))  # what it leaves out is padding
+            ids, wanted = (
+                [value for value, is_seen in zip(row[name], mask, strict=True) if is_seen]
+                for name in ("input_ids", "labels" if "labels" in row else "input_ids")
+            )
             examples += [
-                {"input_ids": list(ids[i : i + step]), "labels": list(wanted[i : i + step])}
-                for i in range(0, len(ids), step)
-                if len(ids[i : i + step]) > 1  # one token alone predicts nothing
+                {"input_ids": ids[i : i + limit], "labels": wanted[i : i + limit]}
+                for i in range(0, len(ids), limit)
+                if len(ids[i : i + limit]) > 1  # one token alone predicts nothing
             ]
         return examples
 
     def _tokenizer(self) -> Any:
         try:
-            return AutoTokenizer.from_pretrained(self._folder)
+            tokenizer = AutoTokenizer.from_pretrained(self._folder)
+            # in a folder without its files transformers 5 makes one up, to which every word is unknown
+            if len(tokenizer) <= len(tokenizer.all_special_tokens):
+                raise ValueError("no word in its vocabulary")
+            return tokenizer
         except Exception as error:  # transformers and tokenizers each raise their own
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
@@ -206,11 +225,11 @@ class FolderEvaluator:
                 "save it there, or give data with input_ids"
             ) from error
 
-    def _longest(self, tokenizer: Any) -> int:
-        limits = [tokenizer.model_max_length]
+    def _longest(self, tokenizer: Any, default: int = _DEFAULT_LENGTH) -> int:
+        limits = [getattr(tokenizer, "model_max_length", None)]
         limits += [getattr(self._config, name, None) for name in ("max_position_embeddings", "n_positions")]
         # a tokenizer without a limit says 10**30
-        return min((limit for limit in limits if limit and limit < 10**9), default=_DEFAULT_LENGTH)
+        return min((limit for limit in limits if limit and limit < 10**9), default=default)
 
     # -- metrics
 
@@ -262,12 +281,12 @@ class FolderEvaluator:
         for inputs, rows in self._batches():
             logits = model(**inputs, use_cache=False).logits
             width = inputs["input_ids"].shape[1]
-            padded = [row["labels"] + [_IGNORED] * (width - len(row["labels"])) for row in rows]
+            padded = [row["labels"] + [IGNORED] * (width - len(row["labels"])) for row in rows]
             labels = torch.tensor(padded, device=logits.device)[:, 1:]
             for row_logits, row_labels in zip(logits[:, :-1], labels, strict=True):  # one float32 row at a time
-                losses = F.cross_entropy(row_logits.float(), row_labels, ignore_index=_IGNORED, reduction="none")
+                losses = F.cross_entropy(row_logits.float(), row_labels, ignore_index=IGNORED, reduction="none")
                 total += float(losses.double().sum())
-            count += int((labels != _IGNORED).sum())
+            count += int((labels != IGNORED).sum())
         if not count:
             raise ConfigError("eff soup: --data must have tokens to predict, got none that a label asks for")
         mean = total / count

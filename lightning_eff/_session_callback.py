@@ -64,13 +64,15 @@ class EffCallback(Callback):
         self._saved: Mapping[str, Any] | None = None
         self._final: Mapping[str, Any] | None = None
         self._stock_precision: Any = None
+        self._leader: EffCallback | None = None
         self._applied = self._discarded = False
         self._validated_at = -1
 
     @property
     def receipt(self) -> Receipt | None:
-        """What was asked, touched and run so far; None before `fit`."""
-        return self.session.receipt() if self.session else None
+        """What was asked, touched and run so far, by all callbacks of the run together; None before `fit`."""
+        session = (self._leader or self).session
+        return session.receipt() if session else None
 
     # -- attach: before the optimizer exists and before any wrapping
 
@@ -81,6 +83,7 @@ class EffCallback(Callback):
         self._undo()
         mine = _callbacks(trainer)
         before, self.session = self.session, None
+        self._leader = mine[0]
         if mine[0] is not self:
             return
         recipe = joined_recipe(trainer, [callback.recipe for callback in mine])

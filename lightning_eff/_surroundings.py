@@ -18,6 +18,7 @@ _STRATEGIES = {
     "SingleDeviceXLAStrategy": "tpu",
     "XLAFSDPStrategy": "tpu",
 }
+_AVERAGING = {"StochasticWeightAveraging", "WeightAveraging"}
 
 
 def surroundings(trainer: Any, model: Any) -> set[str]:
@@ -32,6 +33,9 @@ def surroundings(trainer: Any, model: Any) -> set[str]:
         found |= wrapped_by_user(model)
     precision = str(trainer.precision_plugin.precision)
     found |= {kind for kind, start in (("bf16", "bf16"), ("fp16", "16")) if precision.startswith(start)}
+    callbacks = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
+    if callbacks & _AVERAGING:
+        found.add("averaging_callback")
     peft = sys.modules.get("peft")  # without it there is no such model
     if peft is not None and any(isinstance(module, peft.PeftModel) for module in model.modules()):
         found.add("peft")
@@ -57,7 +61,7 @@ def total_steps(trainer: Any, model: Any) -> int | None:
         if type(error).__name__ != "MisconfigurationException":
             raise
         return trainer.max_steps if trainer.max_steps > 0 else None
-    if not math.isfinite(steps):
+    if not math.isfinite(steps) or steps < 0:  # -1 for loaders without length
         return None
     if not model.automatic_optimization and trainer.max_steps < 0:
         steps *= max(len(trainer.optimizers), 1)

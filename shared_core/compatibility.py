@@ -202,6 +202,10 @@ REFUSED: dict[tuple[str, str], str] = {
         "your code steps the optimizer itself, so nothing tells which batches a step has; use automatic optimisation"
     ),
     ("dp", "several_optimizers"): "each step must be one draw over all parameters; use one optimizer with groups",
+    **{
+        (key, "averaging_callback"): "each would put its own weights into the model for validation; keep one of them"
+        for key in ("average", "soup")
+    },
     ("soup", "deepspeed"): _OWN,
     ("soup", "fsdp1"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
     ("soup", "fsdp2"): (

@@ -38,7 +38,7 @@ class MissingExtraError(EffError, ImportError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the known name nearest to `name`, or the list of known names.
+    """Return ``"; did you mean 'x'?"`` for the known name nearest to `name`, or the list of known names if any.
 
     Example:
         >>> nearest("sparsitty", ["sparsity", "begin"])
@@ -47,5 +47,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
         '; known: a, b'
     """
     known = sorted(known)
+    if not known:
+        return ""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}"

@@ -15,5 +15,6 @@ SURROUNDINGS = {
     "tensor_parallel": "tensor parallelism, or a model that was sharded while it was loaded",
     "peft": "a model of PEFT",
     "tpu": "XLA",
+    "averaging_callback": "another callback that averages weights",
     "trainer_checkpointing": "the trainer's own activation checkpointing",
 }

@@ -95,7 +95,7 @@ def soup(
     """Average checkpoints of one architecture; greedy: add the next best one while the metric does not fall."""
     from shared_core.soup.ingredients import open_ingredients
     from shared_core.soup.logged import rank_by_logged
-    from shared_core.soup.path_report import check_matplotlib
+    from shared_core.soup.path_report import check_plot
     from shared_core.soup.pruned import masked_ingredients
     from shared_core.soup.saving import check_target, check_writable
     from shared_core.soup.sources import expand
@@ -124,11 +124,11 @@ def soup(
     opened = open_ingredients(found)
     if out is not None:
         check_target(out, opened[0])
-    for file in (journal, plot):
-        if file is not None:
-            check_writable(file)
+    if journal is not None:
+        check_writable(journal)
     if plot is not None:
-        check_matplotlib()
+        check_plot(plot)
+        check_writable(plot)
     shares = None if weighted is None else _numbers(weighted)
     check_weights(shares, len(opened))
     usable, remask, notes = masked_ingredients(opened, keep_unpruned=unpruned)
@@ -153,7 +153,7 @@ def soup(
     logged: dict[str, float] = {}
     if rank_by is not None:
         metric, colon, better = rank_by.partition(":")
-        if colon and better not in ("max", "min"):
+        if not metric or (colon and better not in ("max", "min")):
             raise ConfigError(f"eff soup: --rank-by must be a metric, or metric:max or metric:min, got {rank_by!r}")
         usable, values = rank_by_logged(usable, metric, better or "auto")  # type: ignore[arg-type]
         logged = {item.name: value for item, value in zip(usable, values, strict=True)}

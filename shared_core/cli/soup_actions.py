@@ -149,16 +149,22 @@ def average(
     """Write the uniform or weighted average of all."""
     from shared_core.soup.path_report import rank_errors
     from shared_core.soup.saving import save_soup, write_path
-    from shared_core.soup.uniform import uniform_soup
+    from shared_core.soup.uniform import average_of
 
-    state_dict = uniform_soup(usable, shares, **options)
-    path = json.dumps({"ingredients": [item.name for item in usable], "weights": shares, **rank_errors(state_dict)})
-    like = usable[0] if _is_like(usable[0], first) else first
-    save_soup(state_dict, like, out, lambda target: write_path(target, path))
+    found = average_of(usable, shares, **options)
+    weights = None if shares is None else found.weights
+    path = json.dumps({
+        "ingredients": found.ingredients, "weights": weights, "left_out": found.left_out,
+        **rank_errors(found.state_dict),
+    })  # fmt: skip
+    best = next(item for item in usable if item.name == found.ingredients[0])
+    save_soup(found.state_dict, best if _is_like(best, first) else first, out, lambda target: write_path(target, path))
+    for name, reason in found.left_out.items():
+        typer.echo(f"{name} is {reason}", err=True)
     if not as_json:
-        _say_rank_errors(state_dict)
+        _say_rank_errors(found.state_dict)
     kind = "uniform" if shares is None else "weighted"
-    typer.echo(path if as_json else f"{kind} average of {len(usable)} ingredients\nwrote {out}")
+    typer.echo(path if as_json else f"{kind} average of {len(found.ingredients)} ingredients\nwrote {out}")
 
 
 def diagnosis(
@@ -180,6 +186,7 @@ def diagnosis(
     if as_json:
         typer.echo(json_text(found.to_dict()))
     else:
-        Console().print(diagnosis_table(found))
+        # rich would cut the last columns off, where a terminal breaks the line
+        Console(width=max(Console().width, 120)).print(diagnosis_table(found))
     for warning in found.warnings:
         typer.echo(warning, err=True)

@@ -13,13 +13,15 @@ from shared_core.soup.path_report import check_matplotlib
 
 def diagnosis_table(found: Diagnosis) -> Table:
     """Return one row an ingredient: metric, distances, and metrics on the way to it from the best one."""
+    left_out = [f"{_short(name)} {reason}" for name, reason in found.left_out.items()]
     table = Table(
-        title=f"uniform soup of {len(found.names)}: {found.uniform:.6g}", box=box.SIMPLE, padding=(0, 1, 0, 0)
-    )
+        title=f"uniform soup of {len(found.names)}: {found.uniform:.6g}", box=box.SIMPLE, padding=(0, 1, 0, 0),
+        caption="\n".join(left_out) or None, caption_justify="left",
+    )  # fmt: skip
     ways = [f"α {alpha:g}" for alpha in ALPHAS[1:-1]]
-    for name in ("ingredient", "alone", "from mean", "to best", *ways, "barrier"):
-        text = name == "ingredient"
-        table.add_column(name, justify="left" if text else "right", min_width=18 if text else None, overflow="fold")
+    table.add_column("ingredient", min_width=12, overflow="fold")
+    for name in ("alone", "from mean", "to best", *ways, "barrier"):
+        table.add_column(name, justify="right", overflow="fold")
     best = found.names.index(found.best)
     for i, name in enumerate(found.names):
         numbers = [found.metrics[i], found.from_mean[i], found.distances[i][best]]
@@ -27,8 +29,6 @@ def diagnosis_table(found: Diagnosis) -> Table:
             numbers += [*found.paths[name][1:-1], found.barriers[name]]
         ends = [] if i != best else [*[""] * len(ways), "the best"]
         table.add_row(_short(name), *(f"{number:.4g}" for number in numbers), *ends)
-    for name, reason in found.left_out.items():
-        table.add_row(_short(name), reason)
     return table
 
 

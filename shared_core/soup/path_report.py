@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 from torch import Tensor
 
-from shared_core.errors import MissingExtraError
+from shared_core.errors import ConfigError, MissingExtraError
 from shared_core.soup.adapter_average import AdapterWeights
 from shared_core.soup.greedy import SoupResult
 
@@ -104,3 +104,16 @@ def check_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise MissingExtraError("soup plot", "matplotlib", "plots") from error
+
+
+def check_plot(file: Path) -> None:
+    """Raise an error unless a plot can be drawn into a file of this name: `MissingExtraError`, `ConfigError`."""
+    check_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if file.suffix[1:].lower() not in kinds or file.is_dir():
+        raise ConfigError(
+            f"eff soup: --plot must be a file ending in .png, .svg, .pdf or another of {', '.join(sorted(kinds))}, got "
+            f"{file}; rename it"
+        )

@@ -53,7 +53,8 @@ def check_target(target: str | Path, like: Ingredient) -> Path:
         raise CheckpointError(
             f"soup: out must be a file ending in {suffix}, as the ingredients are, got {target}; rename it"
         )
-    if target.is_file() or (target.is_dir() and (suffix or any(target.iterdir()))):
+    # a link, even one that leads nowhere, could not be replaced by a folder when the search is over
+    if target.is_symlink() or (target.exists() and (suffix or not target.is_dir() or any(target.iterdir()))):
         raise CheckpointError(f"soup: out must not exist yet, got {target}; remove it or choose another")
     check_writable(target)
     return target

@@ -19,7 +19,7 @@ from shared_core.soup.path_report import noise_of, path_dict, rank_errors
 from shared_core.soup.peft_model import PeftAdapter, adapter_of
 from shared_core.soup.run_ingredients import RunIngredients
 from shared_core.soup.sources import Ingredient
-from shared_core.soup.uniform import uniform_soup
+from shared_core.soup.uniform import average_of
 from shared_core.technique import Context, Technique
 
 
@@ -124,18 +124,20 @@ class ModelSoup(Technique):
         members = ingredients[-len(weights) :] if weights else ingredients
         if len(weights) < len(options.weights):
             say(f"efftrain: soup: {len(members)} ingredients, so only the last {len(weights)} weights count")
-        soup = uniform_soup(members, weights or None, **target)
-        names = [item.name for item in members]
+        found = average_of(members, weights or None, **target)
         self._report = {
             "kind": options.kind,
-            "ingredients": names,
-            "candidates": len(names),
-            **rank_errors(soup),
-            **_ranks(soup),
+            "ingredients": found.ingredients,
+            "candidates": len(members),
+            "left_out": found.left_out,
+            **rank_errors(found.state_dict),
+            **_ranks(found.state_dict),
         }
         if weights:
-            self._report["weights"] = list(weights)
-        say(f"efftrain: soup: {options.kind} average of {len(names)} ingredients")
+            self._report["weights"] = found.weights
+        for name, reason in found.left_out.items():
+            say(f"efftrain: soup: {name} is {reason}")
+        say(f"efftrain: soup: {options.kind} average of {len(found.ingredients)} ingredients")
 
     def _search(
         self, run: RunIngredients, ingredients: list[Ingredient], target: dict[str, Any], context: Context

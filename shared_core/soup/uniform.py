@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -12,6 +13,20 @@ from shared_core.errors import CheckpointError, ConfigError
 from shared_core.soup.averaging import non_finite_tensor
 from shared_core.soup.candidates import candidate_for
 from shared_core.soup.ingredients import Source, open_ingredients
+from shared_core.soup.scoring import not_finite
+
+
+@dataclass(frozen=True)
+class Average:
+    """The mean of ingredients, and which ones it is of."""
+
+    state_dict: dict[str, Tensor]
+    ingredients: list[str]
+    """Names of the members."""
+    weights: list[float]
+    """The weight of each member."""
+    left_out: dict[str, str]
+    """The names of the others, and why."""
 
 
 def uniform_soup(
@@ -46,24 +61,43 @@ def uniform_soup(
         >>> uniform_soup(clients)["w"], uniform_soup(clients, weights=[1, 3])["w"]
         (tensor([2.]), tensor([3.]))
     """
+    found = average_of(ingredients, weights, after_average=after_average, into=into, rank=rank)
+    for name, reason in found.left_out.items():
+        warnings.warn(f"soup: {name} is {reason}", stacklevel=2)
+    return found.state_dict
+
+
+def average_of(
+    ingredients: Sequence[Source],
+    weights: Sequence[float] | None = None,
+    *,
+    after_average: Callable[[dict[str, Tensor]], None] | None = None,
+    into: dict[str, Tensor] | None = None,
+    rank: int | None = None,
+) -> Average:
+    """Return what `uniform_soup` does, with the names of the members and of those that were left out."""
     opened = open_ingredients(ingredients)
     check_weights(weights, len(opened))
     candidate = candidate_for(opened, into, after_average, rank)
     shares = [1.0] * len(opened) if weights is None else [float(weight) for weight in weights]
-    members = []
+    members, left_out = [], {}
     for item, share in zip(opened, shares, strict=True):
         bad = non_finite_tensor(item)
         if bad is not None:
-            warnings.warn(f"soup: {item.name} is left out: {bad!r} holds a NaN or an infinity", stacklevel=2)
+            left_out[item.name] = not_finite(bad)
         elif share > 0:
             members.append((item, share))
     if not members:
-        raise CheckpointError("soup: at least one ingredient must have finite weights and a weight above 0, got none")
+        raise CheckpointError(
+            "soup: at least one ingredient must have finite weights and a weight above 0, got "
+            + ("; ".join(f"{name} {reason}" for name, reason in left_out.items()) or "none")
+        )
     candidate.begin_mean(*members[0])
     for item, share in members[1:]:
         candidate.accept(item, share)
     candidate.write_mean()
-    return candidate.state_dict
+    names, of_members = [item.name for item, _ in members], [share for _, share in members]
+    return Average(candidate.state_dict, names, of_members, left_out)
 
 
 def check_weights(weights: Sequence[float] | None, count: int) -> None:

@@ -193,6 +193,27 @@ def test_tokenised_data_pairs_and_names_of_labels(room, tmp_path):
     assert evaluate(weights_of(language)) == pytest.approx(float(expected), rel=1e-5)
 
 
+def test_padding_of_tokenised_data_plays_no_part_and_long_rows_are_cut_to_the_model(room, tmp_path):
+    ids, mask = [[2, 6, 8, 3], [2, 14, 3, 0]], [[1, 1, 1, 1], [1, 1, 1, 0]]
+    Dataset.from_dict({"input_ids": ids, "attention_mask": mask}).save_to_disk(tmp_path / "padded")
+    Dataset.from_dict({"input_ids": [ids[0], ids[1][:3]]}).save_to_disk(tmp_path / "bare")
+    state, folder = weights_of(make_language_model(2)), room / "llama" / "checkpoint-0"
+    padded, bare = (FolderEvaluator("loss", folder, tmp_path / name)(state) for name in ("padded", "bare"))
+    assert padded == pytest.approx(bare, rel=1e-6)
+    state, folder = weights_of(make_classifier(3)), room / "bert" / "checkpoint-0"
+    row = torch.randint(4, 24, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    for length in (40, 16, 8):  # the model has 16 positions
+        Dataset.from_dict({"input_ids": [row[:length]], "label": [1]}).save_to_disk(tmp_path / str(length))
+    whole, cut, short = (FolderEvaluator("loss", folder, tmp_path / name)(state) for name in ("40", "16", "8"))
+    assert whole == cut != short
+    assert FolderEvaluator("loss", folder, tmp_path / "40", max_length=8)(state) == short
+
+
+def long_rows(folder):
+    Dataset.from_dict({"input_ids": [[5] * 17], "label": [1]}).save_to_disk(folder / "long")
+    return folder / "long"
+
+
 def test_what_cannot_be_evaluated_is_refused_at_once(room, tmp_path):
     bert, llama = (room / name / "checkpoint-0" for name in ("bert", "llama"))
     DatasetDict(train=Dataset.from_dict({"text": ["a"]})).save_to_disk(tmp_path / "splits")
@@ -230,6 +251,28 @@ def test_what_cannot_be_evaluated_is_refused_at_once(room, tmp_path):
     for task, folder, name, options, kind, match in cases:
         with pytest.raises(kind, match=match):
             FolderEvaluator(task, folder, tmp_path / name, **options)
+    for number, (columns, match) in enumerate([
+        ({"input_ids": [[5], [24]]}, r"tokens below 24 as input_ids .* got \[24\] in row 1"),
+        ({"input_ids": [[5, -1]]}, "got .5, -1. in row 0"),
+        ({"input_ids": [[5.0]]}, "got .5.0. in row 0"),
+        ({"input_ids": ["good"]}, "got 'good' in row 0"),
+        ({"input_ids": [[5], None]}, "got None in row 1"),
+        ({"input_ids": [[5], []]}, r"got \[\] in row 1"),
+        ({"input_ids": [[5, 6]], "attention_mask": [[1]]}, "as many numbers as tokens as attention_mask"),
+    ]):  # fmt: skip
+        data = Dataset.from_dict({**columns, "label": [0] * len(columns["input_ids"])})
+        data.save_to_disk(tmp_path / f"tokens{number}")
+        with pytest.raises(ConfigError, match=match):
+            FolderEvaluator("loss", bert, tmp_path / f"tokens{number}")
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ConfigError, match="at least one example"):
+        FolderEvaluator("loss", bert, tmp_path / "empty.jsonl")
+    # transformers 5 makes up a tokenizer to which all words are unknown
+    make_classifier(0).save_pretrained(tmp_path / "bare")
+    with pytest.raises(CheckpointError, match="bare must hold the tokenizer"):
+        FolderEvaluator("loss", tmp_path / "bare", room / "data.jsonl")
+    with pytest.raises(ConfigError, match="must be what BertForSequenceClassification takes, got"):
+        FolderEvaluator("loss", bert, long_rows(tmp_path), max_length=17)(weights_of(make_classifier(0)))
     evaluate = FolderEvaluator("loss", bert, room / "data.jsonl")
     with pytest.raises(CheckpointError, match="tensor names of BertForSequenceClassification"):
         evaluate({"other": torch.ones(1)})

@@ -6,7 +6,8 @@ import torch
 from promise_drivers import lightning_module, run_lightning
 from torch.utils.data import DataLoader
 
-from lightning_eff import WeightAverage
+from lightning_eff import Pruning, WeightAverage
+from shared_core.errors import CompatibilityError, ConfigError
 
 EMA = {"average": {"kind": "ema", "decay": 0.8}}
 VALIDATING = {"limit_val_batches": 2, "val_check_interval": 2}
@@ -97,3 +98,38 @@ def test_norms_are_estimated_for_every_validation_and_saved_with_it(tmp_path):
     plain = run_lightning(recipe, tmp_path / "plain", callbacks=[quiet := Watch(tmp_path)])
     assert same(quiet.stepped[8], watch.stepped[8])
     assert same(plain.weights, result.weights)
+
+
+def fit(tmp_path, *callbacks, **options):
+    from promise_table import train_examples
+
+    trainer = pl.Trainer(
+        callbacks=list(callbacks), logger=False, accelerator="cpu", enable_checkpointing=False, max_epochs=1,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path, **options,
+    )  # fmt: skip
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(train_examples())
+
+    trainer.fit(lightning_module(), DataLoader(Stream(), batch_size=8))
+
+
+def test_a_fraction_of_a_stream_without_max_steps_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="the number of training steps is unknown"):
+        fit(tmp_path, WeightAverage(kind="swa"))
+    average = WeightAverage(kind="swa", begin=2)
+    fit(tmp_path, average)
+    assert average.receipt["techniques"]["average"]["first_update_step"] == 2
+
+
+def test_lightnings_own_averages_beside_ours_are_refused(tmp_path):
+    for other in (pl.callbacks.StochasticWeightAveraging(0.1), pl.callbacks.EMAWeightAveraging()):
+        with pytest.raises(CompatibilityError, match="keep one of them"):
+            fit(tmp_path, WeightAverage(kind="ema"), other)
+
+
+def test_each_of_several_callbacks_has_the_receipt(tmp_path):
+    average, pruning = WeightAverage(kind="ema"), Pruning(sparsity=0.5, schedule="one_shot", begin=2)
+    fit(tmp_path, average, pruning)
+    assert average.receipt["techniques"].keys() == pruning.receipt["techniques"].keys() == {"average", "prune"}

@@ -88,7 +88,7 @@ def assert_equal(first, second):
 
 @pytest.mark.parametrize("kind", ["ema", "swa"])
 def test_a_run_has_the_average_of_torch(kind):
-    run = Run(kind=kind, decay=0.8, warmup=False, begin=1)
+    run = Run(kind=kind, begin=1, **({"decay": 0.8, "warmup": False} if kind == "ema" else {}))
     multi = swa_utils.get_ema_multi_avg_fn(0.8) if kind == "ema" else swa_utils.get_swa_multi_avg_fn()
     torchs = swa_utils.AveragedModel(run.model, multi_avg_fn=multi, use_buffers=False)
     for _ in range(12):
@@ -193,7 +193,7 @@ def test_what_is_saved_inside_validation_is_what_is_saved_outside(kind, dtype):
 @pytest.mark.parametrize("kind", ["ema", "swa", "last_k"])
 @pytest.mark.parametrize("stop", [1, 4, 7])
 def test_a_resumed_average_goes_on_bit_for_bit(kind, stop):
-    options = {"kind": kind, "begin": 2, "every": 2, "k": 2}
+    options = {"kind": kind, "begin": 2, "every": 2, **({"k": 2} if kind == "last_k" else {})}
     whole, first = Run(**options).step(10), Run(**options).step(stop)
     model = make_model()
     model.load_state_dict(first.weights())
@@ -373,6 +373,9 @@ def test_what_cannot_be_right_is_refused():
             Run(**options)
     with pytest.raises(ConfigError, match=r"decay must be in \[0\.0, 1\.0\), got 1\.0"):
         AverageConfig(kind="ema", decay=1.0)
+    for kind, options in (("swa", {"decay": 0.9}), ("last_k", {"warmup": False}), ("ema", {"k": 3})):
+        with pytest.raises(ConfigError, match=f"must come with kind=.* and kind={kind}; leave it out"):
+            AverageConfig(kind=kind, **options)
     with pytest.raises(CompatibilityError, match="learned scales"):
         Run(more={"qat": {"scheme": "int8", "range": "lsq"}})
     with pytest.raises(EffError, match="rewound at step k"):
@@ -381,5 +384,12 @@ def test_what_cannot_be_right_is_refused():
         Run(bn_batches=1, more={"prune": {"sparsity": 0.5, "criterion": "wanda"}})
     run = Run().step(2)
     run.model[0].bias.requires_grad_(False)
-    with pytest.raises(TrainingError, match="the same 6 parameters"):
+    with pytest.raises(TrainingError, match=r"stay the same .* a difference at 0\.bias"):
+        run.step()
+    model = make_model()
+    model[2].requires_grad_(False)
+    run = Run(model).step(2)
+    for number in (0, 2):  # as many as before, but others
+        model[number].requires_grad_(number == 2)
+    with pytest.raises(TrainingError, match="stay the same"):
         run.step()

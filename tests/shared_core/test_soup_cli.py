@@ -100,6 +100,18 @@ def test_uniform_and_weighted(room):
     assert load_file("weighted/model.safetensors")["w"].unique().tolist() == [2.25]
 
 
+def test_the_path_of_an_average_names_its_members_and_who_was_left_out(room):
+    save_file({"w": torch.full((4, 4), torch.nan)}, room / "run" / "checkpoint-1" / "model.safetensors")
+    result = eff("run", "--uniform", "--out", "mean")
+    assert "run/checkpoint-1 is left out: 'w' holds a NaN" in result.stderr
+    assert "uniform average of 2 ingredients" in result.stdout
+    path = json.loads((room / "mean" / "soup_path.json").read_text())
+    assert path["ingredients"] == ["run/checkpoint-2", "run/checkpoint-3"]
+    assert list(path["left_out"]) == ["run/checkpoint-1"]
+    path = json.loads(eff("run", "--weighted", "5,0,2", "--out", "weighted", "--json").stdout)
+    assert (path["ingredients"], path["weights"]) == (["run/checkpoint-3"], [2.0])
+
+
 def test_a_nan_metric_leaves_an_ingredient_out_and_says_so(room):
     result = eff("run", "--eval", "soup_task:nan", "--out", "soup", "--json")
     rows = {row["name"]: row["reason"] for row in json.loads(result.stdout)["history"]}
@@ -138,6 +150,7 @@ GREEDY = ["--eval", "soup_task:all_nan"]  # would fail otherwise, if it were eve
         (["run/checkpoint-1", "gone", "--out", "soup", *GREEDY], CheckpointError, "gone: file must exist"),
         (["run", "wide", "--out", "soup", *GREEDY], CheckpointError, r"\(4, 4\) in .* and \(5, 5\) in wide"),
         (["run", "--out", "full", *GREEDY], CheckpointError, "must not exist yet"),
+        (["run", "--out", "link", *GREEDY], CheckpointError, "must not exist yet, got link"),
         (["run", "--out", "soup_task.py/soup", *GREEDY], CheckpointError, "must be writable"),
         (["run", *GREEDY], ConfigError, "--out must be given"),
         (["run", "--out", "soup"], ConfigError, "--eval must be given"),
@@ -156,11 +169,22 @@ GREEDY = ["--eval", "soup_task:all_nan"]  # would fail otherwise, if it were eve
         (["run", "--out", "soup", "--uniform", *GREEDY], ConfigError, "--uniform must stand without --eval"),
         (["run", "--out", "soup", "--max-ingredients", "0", *GREEDY], ConfigError, "max_ingredients"),
         (["run", "--out", "soup", "--journal", "soup_task.py/x", *GREEDY], CheckpointError, "must be writable"),
+        (["run", "--out", "soup", "--plot", "path.xyz", *GREEDY], ConfigError, "--plot must be a file ending in .png"),
+        (["run", "--out", "soup", "--plot", "full", *GREEDY], ConfigError, "--plot must .* got full"),
+        (["run", "run/../run/checkpoint-2", "--out", "soup", *GREEDY], CheckpointError, "must be named once"),
+        (["run", "soup_task.py", "--out", "soup", *GREEDY], CheckpointError, "got Unsupported operand"),
+        (["run", "--out", "soup", "--rank-by", ":min", *GREEDY], ConfigError, "--rank-by must be a metric"),
+        (
+            ["run", "--out", "soup", "--rank-by", "eval_f1", *GREEDY],
+            CheckpointError,
+            "got no metric of its step;",
+        ),
     ],
 )
 def test_bad_input_is_one_error_and_writes_nothing(room, arguments, kind, match):
     (room / "full").mkdir()
     (room / "full" / "file").write_text("kept")
+    (room / "link").symlink_to("nowhere")
     (room / "wide").mkdir()
     save_file({"w": torch.ones(5, 5)}, room / "wide" / "model.safetensors")
     before = sorted(path for path in room.rglob("*") if "__pycache__" not in path.parts)

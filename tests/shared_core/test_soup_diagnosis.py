@@ -7,12 +7,13 @@ import sys
 
 import pytest
 import torch
+from rich.console import Console
 from soup_runs import runs
 from typer.testing import CliRunner
 
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError
-from shared_core.soup import diagnose, greedy_soup
+from shared_core.soup import diagnose, diagnosis_table, greedy_soup
 
 
 def test_distances_and_cosines_are_those_of_the_whole_vectors():
@@ -74,6 +75,10 @@ def test_left_out_ingredients_are_named():
     found = diagnose(members, lambda weights: 1.0)
     assert found.left_out == {"ingredient 0": "left out: 'b' holds a NaN or an infinity"}
     assert found.names == ["ingredient 1", "ingredient 2"]
+    drawn = Console(width=120)
+    with drawn.capture() as capture:
+        drawn.print(diagnosis_table(found))
+    assert "ingredient 0 left out: 'b' holds a NaN or an infinity" in capture.get()
     with pytest.raises(CheckpointError, match="at least two ingredients must"):
         diagnose(members[:2], lambda weights: 1.0)
     with pytest.raises(ConfigError, match="mode must"):

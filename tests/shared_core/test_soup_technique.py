@@ -69,6 +69,16 @@ def test_weights_are_of_the_newest_oldest_first():
     assert "only the last 2 weights" in services.said[0]
 
 
+def test_the_receipt_of_an_average_names_who_was_left_out():
+    model, context, services, technique = a_run(kind="weighted", weights=[1, 3])
+    services.weights[30]["0.bias"][0] = torch.nan
+    technique.finish(model, context)
+    found = technique.report()
+    assert (found["ingredients"], found["weights"]) == (["checkpoint-40"], [3])
+    assert found["left_out"] == {"checkpoint-30": "left out: '0.bias' holds a NaN or an infinity"}
+    assert any("checkpoint-30 is left out" in line for line in services.said)
+
+
 @pytest.mark.parametrize(
     ("options", "tried"),
     [

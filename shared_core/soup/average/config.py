@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from shared_core.config import TechniqueConfig, option
 from shared_core.positions import Position
 
+_EMA: dict[str, Any] = {"only_with": {"kind": ("ema",)}}
 _BEGIN: dict[str, Position] = {"ema": 0, "swa": 0.75, "last_k": 0}
 
 
@@ -26,15 +27,22 @@ class AverageConfig(TechniqueConfig):
     kind: Literal["ema", "swa", "last_k"] = option(
         help="Average the weights while training: exponentially (ema), all alike (swa), or the last few (last_k)."
     )
-    decay: float = option(0.999, help="How much of the average an update of ema keeps, in [0, 1).", low=0.0, below=1.0)
-    warmup: bool = option(True, help="Let ema's decay begin low: the n-th update keeps at most (1 + n) / (10 + n).")
+    decay: float = option(
+        0.999, help="How much of the average an update of ema keeps, in [0, 1).", low=0.0, below=1.0, **_EMA
+    )
+    warmup: bool = option(
+        True, help="Let ema's decay begin low: the n-th update keeps at most (1 + n) / (10 + n).", **_EMA
+    )
     begin: Position | None = option(
         None,
         help="First weights to average: a fraction of the run (0.75), a step (500) or epochs (2ep); by default 0.75 "
         "for swa, else the start.",
     )
     every: int = option(1, help="Steps from one update of the average to the next.", low=1)
-    k: int = option(5, help="How many of the last weights last_k averages; it keeps a copy of each.", low=1)
+    k: int = option(
+        5, help="How many of the last weights last_k averages; it keeps a copy of each.", low=1,
+        only_with={"kind": ("last_k",)},
+    )  # fmt: skip
     evaluate: bool = option(True, help="Validate the average while training, not the weights in training.")
     bn_batches: int = option(
         0,

@@ -118,11 +118,12 @@ class WeightAverage(Technique):
             return
         if not self._running.kept:
             self._stand_in = StandIn(context.model)
-        known, trained = len(self._stand_in.parameters), sum(map(is_trained, context.model.parameters()))
-        if known != trained:
+        trained = {name for name, parameter in context.model.named_parameters() if is_trained(parameter)}
+        odd = sorted(trained ^ self._stand_in.parameters.keys())
+        if odd:
             raise TrainingError(
-                f"average: the same {known} parameters must be trainable from the first update on, got {trained}; "
-                "begin after the last (un)freezing"
+                "average: trainable parameters must stay the same from the first update on, got a difference at "
+                f"{odd[0]}; begin after the last (un)freezing"
             )
         with torch.no_grad():
             self._running.update(self._stand_in.live())

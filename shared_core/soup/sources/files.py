@@ -63,7 +63,9 @@ def load_torch_stream(stream: Any, name: str, *, mmap: bool | None = None) -> An
     except pickle.UnpicklingError as error:
         if "Weights only load failed" not in str(error):
             raise CheckpointError(f"{name}: file must be a whole checkpoint, got {error}; leave it out") from error
-        reason = next((line for line in str(error).splitlines() if "WeightsUnpickler error" in line), str(error))
+        # torch tells what it met after, or instead of, advice on how to run the file's code
+        told = str(error).partition("WeightsUnpickler error:")[2] or str(error).partition("\n")[2] or str(error)
+        reason = next((line for line in told.splitlines() if line.strip()), "")
         raise CheckpointError(
             f"{name}: checkpoint must hold only tensors and plain values, got {reason.strip()[:200]}; its code was not "
             "run; save model.state_dict() or safetensors instead"

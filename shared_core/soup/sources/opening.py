@@ -112,7 +112,11 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def expand(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the paths, with each folder that only holds ``checkpoint-<step>`` folders replaced by these, by step."""
+    """Return the paths, with each folder that only holds ``checkpoint-<step>`` folders replaced by these, by step.
+
+    Raises:
+        CheckpointError: If one comes twice, which would count double in an average.
+    """
     found: list[Path] = []
     for path in map(Path, paths):
         weights = index_folder(path) or [name for name in (*_WEIGHT_FILES, ADAPTER_CONFIG) if (path / name).exists()]
@@ -121,4 +125,8 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
             found += sorted(inner, key=lambda child: int(child.name.removeprefix("checkpoint-")))
         else:
             found.append(path)
+    places: dict[Path, Path] = {}
+    for path in found:
+        if (other := places.setdefault(path.resolve(), path)) is not path:
+            raise CheckpointError(f"soup: each checkpoint must be named once, got {path} and {other}; leave one out")
     return found
