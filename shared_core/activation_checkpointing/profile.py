@@ -100,8 +100,8 @@ class StepProfile:
             )
         if not any(call.saved for call in step.calls.values()):
             raise TrainingError(
-                "checkpointing: blocks must save something for backward, got nothing; train with gradients, and leave "
-                "checkpointing to one side"
+                "checkpointing: blocks must save something for backward, got nothing: they are frozen, or checkpointed by "
+                "something else; name others with include, or drop it"
             )
         if all(call.backward is None for call in step.calls.values()):
             return
@@ -157,7 +157,9 @@ class StepProfile:
         call.hooks.__exit__()
         tensor = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
         call.output = None if tensor is None else step.live.number(tensor)
-        step.last_output = (lambda: None) if tensor is None else weakref.ref(tensor)
+        call.trains = tensor is None or tensor.requires_grad
+        # no segment can begin before the gradients do: it would hold its input for nothing
+        step.last_output = (lambda: None) if tensor is None or not call.trains else weakref.ref(tensor)
         step.last_event = len(step.live.events)
 
     def _pack(self, name: str, tensor: Tensor) -> Any:
@@ -205,6 +207,8 @@ class _Call:
     begun: int
     """Events before it."""
     output: int | None = None
+    trains: bool = True
+    """Whether gradients come back to it: not to frozen layers at the beginning."""
     backward: int | None = None
     """Events before its backward."""
     saved: set[Any] = field(default_factory=set)
@@ -265,7 +269,7 @@ class _Step:
             blocks.append(
                 BlockCost(
                     name=name,
-                    input=self._size(call.input),
+                    input=self._size(call.input) if call.trains else 0,
                     saved=sum(map(self._size, call.saved - counted)),
                     seconds=sum(times),
                     tail=times[-1] if len(times) > 1 else 0.0,
