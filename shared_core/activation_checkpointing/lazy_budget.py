@@ -132,7 +132,9 @@ class LazyBudget:
         if self.plan is None:
             return {}
         plan = asdict(self.plan) | {"segments": [list(segment) for segment in self.plan.segments]}
-        return {"plan": plan, "asked": self._asked} | ({} if self.measured_peak is None else {"measured_peak": self.measured_peak})
+        return {"plan": plan, "asked": self._asked} | (
+            {} if self.measured_peak is None else {"measured_peak": self.measured_peak}
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Apply the saved plan, if there is one, made for this budget and these blocks."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from shared_core.activation_checkpointing.live_bytes import LiveBytes, device_of
+from shared_core.activation_checkpointing.live_bytes import LiveBytes, device_of, uncompiled
 from shared_core.activation_checkpointing.plan import BlockCost, StepCost
 from shared_core.errors import TrainingError
 from shared_core.module_match import own_class, plain_name
@@ -71,6 +71,7 @@ class StepProfile:
             after = module.register_forward_hook(partial(self._after, name), always_call=True)
             self._open.callback(before.remove)
             self._open.callback(after.remove)
+        self._open.enter_context(uncompiled())
         self._open.enter_context(self._step.live)
 
     def cancel(self) -> None:
@@ -100,8 +101,8 @@ class StepProfile:
             )
         if not any(call.saved for call in step.calls.values()):
             raise TrainingError(
-                "checkpointing: blocks must save something for backward, got nothing: they are frozen, or checkpointed by "
-                "something else; name others with include, or drop it"
+                "checkpointing: blocks must save something for backward, got nothing: they are frozen, or checkpointed "
+                "by something else; name others with include, or drop it"
             )
         if all(call.backward is None for call in step.calls.values()):
             return

@@ -77,6 +77,7 @@ class ActivationCheckpointing(Technique):
             self._hook.remove()
             self._hook = None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _look(self) -> None:
         if self._budget is not None and self._model is not None and self._model.training and torch.is_grad_enabled():
             self._budget.before_forward()

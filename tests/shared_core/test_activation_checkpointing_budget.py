@@ -262,3 +262,18 @@ def test_frozen_blocks_are_in_no_segment_and_hold_nothing():
     with measure_peak(net) as peak:
         net(torch.ones(64, 8)).sum().backward()
     assert peak.activations == pytest.approx(plan.peak, rel=0.02)
+
+
+def test_a_compiled_model_is_profiled_eagerly_and_compiled_afterwards():
+    net = network()
+    session = Session(Recipe.from_dict({"checkpointing": {"policy": "budget:0.8"}}))
+    session.attach(net)
+    session.begin([torch.optim.SGD(net.parameters(), lr=0.1)], total_steps=4)
+    compiled = torch.compile(net, backend="eager")
+    for number in range(4):
+        with session.forward():
+            loss = compiled(batch(number)).sum()
+        loss.backward()
+        assert ("compiled" in session.techniques["checkpointing"].report()) == (number == 3)
+        session.before_optimizer_step()
+        session.after_optimizer_step()
