@@ -125,7 +125,7 @@ class CompressedActivations(Technique):
         if not counts.kinds:
             raise TrainingError(
                 f"activations: the first step must have packed a tensor, got none with pack={pack}; {left}; lower "
-                "min_size, pack bf16 or int8, or recompute fewer blocks: under activation checkpointing they keep inputs alone"
+                "min_size, pack bf16 or int8, or recompute fewer blocks: under checkpointing they keep inputs alone"
             )
 
     def after_optimizer_step(self, context: Context) -> None:
