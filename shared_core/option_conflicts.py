@@ -103,6 +103,11 @@ def by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[st
             f"activations with pack {activations.pack} cannot be combined with checkpointing: a region keeps its "
             "inputs alone, and computed again from rounded ones it would not be what forward was; pack exact"
         )
+    if activations is not None and checkpointing is not None and checkpointing.has_budget:
+        lines.append(
+            "activations cannot be combined with a budget of checkpointing: its profile sees activations as they are, "
+            "and would recompute what is stored in fewer bytes; take policy every_k, sublayer or selective"
+        )
     if qat is not None and qat.keep and "lora" in recipe:
         lines.append(
             "qat with keep cannot be combined with lora: adapters are merged into plain layers at the end; "

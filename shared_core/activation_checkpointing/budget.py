@@ -34,9 +34,11 @@ class Budget:
         Raises:
             ConfigError: If none do; names the least.
         """
-        if self.unit == "least":
-            return choose_segments(cost, None)
-        return choose_segments(cost, self.value * (peak_bytes(cost, ()) if self.unit == "fraction" else 1))
+        return choose_segments(cost, self.num_bytes(peak_bytes(cost, ())))
+
+    def num_bytes(self, full_peak: int) -> float | None:
+        """Return what it comes to in a step that holds so much without checkpointing; None for the least."""
+        return None if self.unit == "least" else self.value * (full_peak if self.unit == "fraction" else 1)
 
 
 def parse_budget(policy: str) -> Budget:

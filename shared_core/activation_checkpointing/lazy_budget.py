@@ -24,7 +24,8 @@ class LazyBudget:
 
     Both verbs around every micro-batch, or `after_backward` once for a window of accumulation: then its last one
     counts. The plan changes no result, so it may come in the middle of a window. Every process decides by the most
-    bytes and times of all, and so alike. A resumed run applies the saved plan at once.
+    bytes and times of all, and so alike. A resumed run applies the saved plan at once, unless it has another budget or
+    other blocks.
 
     Args:
         model: The user's, without wrappers.
@@ -55,6 +56,7 @@ class LazyBudget:
         apply: Callable[[Sequence[Sequence[str]]], object],
     ) -> None:
         self._model, self._budget, self._apply = model, parse_budget(budget), apply
+        self._asked = {"budget": budget, "names": list(names)}
         self._profile = StepProfile(model, names)
         self._measuring: tuple[ExitStack, PeakBytes] | None = None
         self._looking = False
@@ -67,6 +69,21 @@ class LazyBudget:
     def is_done(self) -> bool:
         """Whether there is nothing more to see: the verbs need not be called any more."""
         return self.measured_peak is not None
+
+    @property
+    def remark(self) -> str | None:
+        """What the user should be told of the measured peak, if anything."""
+        if self.plan is None or self.measured_peak is None:
+            return None
+        if not self.plan.segments:
+            return f"nothing is recomputed: {self._asked['budget']} holds without, at {_mib(self.plan.peak)}"
+        bound = self._budget.num_bytes(self.plan.full_peak)
+        if bound is None or self.measured_peak <= bound:
+            return None
+        return (
+            f"the measured peak of {_mib(self.measured_peak)} exceeds {self._asked['budget']}, {_mib(bound)}, where "
+            f"{_mib(self.plan.peak)} were predicted; take a lower budget if memory is short"
+        )
 
     def before_forward(self) -> None:
         """A micro-batch of training begins; one whose backward never came is forgotten."""
@@ -115,11 +132,13 @@ class LazyBudget:
         if self.plan is None:
             return {}
         plan = asdict(self.plan) | {"segments": [list(segment) for segment in self.plan.segments]}
-        return {"plan": plan} | ({} if self.measured_peak is None else {"measured_peak": self.measured_peak})
+        return {"plan": plan, "asked": self._asked} | (
+            {} if self.measured_peak is None else {"measured_peak": self.measured_peak}
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Apply the saved plan, if there is one."""
-        if "plan" in state:
+        """Apply the saved plan, if there is one, made for this budget and these blocks."""
+        if "plan" in state and state.get("asked") == self._asked:
             segments = tuple(tuple(segment) for segment in state["plan"]["segments"])
             self.plan = SegmentPlan(**{**state["plan"], "segments": segments})
             self.measured_peak = state.get("measured_peak")
@@ -131,7 +150,7 @@ class LazyBudget:
             return {"planned": False}
         return {
             "planned": True,
-            "segments": [list(segment) for segment in self.plan.segments],
+            "plan": [list(segment) for segment in self.plan.segments],
             "predicted_peak_bytes": self.plan.peak,
             "measured_peak_bytes": self.measured_peak,
             "peak_bytes_without": self.plan.full_peak,
@@ -158,3 +177,7 @@ def _most_of_all_processes(cost: StepCost, device: torch.device) -> StepCost:
         for block, most in zip(cost.blocks, rows, strict=True)
     )
     return StepCost(blocks=tuple(blocks), head=int(head))
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

@@ -157,7 +157,8 @@ def _included(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
 
     for pattern in patterns:
         if not any(hits(name, pattern) for name in modules):
-            raise MatchError(f"checkpointing: include pattern {pattern!r} matches no module{nearest(pattern, modules)}")
+            known = {*modules, *(own_class(module).__name__ for module in modules.values())}
+            raise MatchError(f"checkpointing: include pattern {pattern!r} matches no module{nearest(pattern, known)}")
     chosen: list[str] = []
     for name in modules:  # a module before what it is made of: the outermost are meant
         if any(hits(name, pattern) for pattern in patterns) and not any(name.startswith(f"{o}.") for o in chosen):

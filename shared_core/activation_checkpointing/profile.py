@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from shared_core.activation_checkpointing.live_bytes import LiveBytes, device_of
+from shared_core.activation_checkpointing.live_bytes import LiveBytes, device_of, uncompiled
 from shared_core.activation_checkpointing.plan import BlockCost, StepCost
 from shared_core.errors import TrainingError
 from shared_core.module_match import own_class, plain_name
@@ -71,6 +71,7 @@ class StepProfile:
             after = module.register_forward_hook(partial(self._after, name), always_call=True)
             self._open.callback(before.remove)
             self._open.callback(after.remove)
+        self._open.enter_context(uncompiled())
         self._open.enter_context(self._step.live)
 
     def cancel(self) -> None:
@@ -100,8 +101,8 @@ class StepProfile:
             )
         if not any(call.saved for call in step.calls.values()):
             raise TrainingError(
-                "checkpointing: blocks must save something for backward, got nothing; train with gradients, and leave "
-                "checkpointing to one side"
+                "checkpointing: blocks must save something for backward, got nothing: they are frozen, or checkpointed "
+                "by something else; name others with include, or drop it"
             )
         if all(call.backward is None for call in step.calls.values()):
             return
@@ -157,7 +158,9 @@ class StepProfile:
         call.hooks.__exit__()
         tensor = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
         call.output = None if tensor is None else step.live.number(tensor)
-        step.last_output = (lambda: None) if tensor is None else weakref.ref(tensor)
+        call.trains = tensor is None or tensor.requires_grad
+        # no segment can begin before the gradients do: it would hold its input for nothing
+        step.last_output = (lambda: None) if tensor is None or not call.trains else weakref.ref(tensor)
         step.last_event = len(step.live.events)
 
     def _pack(self, name: str, tensor: Tensor) -> Any:
@@ -205,6 +208,8 @@ class _Call:
     begun: int
     """Events before it."""
     output: int | None = None
+    trains: bool = True
+    """Whether gradients come back to it: not to frozen layers at the beginning."""
     backward: int | None = None
     """Events before its backward."""
     saved: set[Any] = field(default_factory=set)
@@ -265,7 +270,7 @@ class _Step:
             blocks.append(
                 BlockCost(
                     name=name,
-                    input=self._size(call.input),
+                    input=self._size(call.input) if call.trains else 0,
                     saved=sum(map(self._size, call.saved - counted)),
                     seconds=sum(times),
                     tail=times[-1] if len(times) > 1 else 0.0,

@@ -47,7 +47,6 @@ class ActivationCheckpointing(Technique):
         self._budget: LazyBudget | None = None
         self._model: nn.Module | None = None
         self._hook: RemovableHandle | None = None
-        self._in_forward = False
         self._steps = self._num_said = 0
 
     def attach(self, model: nn.Module, context: Context) -> None:
@@ -57,7 +56,7 @@ class ActivationCheckpointing(Technique):
             self._model = model
             self._budget = LazyBudget(model, config.policy, chosen_blocks(model, config.include), self._wrap)
             # a loop that does not surround its forward with the session's calls the model at least
-            self._hook = model.register_forward_pre_hook(lambda *_: self._look() if not self._in_forward else None)
+            self._hook = model.register_forward_pre_hook(lambda *_: self._look())
         else:
             self.handle = apply_policy(model, config.policy, k=config.k, include=config.include)
 
@@ -69,22 +68,28 @@ class ActivationCheckpointing(Technique):
     @contextlib.contextmanager
     def forward(self, context: Context) -> Iterator[None]:
         """Tell a budget that a micro-batch begins."""
+        self._unhook()
         self._look()
-        self._in_forward = True
-        try:
-            yield
-        finally:
-            self._in_forward = False
+        yield
 
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _look(self) -> None:
-        if self._budget is None or self._model is None or not (self._model.training and torch.is_grad_enabled()):
-            return
-        self._budget.before_forward()
+        if self._budget is not None and self._model is not None and self._model.training and torch.is_grad_enabled():
+            self._budget.before_forward()
 
     def before_optimizer_step(self, context: Context) -> None:
         """Refuse to go on as if memory were saved when backward recomputed nothing."""
         if self._budget is not None and not self._budget.is_done:
             self._budget.after_backward()
+            if self._budget.is_done:
+                self._unhook()
+            if self._budget.remark is not None:
+                context.services.say(f"efftrain: checkpointing: {self._budget.remark}")
             if self._budget.plan is None or self.handle is None or self.handle.tally.recomputations == 0:
                 return  # the plan is made, or just wrapped
         self._steps += 1
@@ -117,8 +122,7 @@ class ActivationCheckpointing(Technique):
         """Give the blocks their own forward back."""
         if self._budget is not None:
             self._budget.cancel()
-        if self._hook is not None:
-            self._hook.remove()
+        self._unhook()
         if self.handle is not None:
             self.handle.remove()
 
@@ -133,7 +137,7 @@ class ActivationCheckpointing(Technique):
 
     def report(self) -> dict[str, Any]:
         """Return what was wrapped, how often it was run again, and the bytes that one backward found dropped."""
-        budget = {} if self._budget is None else {"budget": self._budget.report()}
+        budget = {} if self._budget is None else self._budget.report()
         if self.handle is None:
             return {"policy": self.config.policy, **budget}
         tally = self.handle.tally

@@ -124,8 +124,8 @@ class CompressedActivations(Technique):
             )
         if not counts.kinds:
             raise TrainingError(
-                f"activations: the first step must have packed a tensor, got none with pack={pack}; {left}; regions "
-                "under activation checkpointing keep nothing that could be packed; lower min_size, or pack bf16 or int8"
+                f"activations: the first step must have packed a tensor, got none with pack={pack}; {left}; lower "
+                "min_size, pack bf16 or int8, or recompute fewer blocks: under checkpointing they keep inputs alone"
             )
 
     def after_optimizer_step(self, context: Context) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from shared_core.activation_checkpointing.budget import Budget, parse_budget, pl
 from shared_core.activation_checkpointing.lazy_budget import LazyBudget
 from shared_core.activation_checkpointing.live_bytes import measure_peak
 from shared_core.errors import ConfigError, TrainingError
+from shared_core.technique import BareServices
 
 NAMES = [str(i) for i in range(8)]
 
@@ -209,11 +211,10 @@ def test_a_session_plans_measures_and_changes_no_weight(budget, surrounded):
     plain, _ = trained_by_session({}, range(6))
     net, session = trained_by_session({"checkpointing": {"policy": budget}}, range(6), surrounded=surrounded)
     report = session.techniques["checkpointing"].report()
-    told = report["budget"]
-    assert told["measured_peak_bytes"] == pytest.approx(told["predicted_peak_bytes"], rel=0.02)
+    assert report["measured_peak_bytes"] == pytest.approx(report["predicted_peak_bytes"], rel=0.02)
     assert ("recomputations" in report) == (budget == "budget:0.6")
     if budget == "budget:0.6":
-        assert told["measured_peak_bytes"] <= 0.6 * told["peak_bytes_without"]
+        assert report["measured_peak_bytes"] <= 0.6 * report["peak_bytes_without"]
         assert report["recomputations"] == 4 * report["blocks"]
     session.finish()
     for mine, theirs in zip(net.state_dict().values(), plain.state_dict().values(), strict=True):
@@ -223,10 +224,56 @@ def test_a_session_plans_measures_and_changes_no_weight(budget, surrounded):
 @pytest.mark.parametrize("stop", [1, 4])
 def test_a_session_resumes_with_its_plan(stop):
     recipe = {"checkpointing": {"policy": "budget:0.6"}}
-    whole, session = trained_by_session(recipe, range(6))
+    whole, _ = trained_by_session(recipe, range(6))
     half, before = trained_by_session(recipe, range(stop))
     net, after = trained_by_session(recipe, range(stop, 6), before.state_dict(), half.state_dict())
-    segments = [run.techniques["checkpointing"].report()["budget"]["segments"] for run in (session, after)]
-    assert segments[0] == segments[1]
+    plans = [run.techniques["checkpointing"].report().get("plan") for run in (before, after)]
+    assert plans[0] == (plans[1] if stop == 4 else None)
     for mine, theirs in zip(net.state_dict().values(), whole.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_a_session_resumed_with_another_budget_plans_anew():
+    recipes = [{"checkpointing": {"policy": f"budget:{share}"}} for share in (0.6, 0.8)]
+    half, before = trained_by_session(recipes[0], range(3))
+    _, after = trained_by_session(recipes[1], range(3, 6), before.state_dict(), half.state_dict())
+    told = [run.techniques["checkpointing"].report() for run in (before, after)]
+    assert told[0]["saved_bytes"] > told[1]["saved_bytes"] > 0
+
+
+def test_a_session_says_that_a_budget_holds_without_and_that_it_was_exceeded(monkeypatch):
+    said = []
+    monkeypatch.setattr(BareServices, "say", lambda self, text: said.append(text))
+    net, session = trained_by_session({"checkpointing": {"policy": "budget:2"}}, range(3))
+    assert "nothing is recomputed: budget:2 holds without, at " in said[-1]
+    assert not net._forward_pre_hooks
+    lazy = session.techniques["checkpointing"]._budget
+    lazy.plan, lazy.measured_peak = replace(lazy.plan, segments=(("1",),)), 3 * 2**30
+    assert lazy.remark.startswith("the measured peak of 3072.0 MiB exceeds budget:2, 2048.0 MiB, where ")
+
+
+def test_frozen_blocks_are_in_no_segment_and_hold_nothing():
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(8)))
+    for block in net[:4]:
+        block.requires_grad_(False)
+    plan = plan_segments(net, "budget:least", torch.ones(64, 8))
+    assert {name for segment in plan.segments for name in segment} <= set("4567")
+    apply_segments(net, plan.segments)
+    with measure_peak(net) as peak:
+        net(torch.ones(64, 8)).sum().backward()
+    assert peak.activations == pytest.approx(plan.peak, rel=0.02)
+
+
+def test_a_compiled_model_is_profiled_eagerly_and_compiled_afterwards():
+    net = network()[:3]
+    session = Session(Recipe.from_dict({"checkpointing": {"policy": "budget:0.8"}}))
+    session.attach(net)
+    session.begin([torch.optim.SGD(net.parameters(), lr=0.1)], total_steps=4)
+    compiled = torch.compile(net, backend="aot_eager")
+    for number in range(4):
+        with session.forward():
+            loss = compiled(batch(number)).sum()
+        loss.backward()
+        assert ("compiled" in session.techniques["checkpointing"].report()) == (number == 3)
+        session.before_optimizer_step()
+        session.after_optimizer_step()

@@ -86,3 +86,6 @@ def test_options():
     with pytest.raises(CompatibilityError, match="flush_every cannot be combined with checkpointing"):
         recipe = {"checkpointing": {"policy": "block"}, "loss_scale": {"kind": "dynamic", "flush_every": 2}}
         Session(Recipe.from_dict(recipe)).attach(blocks())
+    with pytest.raises(CompatibilityError, match="activations cannot be combined with a budget of checkpointing"):
+        recipe = {"checkpointing": {"policy": "budget:0.5"}, "activations": {"pack": "exact"}}
+        Session(Recipe.from_dict(recipe)).attach(blocks())
