@@ -15,6 +15,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from shared_core.errors import CheckpointError
+from shared_core.plain_checkpoint import write_deployment
+from shared_core.session import Session
 from shared_core.soup.sources import open_ingredient, read_json, storage_key
 from shared_core.state_file import STATE_FILE, load_state
 
@@ -63,6 +65,16 @@ def damage(folder: Path) -> str | None:
         if file.is_file() and file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file):
             return f"{file.name} is truncated or not a checkpoint"
     return None
+
+
+def complete_saved(folder: str, session: Session, model: nn.Module | None) -> None:
+    """Write what a deployment needs beside the weights that the trainer saved; those of factors get another name."""
+    from shared_core.low_rank.layers import factorised
+    from shared_core.low_rank.saving import hide
+
+    write_deployment(folder, session.deployment())
+    if model is not None and factorised(model):
+        hide(folder)
 
 
 def newest_whole(run: Path | str) -> tuple[Path | None, dict[Path, str]]:

@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_eff._checkpoints import damage, load_renamed_, newest_whole, step_of
+from hf_eff._checkpoints import complete_saved, damage, load_renamed_, newest_whole, step_of
 from hf_eff._poisson import PoissonData
 from hf_eff._services import TrainerServices
 from hf_eff._surroundings import check_outputs, check_sharding, inner_optimizer, is_peft, surroundings
@@ -21,7 +21,6 @@ from hf_eff._wrapped import Wrapped
 from shared_core import compatibility
 from shared_core.errors import CheckpointError, TrainingError
 from shared_core.loss_scaling import LossScaler, LossScaling
-from shared_core.plain_checkpoint import write_deployment
 from shared_core.recipe import Recipe
 from shared_core.resuming import fit_to
 from shared_core.session import Session
@@ -365,7 +364,7 @@ class SessionCallback(TrainerCallback):
             with self.session.saving(baked=not _internal_call):
                 method(output_dir, _internal_call)
                 if not _internal_call and self._trainer.args.should_save and self.session.has_begun:
-                    write_deployment(output_dir or str(self._trainer.args.output_dir), self.session.deployment())
+                    complete_saved(output_dir or str(self._trainer.args.output_dir), self.session, self._trainer.model)
         finally:
             self._baking = False
         step = step_of(output_dir) if output_dir and _internal_call else None

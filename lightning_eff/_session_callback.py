@@ -308,10 +308,9 @@ class EffCallback(Callback):
 
     def _load_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
         original(checkpoint)
-        if _STATE_KEY in checkpoint:
-            module = self._trainer.lightning_module
-            fit_to(self._session, checkpoint[_STATE_KEY], _surroundings.surroundings(self._trainer, module))
-        restore_raw(self._trainer.lightning_module, checkpoint)
+        module = self._trainer.lightning_module
+        fit_to(self._session, checkpoint.get(_STATE_KEY, {}), _surroundings.surroundings(self._trainer, module))
+        restore_raw(module, checkpoint)
 
     # -- the end
 

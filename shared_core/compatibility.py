@@ -189,8 +189,8 @@ REFUSED: dict[tuple[str, str], str] = {
         "or bf16"
     ),
     ("dp", "checkpointing"): (
-        "a recomputed forward would hand the layers' inputs to the rules for single examples twice; store activations "
-        "in fewer bytes with `activations` instead, or take smaller micro-batches, which change nothing"
+        "a recomputed forward would hand the layers' inputs to the rules for single examples twice; take "
+        "smaller micro-batches and accumulate more, which changes nothing"
     ),
     ("dp", "comm"): "noised sums are joined by it, not by DDP, so that no hook would see them; drop comm",
     ("dp", "deepspeed"): _OWN,
@@ -250,6 +250,11 @@ def remarks(recipe: Mapping[str, Any]) -> list[str]:
         lines.append(
             "dp: what the teacher learned from these data is outside the guarantee; it holds for a teacher that never "
             "saw them"
+        )
+    if "dp" in recipe and "low_rank" in recipe and recipe["low_rank"].rule.kind == "report":
+        lines.append(
+            "dp: what a report of eff low-rank saw of these data is outside the guarantee; it holds for ranks that were"
+            " found on others"
         )
     if "dp" in recipe and "soup" in recipe:
         lines.append(

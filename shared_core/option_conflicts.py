@@ -64,7 +64,7 @@ def by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[st
             "prune with movement, recompute or sr_ste cannot be combined with primary_weights: both keep other weights "
             "than the model holds for the optimizer; load the model in float32"
         )
-    if "dp" in recipe and prune is not None and not prune.works_sharded:
+    if "dp" in recipe and prune is not None and not prune.sees_weights_alone:
         lines.append(
             "dp with these options of prune cannot be combined: what they see of gradients and activations of single "
             "examples is not accounted for; take criterion magnitude, threshold or random of single weights, n_m or "
@@ -75,6 +75,18 @@ def by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[st
             "dp with these options of distill cannot be combined: other students, projections, relations between "
             "examples and heads in chunks are trained past the gradients of single examples; leave out teacher mutual, "
             "hidden, attention, chunked and unlabelled_field"
+        )
+    low_rank, activations = recipe.get("low_rank"), recipe.get("activations")
+    if "dp" in recipe and low_rank is not None and low_rank.needs_batches:
+        lines.append(
+            f"dp with decomposition {low_rank.decomposition} of low_rank cannot be combined: factors are made from "
+            "inputs of single examples, which no noise hides; take decomposition svd, which looks at weights alone"
+        )
+    if "dp" in recipe and activations is not None and activations.rounds:
+        lines.append(
+            f"dp with pack {activations.pack} of activations cannot be combined: the rules for single examples keep "
+            "the inputs of layers whole, so that rounding saves nothing, and where neighbours share a scale one "
+            "example changes the gradients of others; pack exact"
         )
     average = recipe.get("average")
     if prune is not None and prune.criterion == "wanda" and average is not None and average.bn_batches:
@@ -97,7 +109,6 @@ def by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[st
     for key, reason in _NOT_MUTUAL.items():
         if distill is not None and distill.mutual and key in recipe:
             lines.append(f"distill with teacher mutual cannot be combined with {key}: {reason}")
-    activations = recipe.get("activations")
     if activations is not None and activations.rounds and "checkpointing" in recipe:
         lines.append(
             f"activations with pack {activations.pack} cannot be combined with checkpointing: a region keeps its "

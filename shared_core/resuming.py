@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from shared_core.errors import CheckpointError
 from shared_core.session import Session
 
 
@@ -13,13 +14,18 @@ def fit_to(session: Session, state: Mapping[str, Any], surroundings: Iterable[st
 
     Args:
         session: Attached, not begun.
-        state: What `Session.state_dict` saved.
+        state: What `Session.state_dict` saved; empty if the checkpoint is of a run without techniques.
         surroundings: As in `Session.attach`.
 
     Raises:
         CheckpointError: If a technique cannot go on from this checkpoint.
     """
     saved: Mapping[str, Any] = state.get("techniques", {})
+    if "low_rank" in saved and "low_rank" not in session.techniques:
+        raise CheckpointError(
+            "resume: recipe must keep low_rank, whose layers the checkpoint holds in two, got none; keep it, or load "
+            "the weights with shared_core.low_rank.load and start a new run"
+        )
     # a list: each is asked, also for its refusal
     if session.context is None or all([each.fits(saved.get(key)) for key, each in session.techniques.items()]):
         return

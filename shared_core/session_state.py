@@ -37,4 +37,6 @@ def restore(
     for key, technique in techniques.items():
         if key in saved:
             technique.load_state_dict(saved[key])
+        else:
+            technique.fits(None)
     return recipe, skipped

@@ -38,8 +38,8 @@ def privacy(
         steps = math.ceil(epochs * math.ceil(1 / sample_rate - 1e-9))
     if steps is None or steps < 1:
         raise ConfigError(f"privacy: steps must be at least 1, got {steps}; give --steps or --epochs")
-    if not 0 < delta < 1:
-        raise ConfigError(f"privacy: delta must be in (0, 1), got {delta}; take less than 1 / examples")
+    if not 0 < delta < 1 / (examples or 1):
+        raise ConfigError(f"privacy: delta must be in (0, 1 / {examples or 'examples'}), got {delta}; take less")
     if (noise_multiplier is None) == (target_epsilon is None):
         raise ConfigError(
             "privacy: one of --noise-multiplier and --target-epsilon must be given, got "

@@ -17,6 +17,7 @@ from shared_core.low_rank.matrices import CHANNEL, LINEAR, SPATIAL, is_transpose
 _FIRST, _SECOND = ".first.weight", ".second.weight"
 WEIGHTS_FILE = "low_rank.safetensors"
 """A name that `from_pretrained` does not look for: it would load the rest, and draw the factorised layers anew."""
+_OURS, _PLAIN = "low_rank*.safetensors", "model*.safetensors"
 
 
 def load(model: nn.Module, weights: Path | str | Mapping[str, Tensor]) -> nn.Module:
@@ -87,6 +88,15 @@ def read_structure(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, d
     return structure
 
 
+def hide(folder: Path | str) -> None:
+    """Rename the weights of a factorised model in a folder, shards too, so that `from_pretrained` finds none."""
+    for old in Path(folder).glob(_OURS):
+        old.unlink()
+    for file in Path(folder).glob(_PLAIN):
+        file.replace(file.with_name(file.name.replace("model", "low_rank", 1)))
+    (Path(folder) / "model.safetensors.index.json").unlink(missing_ok=True)
+
+
 def _own_names(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return weights by the model's names, where its library saves them by others (transformers does for ViT)."""
     from shared_core.cli.run import front_ends
@@ -107,9 +117,7 @@ def _own_names(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 def _read(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    if path.is_dir() and (path / WEIGHTS_FILE).is_file():
-        path = path / WEIGHTS_FILE
-    files = sorted(path.glob("model*.safetensors")) if path.is_dir() else [path]
+    files = sorted(path.glob(_OURS)) or sorted(path.glob(_PLAIN)) if path.is_dir() else [path]
     try:
         if not files:
             raise FileNotFoundError("no .safetensors file")

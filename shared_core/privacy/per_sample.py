@@ -110,7 +110,8 @@ class PerSample:
                     rows = len(found) if isinstance(found, Tensor) else "several"
                     raise TrainingError(
                         f"dp: {name} must get a gradient from each of the {self.num_examples} examples, got {rows}; "
-                        "every layer's input must have the batch in its first dimension, one row an example"
+                        "every layer's input must have the batch in its first dimension, one row an example, and "
+                        "every batch must give a loss"
                     )
                 taken[name] = found.detach()
             elif parameter.requires_grad and parameter.grad is not None:

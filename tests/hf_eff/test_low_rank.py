@@ -51,6 +51,7 @@ def test_what_is_saved_loads_in_a_plain_model(tmp_path):
     for folder in ("final", f"checkpoint-{NUM_STEPS}"):
         fresh = load(make_net(seed=9), tmp_path / folder).eval()
         assert torch.equal(fresh(IMAGE)["logits"], expected)
+    assert not (tmp_path / "final" / "model.safetensors").exists()  # from_pretrained would draw the rest anew
     assert read_deployment(tmp_path / "final")["low_rank"]["layers"]["hidden"]["scheme"] == "linear"
     told = json.loads((tmp_path / "eff_receipt.json").read_text())["techniques"]["low_rank"]
     numel = sum(parameter.numel() for parameter in trainer.model.parameters())
@@ -59,10 +60,14 @@ def test_what_is_saved_loads_in_a_plain_model(tmp_path):
     assert trainer.model.hidden.rank == told["structure"]["hidden"]["rank"]
 
 
-def test_a_checkpoint_without_factors_is_refused(tmp_path):
-    hf_trainer({"average": {"kind": "ema"}}, tmp_path / "plain", save_every=4).train()
+def test_a_checkpoint_without_factors_is_refused_and_one_with_them_without_low_rank(tmp_path):
+    average = {"average": {"kind": "ema"}}
+    hf_trainer(average, tmp_path / "plain", save_every=4).train()
     with pytest.raises(CheckpointError, match="of a run with low_rank"):
         run(tmp_path / "again", resume=str(tmp_path / "plain" / "checkpoint-4"))
+    run(tmp_path / "factors", max_steps=4)
+    with pytest.raises(CheckpointError, match="recipe must keep low_rank"):
+        hf_trainer(average, tmp_path / "other").train(resume_from_checkpoint=str(tmp_path / "factors" / "checkpoint-4"))
 
 
 def test_inputs_are_looked_at_before_the_first_step(tmp_path):

@@ -15,7 +15,7 @@ MUTUAL = "distill-mutual"  # whose other students DDP knows nothing of
 @pytest.mark.parametrize("front_end", ["hf", "lightning"])
 def test_two_processes_equal_one(front_end, tmp_path):
     # private training needs all data in each process, and the Lightning run of the table gives each its own
-    recipes = (EXACT, ROUNDED, MUTUAL, *(("dp",) if front_end == "hf" else ()))
+    recipes = (EXACT, ROUNDED, MUTUAL, "low_rank", *(("dp",) if front_end == "hf" else ()))
     for recipe, first, one in by_two_and_by_one(front_end, tmp_path, recipes):
         two, alone = (found["state"]["techniques"] for found in (first, one))
         assert first["state"]["step"] == one["state"]["step"] == 8

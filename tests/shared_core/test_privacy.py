@@ -188,6 +188,8 @@ def test_a_step_with_too_few_or_too_many_micro_batches_stops_the_run():
         {"distill": {"teacher": "somewhere", "hidden": ["*=hidden"]}},
         {"qat": {"scheme": "int8"}},
         {"loss_scale": {"kind": "dynamic"}},
+        {"low_rank": {"rank": 1, "decomposition": "scaled"}},
+        {"activations": {"pack": "int8"}},
     ],
     ids=str,
 )
@@ -199,6 +201,8 @@ def test_what_sees_the_data_past_the_noise_is_refused(other):
 def test_what_is_outside_the_guarantee_is_told():
     recipe = {"dp": {"noise_multiplier": 1.0}, "distill": {"teacher": "x"}, "soup": {"kind": "greedy", "metric": "a"}}
     check(Recipe.from_dict(recipe))
+    allowed = {"prune": {"sparsity": 0.5}, "low_rank": {"rank": 1}, "activations": {"pack": "exact"}}
+    check(Recipe.from_dict({"dp": {"noise_multiplier": 1.0}, **allowed}))
     assert [("teacher" in line, "validation" in line) for line in remarks(Recipe.from_dict(recipe))] == [
         (True, False),
         (False, True),
@@ -234,6 +238,8 @@ def test_a_stopped_run_goes_on_bit_for_bit_also_inside_a_step():
     assert whole.technique.report()["steps"] == 4
     with pytest.raises(EffError, match="must be one that dp saved"):
         again.technique.load_state_dict({"draws": 1})
+    with pytest.raises(EffError, match="got one without, whose steps no epsilon covers"):
+        run().session.load_state_dict({**state, "techniques": {}})
 
 
 def test_a_target_is_met_by_the_end_and_the_receipt_names_everything():
