@@ -191,7 +191,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("dp", "checkpointing"): (
         "a recomputed forward would hand the layers' inputs to the rules for single examples twice; store activations "
         "in fewer bytes with `activations` instead, or take smaller micro-batches, which change nothing"
-        "fewer bytes with `activations` instead, or take smaller micro-batches, which change nothing"
     ),
     ("dp", "comm"): "noised sums are joined by it, not by DDP, so that no hook would see them; drop comm",
     ("dp", "deepspeed"): _OWN,

@@ -64,7 +64,7 @@ def by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[st
             "prune with movement, recompute or sr_ste cannot be combined with primary_weights: both keep other weights "
             "than the model holds for the optimizer; load the model in float32"
         )
-    if "dp" in recipe and prune is not None and not prune.works_sharded:
+    if "dp" in recipe and prune is not None and not prune.reads_weights_alone:
         lines.append(
             "dp with these options of prune cannot be combined: what they see of gradients and activations of single "
             "examples is not accounted for; take criterion magnitude, threshold or random of single weights, n_m or "

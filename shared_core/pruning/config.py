@@ -199,6 +199,12 @@ class PruneConfig(TechniqueConfig):
         }.get(self.criterion)
 
     @property
+    def reads_weights_alone(self) -> bool:
+        """Whether masks are decided by weights and nothing is added to gradients: nothing of the data is looked at."""
+        plain = self.criterion in ("magnitude", "threshold", "random") and self.granularity not in UNITS
+        return plain and self.dynamic == "none" and not self.sr_ste and self.regularizer == "none"
+
+    @property
     def weight_criterion(self) -> str:
         """The scorer of single weights that the criterion builds on."""
         if self.criterion in ("random", "movement", "fisher", "wanda", "neuron_taylor"):
