@@ -184,9 +184,8 @@ class LowRankTraining(Technique):
         for name, layer in self.layers.items():
             moment = found[name, layer.scheme]
             spectrum = decompose(as_matrix(layer.dense.weight, layer.scheme, layer.transposed), moment)
-            layer.set_factors_(*spectrum.factors(layer.rank))
-            for parameter in layer.parameters():
-                broadcast_(parameter.data)  # processes may round a decomposition otherwise
+            # processes may round a decomposition otherwise
+            layer.set_factors_(*(broadcast_(factor.contiguous()) for factor in spectrum.factors(layer.rank)))
             told[name] |= errors(layer, moment) | {"energy": round(float(spectrum.energy()[layer.rank - 1]), 6)}
         self._looked_at = self.config.calibration_batches
 

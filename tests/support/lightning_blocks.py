@@ -19,6 +19,7 @@ RANK = int(os.environ.get("RANK", "0"))
 STEPS, BATCH, WIDTH = 6, 8, 32
 PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
 AVERAGE = {"average": {"kind": "ema", "decay": 0.7, "every": 2}}
+LOW_RANK = {"low_rank": {"rank": 8, "min_size": 512, "decomposition": "scaled", "calibration_batches": 3}, **AVERAGE}
 
 
 class Block(nn.Module):
