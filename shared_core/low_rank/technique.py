@@ -166,7 +166,9 @@ class LowRankTraining(Technique):
 
         def observe(layer: LowRankLayer, x: Tensor) -> Tensor:
             moments.see(names[layer], x)
-            out: Tensor = layer.dense(x)
+            # FSDP2 casts inputs to what it gathers weights in, and these are not its own
+            weights = {name: value.to(x.dtype) for name, value in layer.dense.named_parameters()}
+            out: Tensor = torch.func.functional_call(layer.dense, weights, (x,))
             return out
 
         restore = buffers_kept(context.model)
