@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from hf_eff._checkpoints import ModelWeights, checkpoint_folder
 from hf_eff._teacher import check_tokenizer, load_teacher
 from shared_core.errors import TrainingError
+from shared_core.sharded import reshard_
 from shared_core.state_file import rng_state, set_rng_state
 from shared_core.technique import SavedCheckpoint
 
@@ -86,6 +87,7 @@ class TrainerServices:
         finally:
             set_rng_state(random)
             model.train(was_training)
+            reshard_(model)
             # a loader left before its end stays registered, and accelerate would take it for the training one
             accelerator._dataloaders[:] = loaders
             accelerator.gradient_state.dataloader_references = references

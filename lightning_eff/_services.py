@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
@@ -11,11 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_eff._saved_weights import latent_weights
+from lightning_eff._sharding import through_root
 from shared_core.errors import CheckpointError, CompatibilityError, MissingExtraError, TrainingError
 from shared_core.ranks import is_main
 from shared_core.same_class_teacher import is_bare_weights, same_class_teacher, teacher_from_weights
+from shared_core.sharded import reshard_
 from shared_core.soup.sources import RUN_KEY, load_torch_file
 from shared_core.state_file import rng_state, set_rng_state
 from shared_core.technique import SavedCheckpoint
@@ -142,6 +146,8 @@ class LightningServices:
         training, random = model.training, rng_state()
         step = type(model).training_step.__get__(model)
         takes_index = len(inspect.signature(step).parameters) > 1
+        if isinstance(model, FSDPModule):
+            step = functools.partial(through_root, model, step)
         try:
             model.train()
             with no_logging(model), torch.no_grad():
@@ -152,6 +158,7 @@ class LightningServices:
                     with trainer.precision_plugin.train_step_context():
                         step(batch, index) if takes_index else step(batch)
         finally:
+            reshard_(model)
             model.train(training)
             set_rng_state(random)
 

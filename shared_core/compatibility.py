@@ -48,7 +48,10 @@ REFUSED: dict[tuple[str, str], str] = {
     ),
     ("lora", "deepspeed"): _OWN,
     ("lora", "fsdp1"): "flat shards of FSDP1 mix frozen codes with trained floats; use DDP",
-    ("lora", "fsdp2"): "codes and their scales have not been run on sharded parameters yet; use DDP",
+    ("lora", "fsdp2"): (
+        "checkpoints hold merged weights, and FSDP2 loads by the parameters' own names, which are the adapters'; use "
+        "DDP"
+    ),
     ("lora", "lbfgs"): _LBFGS,
     ("low_rank", "lora"): (
         "adapters would sit on factors that are trained themselves; train with low_rank first, or factorise the merged "
@@ -63,10 +66,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("low_rank", "qat"): f"the product of two quantised factors lies on no grid. {_FACTORS_STAY}",
     ("low_rank", "deepspeed"): _OWN,
     ("low_rank", "fsdp1"): _FLAT,
-    ("low_rank", "fsdp2"): (
-        "training in factors has not been run on sharded parameters yet; use DDP, or factorise with `eff low-rank` and "
-        "train the result without low_rank"
-    ),
     ("primary_weights", "deepspeed"): _OWN,
     ("primary_weights", "fsdp1"): _FLAT,
     ("primary_weights", "fsdp2"): (

@@ -42,6 +42,12 @@ def by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[st
         )
     if prune is not None and "fsdp2" in surroundings and prune.why_not_sharded:
         lines.append(f"prune cannot be combined with {SURROUNDINGS['fsdp2']}: {prune.why_not_sharded}")
+    low_rank = recipe.get("low_rank")
+    if low_rank is not None and "fsdp2" in surroundings and low_rank.merge:
+        lines.append(
+            f"low_rank with merge cannot be combined with {SURROUNDINGS['fsdp2']}, which has sharded the factors and "
+            "gathers no weights beside them; leave merge out, and call shared_core.low_rank.merge on the loaded model"
+        )
     distill = recipe.get("distill")
     if distill is not None and "fsdp2" in surroundings and distill.why_not_sharded:
         lines.append(f"distill cannot be combined with {SURROUNDINGS['fsdp2']}: {distill.why_not_sharded}")

@@ -24,6 +24,7 @@ from shared_core.low_rank.selection import Candidate, candidates, choose_ranks, 
 from shared_core.low_rank.sensitivity import measure_worth
 from shared_core.model_calls import call, evaluated
 from shared_core.ranks import world_size
+from shared_core.sharded import whole
 
 Loss = Callable[[nn.Module, Any], Any]
 
@@ -175,7 +176,8 @@ def apply(model: nn.Module, plan: Plan, moments: Mapping[tuple[str, str], Tensor
 
 def errors(layer: LowRankLayer, moment: Tensor | None) -> dict[str, float]:
     """Return how far the factors are from the user's weight and, with a moment, from what it makes of inputs."""
-    pair = (layer.dense.weight, layer.weight)
+    factors = (whole(getattr(layer, part).weight) for part in ("first", "second"))
+    pair = (layer.dense.weight, layer.weight_of(*factors))
     weight, merged = (as_matrix(value.detach().double(), layer.scheme, layer.transposed) for value in pair)
     error = {"weight_error": relative_error(weight, merged)}
     return error if moment is None else error | {"output_error": relative_error(weight, merged, moment)}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.low_rank.matrices import empty_factors, factor_weights, from_matrix, is_transposed, product
+from shared_core.sharded import fill_
 
 
 class LowRankLayer(nn.Module):
@@ -73,7 +74,7 @@ class LowRankLayer(nn.Module):
     def set_factors_(self, a: Tensor, b: Tensor) -> None:
         """Take over factors A (rank, columns) and B (rows, rank), whatever their dtype."""
         for name, value in zip(("first", "second"), factor_weights(a, b, self.scheme, self.dense), strict=True):
-            self._part(name).copy_(value)
+            fill_(self._part(name), value)
 
     def release(self) -> None:
         """Let go of the user's weight: its shape stays."""

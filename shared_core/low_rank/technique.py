@@ -166,7 +166,9 @@ class LowRankTraining(Technique):
 
         def observe(layer: LowRankLayer, x: Tensor) -> Tensor:
             moments.see(names[layer], x)
-            out: Tensor = layer.dense(x)
+            # FSDP2 casts inputs to what it gathers weights in, and these are not its own
+            weights = {name: value.to(x.dtype) for name, value in layer.dense.named_parameters()}
+            out: Tensor = torch.func.functional_call(layer.dense, weights, (x,))
             return out
 
         restore = buffers_kept(context.model)
@@ -184,9 +186,8 @@ class LowRankTraining(Technique):
         for name, layer in self.layers.items():
             moment = found[name, layer.scheme]
             spectrum = decompose(as_matrix(layer.dense.weight, layer.scheme, layer.transposed), moment)
-            layer.set_factors_(*spectrum.factors(layer.rank))
-            for parameter in layer.parameters():
-                broadcast_(parameter.data)  # processes may round a decomposition otherwise
+            # processes may round a decomposition otherwise
+            layer.set_factors_(*(broadcast_(factor.contiguous()) for factor in spectrum.factors(layer.rank)))
             told[name] |= errors(layer, moment) | {"energy": round(float(spectrum.energy()[layer.rank - 1]), 6)}
         self._looked_at = self.config.calibration_batches
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning_blocks import AVERAGE, PRUNE, module_class, train, weights
+from lightning_blocks import AVERAGE, LOW_RANK, PRUNE, module_class, train, weights
 from lightning_world import BOTH
 from torch import nn
 from two_ranks import ENVIRONMENT, run_two_ranks
@@ -69,6 +69,13 @@ def test_blocks_precision_and_prefetching_arrive(runs, namespace, units, ahead, 
     assert all(value.dtype == torch.float32 for value in runs["tensors"][f"mixed {namespace}"].values())
 
 
+def test_factors_for_the_inputs_seen_train_sharded_and_resume(runs, tmp_path):
+    # batches are looked at through the root, whose own layers are gathered there alone
+    found = runs["tensors"]
+    assert_close(found["factors"], weights(train(tmp_path, LOW_RANK, save=False)[2]))
+    assert all(torch.equal(value, found["factors resumed"][name]) for name, value in found["factors"].items())
+
+
 def test_eff_ddp_trains_what_one_process_does(runs):
     assert_close(runs["tensors"]["ddp"], runs["alone"])
 
@@ -103,11 +110,12 @@ def test_one_process_goes_on_from_what_two_saved(runs, tmp_path):
 
 
 def test_what_cannot_be_right_is_refused(runs):
-    itself, by_hand, pattern, comm, hook, twice = runs["told"]["refused"]
+    itself, by_hand, pattern, comm, merge, hook, twice = runs["told"]["refused"]
     assert "module must not shard itself, but blocks.0 is sharded" in itself
     assert "optimisation must be automatic" in by_hand
     assert "blocks pattern 'Blok' matches no module; did you mean 'Block'?" in pattern
     assert "comm cannot be combined with FSDP version 2" in comm
+    assert "low_rank with merge cannot be combined with FSDP version 2" in merge
     assert "DDP must have no other communication hook, got fp16_compress_hook" in hook
     assert "comm must be given once, got it in a callback and in EffDDPStrategy" in twice
 

@@ -32,7 +32,7 @@ PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
 ACTIVATIONS = {"activations": {"pack": "exact", "min_size": 8}}
 QAT = {
     "FULL_STATE_DICT": {"qat": {"scheme": "int8", "range": "lsq", "begin": 2}},
-    "SHARDED_STATE_DICT": {"qat": {"scheme": "int8", "begin": 2}},
+    "SHARDED_STATE_DICT": {"qat": {"scheme": "int8", "begin": 2}, "low_rank": {"rank": 4, "min_size": 0}},
 }
 ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, **ACTIVATIONS, "matmul": {"precision": "high"}}
 

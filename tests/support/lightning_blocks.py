@@ -19,6 +19,7 @@ RANK = int(os.environ.get("RANK", "0"))
 STEPS, BATCH, WIDTH = 6, 8, 32
 PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
 AVERAGE = {"average": {"kind": "ema", "decay": 0.7, "every": 2}}
+LOW_RANK = {"low_rank": {"rank": 8, "min_size": 512, "decomposition": "scaled", "calibration_batches": 3}, **AVERAGE}
 
 
 class Block(nn.Module):
@@ -49,8 +50,10 @@ def module_class(namespace):
 
         def training_step(self, batch, index):
             self.sharded.append(isinstance(self.blocks[0].up.weight, DTensor))
-            # not through forward alone: the root's weights must be there in all of training_step
-            return F.cross_entropy(self(batch[0]), batch[1]) + 1e-3 * self.head.weight.square().sum()
+            # before forward: the root's weights must be there in all of training_step
+            weight = self.head.weight
+            penalty = F.linear(torch.ones(1, WIDTH, dtype=weight.dtype), weight).square().sum()
+            return F.cross_entropy(self(batch[0]), batch[1]) + 1e-3 * penalty
 
         def validation_step(self, batch, index):
             self.validated.append(float(F.cross_entropy(self(batch[0]), batch[1])))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from lightning_blocks import AVERAGE, PRUNE, batches, module_class, train, weights
+from lightning_blocks import AVERAGE, LOW_RANK, PRUNE, batches, module_class, train, weights
 from lightning_world import BOTH
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -45,6 +45,10 @@ def sharded(tensors, told):
     tensors["fsdp resumed"] = weights(
         train(FOLDER / "again", recipe, strategy="eff_fsdp", ckpt_path=FOLDER / "fsdp" / "2.ckpt")[2]
     )
+    ckpt = FOLDER / "factors" / "2.ckpt"
+    for name, folder, resume in (("factors", "factors", None), ("factors resumed", "again", ckpt)):
+        module = train(FOLDER / folder, LOW_RANK, strategy="eff_fsdp", ckpt_path=resume)[2]
+        tensors[name] = weights(module)
     options = {"forward_prefetch": 2, "backward_prefetch": 1, "param_dtype": "bfloat16", "reduce_dtype": "float32"}
     for namespace, blocks in zip(BOTH, (["Block"], ["*.up", "blocks.0"]), strict=True):
         strategy = fsdp_class(namespace)
@@ -97,6 +101,7 @@ def refused(told):
         (ByHand(), "eff_fsdp", None),
         (None, EffFSDPStrategy(blocks=["Blok"]), None),
         (None, "eff_fsdp", {"comm": {"hook": "bf16"}}),
+        (None, "eff_fsdp", {"low_rank": {"rank": 8, "merge": True}}),
         (None, own, {"comm": {"hook": "bf16"}}),
         (None, "eff_ddp_bf16", {"comm": {"hook": "fp16"}}),
     ):

@@ -41,9 +41,10 @@ RECIPES = {
     "ema": {"distill": {"teacher": "ema", "ema_decay": 0.5}},
     "hidden": {"distill": {"teacher": "other", "hidden": ["middle=middle"]}},
     "relations": {"distill": {"teacher": "other", "hidden": ["hidden=hidden"], "hidden_loss": "cka"}},
+    "low_rank-prune": {"low_rank": {"rank": 6, "min_size": 0}, "prune": GROWING},
     "qat-prune": {"qat": {"scheme": "int8", "begin": 2}, "prune": GROWING},
 }
-SHARDED_LATER = ("qat-lsq", "ema")
+SHARDED_LATER = ("qat-lsq", "ema", "low_rank-prune")
 """Those that must see the model before it is sharded, as the Hugging Face Trainer lets them; others come after it."""
 
 
