@@ -51,7 +51,7 @@ class DifferentialPrivacy(Technique):
         ...     _ = session.after_optimizer_step()
         ...     optimizer.zero_grad()
         >>> round(session.metrics()["dp/epsilon"], 2)
-        4.33
+        4.87
         >>> session.finish()
     """
 

@@ -108,6 +108,7 @@ def export_onnx(
     Source: the ONNX operators QuantizeLinear and DequantizeLinear, opset 21.
 
     Example:
+        >>> from shared_core.quantization import apply_ranges
         >>> net = nn.Sequential(nn.Linear(2, 1))
         >>> _ = net[0].weight.data.fill_(0.5)
         >>> net = apply_ranges(net, {"0": {"min": 0.0, "max": 2.55}})

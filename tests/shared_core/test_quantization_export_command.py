@@ -74,7 +74,11 @@ def test_the_command_refuses(room):
         (["export_task:build", "--out", "no/m.onnx"], ConfigError, "--out must lie in a folder that exists"),
         (["export_task:build", "--out", "."], ConfigError, "--out must be a file, got the folder"),
         (["export_task:build", "--out", "m", "--calibration", "export_task:none"], ConfigError, "must return batches"),
-        (["export_task:build", "--out", "m", "--format", "pt"], ConfigError, "--format must be onnx, got 'pt'"),
+        (
+            ["export_task:build", "--out", "m", "--format", "pt"],
+            ConfigError,
+            "--format must be onnx or executorch, got 'pt'",
+        ),
         (["export_task", "--out", "m"], ConfigError, "MODEL must be module:function"),
         (["missing:build", "--out", "m"], ConfigError, "MODEL must name an importable module"),
         (["export_task:nothing", "--out", "m"], ConfigError, "must name a function of export_task"),

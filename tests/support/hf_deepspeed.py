@@ -4,7 +4,6 @@ import json
 import sys
 from pathlib import Path
 
-import deepspeed.comm.torch  # noqa: F401
 import torch
 
 from hf_eff import attach
@@ -14,9 +13,6 @@ from shared_core.rooms import ROOMS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "hf_eff"))
 from conftest import make_language_model, make_texts, make_trainer
-
-# it would compile C++ for minutes
-sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
 
 
 def zero(stage):
@@ -53,6 +49,10 @@ def reason(key, surroundings):
 
 
 if __name__ == "__main__":
+    import deepspeed.comm.torch  # noqa: F401
+
+    # it would compile C++ for minutes
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     plain, whole = train(folder / "plain"), train(folder / "zero", deepspeed=zero(2))

@@ -16,7 +16,8 @@ from lightning_eff import EffDDPStrategy, EffFSDPStrategy
 from lightning_eff.strategies import fsdp_class
 from shared_core.errors import CompatibilityError, ConfigError, MatchError
 
-RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
+# of a rank's process; a test collector that imports this file has none
+RANK, FOLDER = (int(sys.argv[1]), Path(sys.argv[2])) if __name__ == "__main__" else (0, Path())
 
 
 class ShardsItself(module_class(BOTH[0])):
