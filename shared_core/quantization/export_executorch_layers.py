@@ -9,8 +9,8 @@ from eff_kernels import quantization as kernels
 from torch import Tensor, nn
 
 from shared_core.quantization.export_codes import Quantized, weight_grid
-from shared_core.quantization.export_layers import of_tokens
-from shared_core.quantization.layers import TRANSPOSED, compute, from_rows
+from shared_core.quantization.export_layers import EXPORTED, of_tokens
+from shared_core.quantization.layers import TRANSPOSED
 from shared_core.quantization.schemes import LayerScheme
 
 _INT8 = (-128, 127)
@@ -30,13 +30,13 @@ class _Program:
     input_qparams: tuple[float, int] | None
     output_qparams: tuple[float, int] | None
 
-    def run(self: Any, x: Tensor, *rest: Any) -> Tensor:
+    def forward(self: Any, *args: Any) -> Tensor:
         """Return the layer's output."""
-        weight = self._values()
-        y: Tensor = self._compute(self._rounded(x), weight, *rest)
+        y: Tensor = super().forward(*args)  # type: ignore[misc]
         return y if self.output_qparams is None else _through(y, *self.output_qparams)
 
-    def _rounded(self: Any, x: Tensor) -> Tensor:
+    def quantized_input(self: Any, x: Tensor) -> Tensor:
+        """Return the input as its codes can hold it."""
         if self.scheme.input == "token":
             return self._of_tokens(x)  # type: ignore[no-any-return]
         if self.input_qparams is None:
@@ -60,13 +60,18 @@ class _Program:
         axis = -1 - len(getattr(self, "kernel_size", ()))
         return of_tokens(x.movedim(axis, -1), self.scheme).movedim(-1, axis)
 
-    def _values(self: Any) -> Tensor:
+    def quantized_weight(self: Any) -> Tensor:
+        """Return the values that the codes stand for."""
         if self.by_operators:
             values: Tensor = _decomposed().dequantize_per_channel.default(
                 self.weight_codes, self.weight_scale, self.weight_zero_point, self.scale_axis, *_INT8, torch.int8
             )
             return values
         return self._spread(self.weight_codes, self.weight_scale)  # type: ignore[no-any-return]
+
+    def quantized_bias(self: Any) -> Tensor | None:
+        """Return the bias, which stays in float."""
+        return self.bias  # type: ignore[no-any-return]
 
     def _spread(self: Any, codes: Tensor, scale: Tensor) -> Tensor:
         if self.block:
@@ -81,79 +86,23 @@ def _through(x: Tensor, scale: float, zero_point: int) -> Tensor:
     return values
 
 
-class ProgramLinear(_Program, nn.Linear):
-    """A linear layer."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``x̂ ŵᵀ + b``."""
-        return self.run(input)
-
-    def _compute(self, x: Tensor, weight: Tensor) -> Tensor:
-        return nn.functional.linear(x, weight, self.bias)
+class _Linear(nn.Linear):
+    def forward(self: Any, input: Tensor) -> Tensor:
+        return nn.functional.linear(self.quantized_input(input), self.quantized_weight(), self.bias)
 
 
-class _ProgramConv(_Program):
-    def forward(self, input: Tensor) -> Tensor:
-        return self.run(input)
-
-    def _compute(self: Any, x: Tensor, weight: Tensor) -> Tensor:
-        return self._conv_forward(x, weight, self.bias)  # type: ignore[no-any-return]
-
-
-class ProgramConv1d(_ProgramConv, nn.Conv1d):
-    """A 1-d convolution."""
-
-
-class ProgramConv2d(_ProgramConv, nn.Conv2d):
-    """A 2-d convolution."""
-
-
-class ProgramConv3d(_ProgramConv, nn.Conv3d):
-    """A 3-d convolution."""
-
-
-class _ProgramTransposed(_Program):
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        return self.run(input, output_size)
-
-    def _compute(self: Any, x: Tensor, weight: Tensor, output_size: list[int] | None) -> Tensor:
-        if self.groups > 1:
-            weight = from_rows(self, weight, self.weight)
-        return compute(self, x, weight, self.bias, output_size)
-
-
-class ProgramConvTranspose1d(_ProgramTransposed, nn.ConvTranspose1d):
-    """A transposed 1-d convolution."""
-
-
-class ProgramConvTranspose2d(_ProgramTransposed, nn.ConvTranspose2d):
-    """A transposed 2-d convolution."""
-
-
-class ProgramConvTranspose3d(_ProgramTransposed, nn.ConvTranspose3d):
-    """A transposed 3-d convolution."""
-
-
-class ProgramEmbedding(_Program, nn.Embedding):
-    """An embedding that gathers codes and dequantises those alone."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the vectors of the indices."""
+class _Embedding(nn.Embedding):
+    def forward(self: Any, input: Tensor) -> Tensor:
         indices = input.reshape(-1)
-        codes: Tensor = self.weight_codes.index_select(0, indices)  # type: ignore[operator]
-        scale: Tensor = self.weight_scale.index_select(0, indices)  # type: ignore[operator]
-        return self._spread(codes, scale).reshape(*input.shape, self.embedding_dim)
+        codes, scale = (values.index_select(0, indices) for values in (self.weight_codes, self.weight_scale))
+        found: Tensor = self._spread(codes, scale).reshape(*input.shape, self.embedding_dim)
+        return found
 
 
+# The forward of a convolution is that of ONNX files, between inputs and weights of ours.
 _PROGRAM: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: ProgramLinear,
-    nn.Conv1d: ProgramConv1d,
-    nn.Conv2d: ProgramConv2d,
-    nn.Conv3d: ProgramConv3d,
-    nn.ConvTranspose1d: ProgramConvTranspose1d,
-    nn.ConvTranspose2d: ProgramConvTranspose2d,
-    nn.ConvTranspose3d: ProgramConvTranspose3d,
-    nn.Embedding: ProgramEmbedding,
+    kind: type(f"Program{kind.__name__}", (_Program, base), {})
+    for kind, base in (EXPORTED | {nn.Linear: _Linear, nn.Embedding: _Embedding}).items()
 }
 
 

@@ -134,7 +134,7 @@ class ExportEmbedding(_Exported, nn.Embedding):
         return found.reshape(*input.shape, self.embedding_dim)
 
 
-_EXPORTED: dict[type[nn.Module], type[nn.Module]] = {
+EXPORTED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: ExportLinear,
     nn.Conv1d: ExportConv1d,
     nn.Conv2d: ExportConv2d,
@@ -165,9 +165,9 @@ def check_exportable(name: str, module: Any, where: str = "export_onnx") -> None
         CompatibilityError: Naming the layer, and what would work.
     """
     scheme: LayerScheme = module.quantizer.scheme
-    if STOCK[type(module)] not in _EXPORTED:
+    if STOCK[type(module)] not in EXPORTED:
         raise CompatibilityError(
-            f"{where}: {name} must be one of {', '.join(kind.__name__ for kind in _EXPORTED)}, got "
+            f"{where}: {name} must be one of {', '.join(kind.__name__ for kind in EXPORTED)}, got "
             f"{STOCK[type(module)].__name__}, whose ONNX operator has no quantised form; skip it in qat"
         )
     if scheme.weight not in INTEGER_WEIGHTS or scheme.input not in ("none", "static", "token"):
@@ -247,4 +247,4 @@ def to_export(
     for buffer, value in tensors.items():
         module.register_buffer(buffer, value)
     module.scheme, module.scale_axis, module.block = scheme, grid.axis, grid.block
-    module.__class__ = _EXPORTED[type(module)]
+    module.__class__ = EXPORTED[type(module)]
