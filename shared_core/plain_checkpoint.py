@@ -80,3 +80,17 @@ def read_deployment(path: Path | str) -> dict[str, Any]:
             f"deployment: {file} must hold what a model needs beside its weights, got {type(error).__name__}: {error}; "
             "save the model after training with a technique that needs it (qat)"
         ) from error
+
+
+def unlike(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+    """Return the names that weights lack for a model, ties aside, and those that the model has not in their shape.
+
+    Example:
+        >>> unlike(nn.Linear(2, 1), {"weight": torch.zeros(1, 3)})
+        (['bias'], ['weight'])
+    """
+    own = model.state_dict()
+    given = {own[name].data_ptr() for name in weights if name in own}
+    missing = [name for name, value in own.items() if name not in weights and value.data_ptr() not in given]
+    others = [name for name, value in weights.items() if name not in own or own[name].shape != value.shape]
+    return missing, others

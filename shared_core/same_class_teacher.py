@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError
+from shared_core.plain_checkpoint import unlike
 from shared_core.soup.sources import open_ingredient
 
 
@@ -55,15 +56,12 @@ def same_class_teacher(weights: Mapping[str, Tensor], student: nn.Module, source
             f"layers, here by {replaced.__name__}; build the teacher yourself and pass the module"
         )
     teacher = copy.deepcopy(student)
-    own = teacher.state_dict()
-    stored = {own[name].data_ptr() for name in weights if name in own}
-    missing = [name for name, value in own.items() if name not in weights and value.data_ptr() not in stored]
-    other = [name for name, value in weights.items() if name not in own or own[name].shape != value.shape]
-    if missing or other:
+    missing, others = unlike(teacher, weights)
+    if missing or others:
         raise CheckpointError(
             f"distill: teacher {source} must hold the weights of a {type(student).__name__} like the student, got "
-            f"missing {missing[:3]} and others {other[:3]}; a teacher of another size needs a class that can be built: "
-            "a Transformers folder, a .ckpt with hyperparameters, or the module itself"
+            f"missing {missing[:3]} and others {others[:3]}; a teacher of another size needs a class that can be "
+            "built: a Transformers folder, a .ckpt with hyperparameters, or the module itself"
         )
     teacher.load_state_dict(dict(weights), strict=False)
     return teacher

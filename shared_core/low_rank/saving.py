@@ -13,6 +13,7 @@ from shared_core.errors import CheckpointError
 from shared_core.fast_paths import fast_paths_off
 from shared_core.low_rank.layers import LowRankLayer, put_in_
 from shared_core.low_rank.matrices import CHANNEL, LINEAR, SPATIAL, is_transposed
+from shared_core.plain_checkpoint import unlike
 
 _FIRST, _SECOND = ".first.weight", ".second.weight"
 WEIGHTS_FILE = "low_rank.safetensors"
@@ -47,10 +48,7 @@ def load(model: nn.Module, weights: Path | str | Mapping[str, Tensor]) -> nn.Mod
     for layer in put_in_(model, structure).values():
         layer.release()
     fast_paths_off(model, (LowRankLayer,))
-    own = model.state_dict()
-    shared = {own[name].data_ptr() for name in state if name in own}
-    missing = [name for name, value in own.items() if name not in state and value.data_ptr() not in shared]
-    others = [name for name, value in state.items() if name not in own or own[name].shape != value.shape]
+    missing, others = unlike(model, state)
     if missing or others:
         raise CheckpointError(
             f"low_rank: weights must be those of a factorised {type(model).__name__}, got missing {missing[:3]} and "
