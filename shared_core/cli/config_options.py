@@ -43,6 +43,14 @@ def command_with_options(module: str, config_name: str, left_out: Callable[[], t
             *own, help_option = super().get_params(ctx)
             return [*own, *options(), help_option]
 
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            """Take a switch alone for true, as `eff run` does."""
+            switches = {name for option in options() if option.metavar == "true | false" for name in option.opts}
+            spelled = []
+            for arg, following in zip(args, [*args[1:], ""], strict=True):
+                spelled += [arg, "true"] if arg in switches and following not in ("true", "false") else [arg]
+            return super().parse_args(ctx, spelled)
+
         def invoke(self, ctx: Any) -> Any:
             """Run the command, with the options of the technique where it finds them."""
             names = [parameter.name for parameter in options()]

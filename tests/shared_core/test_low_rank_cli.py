@@ -87,3 +87,9 @@ def test_wrong_input_is_refused_before_any_work(run, tmp_path):
     (tmp_path / "full" / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="new or empty folder"):
         run("--rank", "2", "--out", "full")
+
+
+@pytest.mark.parametrize("switch", [["--force"], ["--force", "true"]])
+def test_a_switch_needs_no_value(run, tmp_path, switch):
+    result = run("--rank", "64", *switch, "--out", "whole", "--repeats", "1", "--json")
+    assert [layer["rank"] for layer in json.loads(result.stdout)["layers"]] == [64, 64]
