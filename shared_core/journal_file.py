@@ -13,8 +13,12 @@ from shared_core.atomic import atomic_write
 from shared_core.errors import CheckpointError, TrainingError
 
 
-def read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path, advice: str = "remove it") -> dict[str, Any]:
     """Return the object in a JSON file.
+
+    Args:
+        file: Of one JSON object.
+        advice: What an error tells to do.
 
     Raises:
         CheckpointError: If it cannot be read or holds something else.
@@ -22,9 +26,9 @@ def read_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: file must be JSON, got {error}; it is damaged, remove it") from error
+        raise CheckpointError(f"{file}: file must be JSON, got {error}; it is damaged, {advice}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: file must hold a JSON object, got {type(content).__name__}; remove it")
+        raise CheckpointError(f"{file}: file must hold a JSON object, got {type(content).__name__}; {advice}")
     return content
 
 

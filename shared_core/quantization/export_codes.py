@@ -144,3 +144,11 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
     if module.groups > 1:  # its channels lie on two axes
         return Quantized(codes, scale, 0, 0)
     return Quantized(from_rows(module, codes, values).contiguous(), scale, 1, 0)
+
+
+def shared_grid(name: str, module: Any, scheme: LayerScheme, shared: dict[int, Quantized]) -> Quantized:
+    """Return the codes of a layer's weight: of tied layers the same tensors, by the weight's identity in `shared`."""
+    key = id(module.weight)
+    if key not in shared:
+        shared[key] = weight_grid(name, module, module.weight.detach(), scheme)
+    return shared[key]

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shared_core.atomic import atomic_write
-from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError
+from shared_core.errors import CompatibilityError, MatchError, MissingExtraError
 from shared_core.quantization.export_codes import Quantized
 from shared_core.quantization.export_executorch_layers import program_layer, set_output_range
 from shared_core.quantization.export_source import (
     arguments,
     baked_copy,
+    check_inputs,
     float_layers,
     plain,
     quantized_reference,
@@ -93,11 +94,7 @@ def export_executorch(
     """
     if importlib.util.find_spec("executorch") is None:
         raise MissingExtraError("export_executorch", "executorch", "executorch")
-    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(plain(example_inputs))):
-        raise ConfigError(
-            f"export_executorch: example_inputs must hold a tensor, got {type(example_inputs).__name__}; pass what the "
-            "model is called with"
-        )
+    check_inputs(example_inputs, "export_executorch")
     try:
         reference, names = quantized_reference(model, "export_executorch")
     except MatchError:

@@ -8,7 +8,7 @@ import torch
 from eff_kernels import quantization as kernels
 from torch import Tensor, nn
 
-from shared_core.quantization.export_codes import Quantized, weight_grid
+from shared_core.quantization.export_codes import Quantized, shared_grid
 from shared_core.quantization.export_layers import EXPORTED, of_tokens
 from shared_core.quantization.layers import TRANSPOSED
 from shared_core.quantization.schemes import LayerScheme
@@ -123,10 +123,7 @@ def program_layer(
         qparams: Scale and signed zero point of a static input.
         shared: Identity of a weight → its codes, so that tied layers hold the same tensors; is added to.
     """
-    key = id(module.weight)
-    if key not in shared:
-        shared[key] = weight_grid(name, module, module.weight.detach(), scheme)
-    grid = shared[key]
+    grid = shared_grid(name, module, scheme, shared)
     zeros = torch.zeros(grid.scale.shape, dtype=torch.int64)
     kind = type(module)
     module.weight = None

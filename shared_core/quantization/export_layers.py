@@ -9,7 +9,7 @@ from eff_kernels.quantization_group import group_codes, group_qparams
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError
-from shared_core.quantization.export_codes import Quantized, bias_codes, weight_grid
+from shared_core.quantization.export_codes import Quantized, bias_codes, shared_grid
 from shared_core.quantization.export_ops import dequantize, integer_linear, linear, quantize
 from shared_core.quantization.layer_quantizer import LayerQuantizer
 from shared_core.quantization.layers import TRANSPOSED, compute, from_rows
@@ -212,10 +212,7 @@ def to_export(
         shared: Identity of a weight → its codes, so that tied layers hold the same tensors; is added to.
         exact_bias: Whether a convolution's bias must be exact even where it then runs in float.
     """
-    key = id(module.weight)
-    if key not in shared:
-        shared[key] = weight_grid(name, module, module.weight.detach(), scheme)
-    grid: Quantized = shared[key]
+    grid = shared_grid(name, module, scheme, shared)
     if scheme.input != "none" and not isinstance(module, TRANSPOSED) and grid.codes[0].numel() * 128 * 255 >= 2**31:
         raise CompatibilityError(
             f"export_onnx: {name} must sum fewer products than overflow 32 bits, got {grid.codes[0].numel()} per "

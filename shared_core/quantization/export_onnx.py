@@ -22,6 +22,7 @@ from shared_core.quantization.export_ops import translations
 from shared_core.quantization.export_source import (
     arguments,
     baked_copy,
+    check_inputs,
     float_layers,
     plain,
     quantized_reference,
@@ -153,11 +154,7 @@ def _check_arguments(example_inputs: Any, opset: int, calibrates: bool) -> None:
             raise MissingExtraError("export_onnx", library, "onnx")
     if isinstance(opset, bool) or opset not in _OPSETS:
         raise ConfigError(f"export_onnx: opset must be {_OPSETS[0]} to {_OPSETS[-1]}, got {opset!r}")
-    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(plain(example_inputs))):
-        raise ConfigError(
-            f"export_onnx: example_inputs must hold a tensor, got {type(example_inputs).__name__}; pass what the model "
-            "is called with"
-        )
+    check_inputs(example_inputs, "export_onnx")
 
 
 def _exportable(

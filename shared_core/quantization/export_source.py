@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from shared_core.errors import CompatibilityError, MatchError
+from shared_core.errors import CompatibilityError, ConfigError, MatchError
 from shared_core.quantization.export_layers import check_begun, check_exportable, input_qparams
 from shared_core.quantization.fusion import fuse_batch_norm
 from shared_core.quantization.layers import weights_of
@@ -25,6 +26,19 @@ from shared_core.quantization.weights import bake_
 def plain(inputs: Any) -> Any:
     """Return a mapping as a dict: a tokenizer's BatchEncoding is one that torch does not know."""
     return dict(inputs) if isinstance(inputs, Mapping) else inputs
+
+
+def check_inputs(inputs: Any, where: str) -> None:
+    """Refuse inputs to export with that hold no tensor.
+
+    Raises:
+        ConfigError: If so.
+    """
+    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(plain(inputs))):
+        raise ConfigError(
+            f"{where}: example_inputs must hold a tensor, got {type(inputs).__name__}; pass what the model is "
+            "called with"
+        )
 
 
 def quantized_reference(model: nn.Module, where: str) -> tuple[nn.Module, tuple[str, ...]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared_core.errors import CheckpointError, ConfigError
+from shared_core.errors import ConfigError
+from shared_core.journal_file import read_object
 
 _WIDTH_PER_LAYER = 128  # hidden units a layer of Llama 2 7B; 13B and 70B lie at 128 and 102
 _GATED = ("silu", "swish")  # Llama, Mistral, Qwen and their kin
@@ -106,7 +106,7 @@ class ModelShape:
             ...     "tie_word_embeddings": False}).params
             6738149376
         """
-        config = source if isinstance(source, Mapping) else _read(Path(source))
+        config = source if isinstance(source, Mapping) else _config_of(Path(source))
         hidden = _size(config, "hidden_size", "n_embd", "dim", "d_model")
         layers = _size(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
         vocab = _size(config, "vocab_size")
@@ -135,17 +135,8 @@ def _solve(function: Callable[[float], float]) -> int:
     return max(1, round(high))
 
 
-def _read(path: Path) -> Mapping[str, Any]:
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        read = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"plan: config must be a model's config.json or its folder, got {path}: {error}"
-        ) from error
-    if not isinstance(read, dict):
-        raise CheckpointError(f"plan: {file} must hold a mapping, got {type(read).__name__}")
-    return read
+def _config_of(path: Path) -> Mapping[str, Any]:
+    return read_object(path / "config.json" if path.is_dir() else path, "give a model's config.json, or --params")
 
 
 def _size(config: Mapping[str, Any], *names: str) -> int:

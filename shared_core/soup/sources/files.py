@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import zipfile
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shared_core.errors import CheckpointError
+from shared_core.journal_file import read_object
 
 
 class MappedSafetensors(Mapping[str, Tensor]):
@@ -91,13 +91,7 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: If it cannot be read or holds something else.
     """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: file must be JSON, got {error}; it is damaged, leave it out") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: file must hold a JSON object, got {type(content).__name__}")
-    return content
+    return read_object(file, "leave it out")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
