@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shared_core.cli.arguments import AsJson, Calibration, Evaluate, Loss, Model, Out, Weights
 from shared_core.cli.config_options import command_with_options, given_options
 from shared_core.cli.folders import check_new, copy_beside, load_folder
 from shared_core.cli.loading import build_model, function, load_weights, user_batches
@@ -27,30 +28,17 @@ LowRankCommand = command_with_options("shared_core.low_rank.config", "LowRankCon
 
 def low_rank(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(help="A Hugging Face folder, or module:function that returns the model or (model, inputs)."),
-    ],
-    out: Annotated[Path, typer.Option(help="The folder to write; it must not exist or be empty.")],
-    weights: Annotated[
-        Path | None, typer.Option(help="With module:function, a folder or file with the trained weights.")
-    ] = None,
-    calibration: Annotated[
-        str | None,
-        typer.Option(help="module:function that returns batches: tensors, tuples, dicts or what --loss takes."),
-    ] = None,
-    loss: Annotated[
-        str | None,
-        typer.Option(help="module:function that takes (model, batch) and returns its loss; default: output.loss."),
-    ] = None,
-    evaluate: Annotated[
-        str | None, typer.Option("--eval", help="module:function that takes a model and returns its quality.")
-    ] = None,
+    model: Model,
+    out: Out,
+    weights: Weights = None,
+    calibration: Calibration = None,
+    loss: Loss = None,
+    evaluate: Evaluate = None,
     merged: Annotated[
         bool, typer.Option("--merged", help="Write whole weights of low rank, which load as before, and save nothing.")
     ] = False,
     repeats: Annotated[int, typer.Option(help="Forwards that are timed, before and after.")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Factorise a trained model and save it, with a report of what that saves and loses.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shared_core.cli.arguments import AsJson, Calibration, Evaluate, Loss, Model, Out, Weights
 from shared_core.cli.config_options import command_with_options, given_options
 from shared_core.cli.folders import check_new, copy_beside, load_folder
 from shared_core.cli.loading import build_model, function, load_weights, user_batches
@@ -38,31 +39,18 @@ PruneCommand = command_with_options("shared_core.pruning.config", "PruneConfig",
 
 def prune(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(help="A Hugging Face folder, or module:function that returns the model or (model, inputs)."),
-    ],
-    out: Annotated[Path, typer.Option(help="The folder to write; it must not exist or be empty.")],
-    weights: Annotated[
-        Path | None, typer.Option(help="With module:function, a folder or file with the trained weights.")
-    ] = None,
-    calibration: Annotated[
-        str | None,
-        typer.Option(help="module:function that returns batches: tensors, tuples, dicts or what --loss takes."),
-    ] = None,
+    model: Model,
+    out: Out,
+    weights: Weights = None,
+    calibration: Calibration = None,
     batches: Annotated[int, typer.Option(help="Calibration batches to run, at most.")] = 100,
-    loss: Annotated[
-        str | None,
-        typer.Option(help="module:function that takes (model, batch) and returns its loss; default: output.loss."),
-    ] = None,
+    loss: Loss = None,
     seed: Annotated[int, typer.Option(help="Of the draws of random and shapley.")] = 0,
-    evaluate: Annotated[
-        str | None, typer.Option("--eval", help="module:function that takes a model and returns its quality.")
-    ] = None,
+    evaluate: Evaluate = None,
     shrink: Annotated[
         bool, typer.Option("--shrink", help="Also remove the pruned neurons, channels or heads: a smaller model.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Prune a trained model at once and save plain weights, which load without this library, and a report.
 

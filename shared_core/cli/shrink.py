@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shared_core.cli.arguments import AsJson, Out, Weights
 from shared_core.cli.folders import check_new, copy_beside, load_folder
 from shared_core.cli.loading import build_model, function, load_weights
 from shared_core.errors import CheckpointError, ConfigError
@@ -26,10 +27,8 @@ def shrink(
         str,
         typer.Argument(help="A Hugging Face folder, or module:function that returns (model, example_inputs)."),
     ],
-    out: Annotated[Path, typer.Option(help="The folder to write; it must not exist or be empty.")],
-    weights: Annotated[
-        Path | None, typer.Option(help="With module:function, a folder or file with the trained weights.")
-    ] = None,
+    out: Out,
+    weights: Weights = None,
     inputs: Annotated[
         str | None,
         typer.Option(help="module:function that returns example inputs; without it a folder's are made up."),
@@ -38,7 +37,7 @@ def shrink(
     allow_inexact: Annotated[
         bool, typer.Option("--allow-inexact", help="Also narrow what layer norms normalise, which is not exact.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Remove the units of a pruned model that are zero: channels, neurons, attention heads, residual width.
 
