@@ -1,15 +1,15 @@
 """Exact resume: stopped anywhere and resumed is bit for bit the run that never stopped."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from promise_drivers import difference, run_hf, run_lightning, saved_state
 from promise_table import EVERYTHING, NUM_STEPS, TECHNIQUES, TOGETHER, VARIANTS, recipe_of
+from two_ranks import run_scripts
 
+FRESH = Path(__file__).parents[1] / "support" / "fresh_run.py"
 # Four steps an epoch: 2 and 6 lie inside an epoch and on schedule edges, 4 on an epoch's edge, 1 before anything began.
 STOPS = (1, 2, 4, 5, 6)
 ROWS = [*((key,) for key in [*EVERYTHING, *VARIANTS]), TOGETHER]
@@ -73,27 +73,12 @@ def test_lightning_resumes_inside_an_accumulation_window(batch, tmp_path):
 
 @pytest.mark.parametrize("front_end", ["hf", "lightning"])
 def test_a_fresh_process_resumes_bit_for_bit(front_end, tmp_path):
-    def run(folder, resume):
-        code = (
-            "import sys, torch; from pathlib import Path; import promise_drivers as d, promise_table as t\n"
-            "torch.manual_seed(3)\n"
-            f"run = d.run_{front_end}\n"
-            "resume = Path(sys.argv[2]) if len(sys.argv) > 2 else None\n"
-            "options = dict(save_every=1, dropout=0.3, shuffle=True, resume=resume)\n"
-            "run(t.recipe_of(*t.TOGETHER), Path(sys.argv[1]), **options)\n"
-        )
-        support = str(Path(__file__).resolve().parent.parent / "support")
-        command = [
-            sys.executable,
-            "-P",
-            "-c",
-            f"import sys; sys.path.insert(0, {support!r})\n{code}",
-            str(folder),
-        ]
-        subprocess.run([*command, *([str(resume)] if resume else [])], check=True, capture_output=True, text=True)
+    def run(folder, resume=None):
+        folder.mkdir()
+        run_scripts([([FRESH, front_end, folder, *([resume] if resume else [])], {})], folder)
 
     name = "checkpoint-{}" if front_end == "hf" else "step={}.ckpt"
-    run(tmp_path / "whole", None)
+    run(tmp_path / "whole")
     run(tmp_path / "again", tmp_path / "whole" / name.format(3))
     last = name.format(NUM_STEPS)
     assert difference(saved_state(tmp_path / "whole" / last), saved_state(tmp_path / "again" / last)) is None

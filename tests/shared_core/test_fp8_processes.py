@@ -3,7 +3,6 @@
 import faulthandler
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from fp8_runs import ALL, LOSS_SCALE, Quiet, backward, data, net, update
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import ENVIRONMENT
+from two_ranks import run_two_ranks
 
 from shared_core.fp8 import Fp8Linear
 from shared_core.recipe import Recipe
@@ -105,15 +104,7 @@ def worker(rank, folder):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    commands = [[sys.executable, "-P", __file__, str(rank), str(folder)] for rank in range(2)]
-    workers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) for command in commands]
-    try:
-        for process in workers:
-            _, errors = process.communicate(timeout=150)
-            assert process.returncode == 0, errors
-    finally:
-        for process in workers:
-            process.kill()
+    run_two_ranks(__file__, folder)
     found = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
     return found, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 

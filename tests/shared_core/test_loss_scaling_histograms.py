@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from eff_kernels import loss_scaling as kernels
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from two_ranks import run_two_ranks
 
 from shared_core.errors import ConfigError
 from shared_core.loss_scaling import HistogramProbe, Log2Histogram, LossScaleConfig, log2_histogram
@@ -353,10 +353,7 @@ def worker(rank, folder):
 
 
 def test_two_processes_add_up_activations_and_count_the_rest_once(tmp_path):
-    commands = [[sys.executable, "-P", __file__, str(rank), str(tmp_path)] for rank in range(2)]
-    for process in [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+    run_two_ranks(__file__, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert first == second
     model = Net()

@@ -1,12 +1,13 @@
 """Loss scaling under two processes: one verdict, one scale, one floor, sharded gradients counted once."""
 
-import subprocess
+import os
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from two_ranks import run_two_ranks
 
 from shared_core.loss_scaling import LossScaler, UnderflowTelemetry
 
@@ -95,11 +96,7 @@ def worker(name, rank, folder):
 @pytest.fixture
 def two(tmp_path):
     def run(work):
-        commands = [[sys.executable, "-P", __file__, work.__name__, str(rank), str(tmp_path)] for rank in range(2)]
-        workers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-        for process in workers:
-            _, errors = process.communicate(timeout=120)
-            assert process.returncode == 0, errors
+        run_two_ranks(__file__, tmp_path, work.__name__, tmp_path)
         return [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
     return run
@@ -133,4 +130,4 @@ def test_sharded_gradients_are_counted_once_and_measured_whole(two):
 
 
 if __name__ == "__main__":
-    worker(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    worker(sys.argv[1], int(os.environ["RANK"]), sys.argv[2])

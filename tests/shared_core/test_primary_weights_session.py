@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from two_ranks import run_two_ranks
 
 from shared_core.errors import CheckpointError
 from shared_core.recipe import Recipe
@@ -329,21 +329,13 @@ def two_processes(rank):
 
 
 def test_two_processes(tmp_path):
-    store = tmp_path / "store"
-    command = [sys.executable, __file__, str(store)]
-    workers = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(2)
-    ]
-    for worker in workers:
-        output, _ = worker.communicate(timeout=120)
-        assert worker.returncode == 0, output
+    run_two_ranks(__file__, tmp_path)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
-    two_processes(int(sys.argv[2]))
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/store", rank=int(sys.argv[1]), world_size=2)
+    two_processes(int(sys.argv[1]))
     gc.collect()  # DDP's reducers hold the process group, and must not outlive it
     dist.barrier()  # nobody leaves while the other still reads
     dist.destroy_process_group()

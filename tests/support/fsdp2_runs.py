@@ -1,26 +1,16 @@
 """A script run by one process and by two under FSDP2: what each of them left behind."""
 
 import json
-import os
-import subprocess
-import sys
 
 import torch
-
-
-def _run(script, folder, *launcher):
-    folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script), str(folder)],
-        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+from two_ranks import run_scripts, run_two_ranks
 
 
 def run_by_one_and_by_two(script, folder):
-    _run(script, folder / "one")
-    output = _run(script, folder / "two", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    for name in ("one", "two"):
+        (folder / name).mkdir()
+    run_scripts([([script, folder / "one"], {})], folder / "one")
+    output = run_two_ranks(script, folder / "two", folder / "two")
     return {
         "alone": torch.load(folder / "one" / "alone.pt", weights_only=True),
         "ranks": [torch.load(folder / "two" / f"{rank}.pt", weights_only=True) for rank in (0, 1)],

@@ -1,4 +1,4 @@
-"""One rank of two-process runs; started by torchrun. Writes weights and session state, one file a rank and recipe."""
+"""One rank of two-process runs; Writes weights and session state, one file a rank and recipe."""
 
 import sys
 from pathlib import Path

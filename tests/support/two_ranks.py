@@ -1,8 +1,9 @@
-"""Two gloo processes that run a test file as a script: ``python FILE RANK FOLDER``."""
+"""Two gloo processes that run a test file as a script: ``FILE RANK FOLDER``, or ``FILE`` and arguments of its own."""
 
+import multiprocessing
 import os
+import runpy
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,22 @@ ENVIRONMENT = os.environ | {
 }
 """For processes that import what lies here."""
 
+# Importing the trainers takes longer than most of what two ranks do: each rank is forked from a process that has done
+# nothing else.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "hf_eff",
+        "lightning_eff",
+        "pytorch_lightning",
+        "torch.distributed.fsdp",
+        "transformers.trainer",
+        "transformers.models.bert.modeling_bert",
+        "transformers.models.llama.modeling_llama",
+        "sklearn.datasets",
+    ]
+)
+
 
 def leave():
     """End a rank's part: gloo (torch 2.13) may wait for ever in its teardown for a process that has gone already."""
@@ -21,29 +38,53 @@ def leave():
     dist.destroy_process_group()
 
 
-def run_two_ranks(file, folder, seconds=240):
-    """Run both ranks to their end; what a rank writes lies in the folder, where they meet too.
+def run_as_script(arguments, environment, log):
+    """Run ``FILE ARGUMENTS`` in this process, its output in `log`."""
+    with Path(log).open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environment)
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+def run_two_ranks(file, folder, *arguments, seconds=240):
+    """Run both ranks to their end and return what they printed; what a rank writes lies in the folder.
 
     A port could be taken by another process between its choice and its use; ``MASTER_PORT`` and ``RANK`` are for
     trainers, which know no other way.
+
+    Args:
+        file: The script.
+        folder: Where the ranks meet; for their logs; the script's second argument.
+        *arguments: The script's arguments instead of ``RANK FOLDER``.
+        seconds: When to give up.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    logs = [Path(folder) / f"rank{rank}.log" for rank in range(2)]
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"} for rank in range(2)]
+    return run_scripts(
+        [([file, *(arguments or (rank, folder))], meeting | own[rank]) for rank in range(2)], folder, seconds
+    )
+
+
+def run_scripts(commands, folder, seconds=240):
+    """Run ``(FILE ARGUMENTS, environment)`` at once, each in a process of its own, and return what they printed."""
+    logs = [Path(folder) / f"rank{number}.log" for number in range(len(commands))]
     workers = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as errors:
-            line = [sys.executable, "-P", file, str(rank), str(folder)]
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-            workers.append(subprocess.Popen(line, stderr=errors, env=ENVIRONMENT | meeting | own))
+    for (line, environment), log in zip(commands, logs, strict=True):
+        workers.append(FORKS.Process(target=run_as_script, args=([str(part) for part in line], environment, log)))
+        workers[-1].start()
     deadline = time.monotonic() + seconds
-    while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
-        if any(worker.poll() for worker in workers):
+    while any(worker.exitcode is None for worker in workers) and time.monotonic() < deadline:
+        if any(worker.exitcode for worker in workers):
             break  # the other one would wait for it
-        time.sleep(0.05)
-    codes = [worker.poll() for worker in workers]
+        time.sleep(0.02)
+    codes = [worker.exitcode for worker in workers]
     for worker in workers:
         worker.kill()
-        worker.wait()
-    assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+        worker.join()
+    printed = [log.read_text() for log in logs]
+    assert codes == [0] * len(commands), "\n".join(text[-3000:] for text in printed)
+    return "".join(printed)
