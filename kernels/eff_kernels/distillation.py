@@ -107,7 +107,9 @@ def kd_rows_(
     if student_logits.is_cuda and dtype == torch.float32 and teacher_logits.dtype != torch.float64 and has_triton():
         from eff_kernels.distillation_triton import kd_rows_triton_
 
-        return kd_rows_triton_(student_logits, teacher_logits, labels, *options)
+        # Triton launches on the current device, which need not be that of the logits
+        with torch.cuda.device_of(student_logits):
+            return kd_rows_triton_(student_logits, teacher_logits, labels, *options)
     return kd_rows_torch_(student_logits, teacher_logits, labels, *options, ruled_out)
 
 
