@@ -108,7 +108,7 @@ def kd_rows_(
         from eff_kernels.distillation_triton import kd_rows_triton_
 
         # Triton launches on the current device, which need not be that of the logits
-        with torch.cuda.device_of(student_logits):
+        with torch.cuda.device(student_logits.get_device()):
             return kd_rows_triton_(student_logits, teacher_logits, labels, *options)
     return kd_rows_torch_(student_logits, teacher_logits, labels, *options, ruled_out)
 

@@ -1,0 +1,202 @@
+"""Fake quantisation in Triton: through the functions that training calls, in the interpreter and on a GPU."""
+
+import numpy as np
+import pytest
+import torch
+from eff_kernels import quantization, quantization_dispatch, quantization_group
+from eff_kernels.quantization import fake_quantize, fake_quantize_symmetric
+from eff_kernels.quantization_group import fake_quantize_groups
+from eff_kernels.quantization_learned import lsq_fake_quantize, pact, range_fake_quantize
+
+pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch and with the dev extra on Linux")
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def cases(rows, columns):
+    """Yield a function, what it quantises, what else gets a gradient and what does not."""
+    generator = torch.Generator().manual_seed(columns)
+    x = 2 * torch.randn(rows, columns, generator=generator)
+    # ties, on the grid of the first row
+    x[0] = (x[0] * 4).round() / 4
+    noise = torch.rand(rows, columns, generator=generator)
+    scales = torch.rand(rows, generator=generator) / 4 + 0.1
+    scales[0] = 0.5
+    zeros = torch.randint(-8, 8, (rows,), generator=generator, dtype=torch.int32)
+    real_zeros = zeros + 0.3
+    wild = x.clone()
+    wild[0, 1], wild[1, 2], wild[2, 0] = torch.nan, torch.inf, -torch.inf
+    tiny = x.clone()
+    tiny[0], tiny[1], tiny[2] = 0.0, x[1] * 1e-43, x[2] * 1e38
+    step, zero = scales[1].clone(), zeros[1].clone()
+
+    def fixed(x, scale, zero_point, noise=None, rounded_gate=False):
+        return fake_quantize(x, scale, zero_point, -8, 7, rounded_gate, noise)
+
+    yield fixed, wild, (), (step, zero)
+    yield fixed, wild, (), (scales[:, None], zero, noise, True)
+    yield fixed, wild.t(), (), (scales, zeros, noise.t(), True)
+    yield fixed, wild[:, : columns - 1].view(1, rows, -1).expand(2, -1, -1), (), (scales[:, None], zeros[:, None])
+    yield fixed, x.view(rows, 1, 1, columns).mT.contiguous(memory_format=torch.channels_last), (), (step, zero)
+    for rounded_gate in (False, True):
+        yield lsq(rounded_gate, False), wild, (scales[:, None],), ()
+        yield lsq(rounded_gate, True), x, (scales[:, None], real_zeros[:, None]), ()
+    yield lsq(False, True), x, (step, real_zeros[1]), ()
+    yield lsq(False, False), x, (torch.tensor(-1.0),), ()
+    yield lambda x, low, high: range_fake_quantize(x, low, high, 0, 15), x, (-step, 3 * step), ()
+    yield (
+        lambda x, low, high: range_fake_quantize(x, low, high, 0, 15, True),
+        x,
+        (-scales[:, None], scales[:, None]),
+        (),
+    )
+    yield lambda x, alpha: pact(x, alpha, 15), x, (torch.tensor(2.5),), ()
+    yield lambda x, alpha: pact(x, alpha, 3), wild, (4 * scales[:, None],), ()
+    for weight in (wild, tiny):
+        yield lambda x: fake_quantize_symmetric(x, 0, 7), weight, (), ()
+        for symmetric in (True, False):
+            yield groups(columns, symmetric), weight, (), ()
+    yield groups(columns // 10, False), x[:, : columns // 10 * 10], (), (noise[:, : columns // 10 * 10],)
+    yield groups(columns // 10, True), x[:, : columns // 10 * 10], (), (noise[:, : columns // 10 * 10],)
+
+
+def lsq(rounded_gate, offset):
+    if offset:
+        return lambda x, scale, zero: lsq_fake_quantize(x, scale, zero, -8, 7, 0.1, rounded_gate)
+    return lambda x, scale: lsq_fake_quantize(x, scale, None, -8, 7, 0.1, rounded_gate)
+
+
+def groups(size, symmetric):
+    return lambda x, noise=None: fake_quantize_groups(x, size, 4, symmetric, noise)
+
+
+def differentiated(function, device, x, learned, rest):
+    """Return the result and all gradients, on the CPU."""
+    leaves = [values.detach().to(device).requires_grad_() for values in (x, *learned)]
+    y = function(*leaves, *(value.to(device) if isinstance(value, torch.Tensor) else value for value in rest))
+    seed = torch.Generator().manual_seed(0)
+    y.backward(torch.randn(y.shape, generator=seed).to(y))
+    return [value.detach().cpu() for value in (y, *(leaf.grad for leaf in leaves))]
+
+
+def check(rows, columns, device, switch):
+    for dtype in DTYPES:
+        for index, (function, x, learned, rest) in enumerate(cases(rows, columns)):
+            case = f"case {index}, {dtype}"
+            switch(False)
+            expected = differentiated(function, "cpu", x.to(dtype), learned, rest)
+            switch(True)
+            y, x_grad, *sums = differentiated(function, device, x.to(dtype), learned, rest)
+            # the interpreter cuts bfloat16 off instead of rounding it (Triton 3.6 to 3.9)
+            exact = device == "cuda" or dtype != torch.bfloat16
+            rounding = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 2**-7, "atol": 1e-30}
+            torch.testing.assert_close(y, expected[0], equal_nan=True, msg=lambda m, c=case: f"{c}: {m}", **rounding)
+            # what torch lets pass at NaN depends on the device
+            known = ~expected[0].isnan()
+            assert torch.equal(x_grad[known], expected[1][known]), case
+            for value, wanted in zip(sums, expected[2:], strict=True):
+                torch.testing.assert_close(
+                    value, wanted, equal_nan=True, rtol=1e-4, atol=1e-3, msg=lambda m, c=case: f"{c}: {m}"
+                )
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Send what is on the CPU to the interpreter, or not."""
+    calls = []
+
+    def switch(on):
+        def taken(x, *others):
+            calls.append(on)
+            return on
+
+        for module in (quantization, quantization_group, quantization_dispatch):
+            monkeypatch.setattr(module, "on_triton", taken)
+
+    switch.calls = calls
+    return switch
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with np.errstate(all="ignore"):
+        yield
+
+
+def test_equals_the_cpu_in_the_interpreter(interpreted):
+    check(5, 401, "cpu", interpreted)
+    assert set(interpreted.calls) == {True, False}
+
+
+def test_tiles_of_any_size_give_the_same():
+    from eff_kernels.quantization_triton import grid_backward_triton, grid_forward_triton, rows_forward_triton
+
+    x = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+    grad, scale, zero_point = x.flip(1).contiguous(), torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.0, 3.0, -2.0])
+    grid = scale, zero_point, None, (3, 100), -8, 7, 0.0
+    wide, narrow = ((grid_forward_triton(x, *grid, block=block)) for block in (1024, 32))
+    assert torch.equal(wide, narrow)
+    wide, narrow = (grid_backward_triton(x, grad, *grid, False, "lsq", 1.0, block=block) for block in (1024, 32))
+    assert torch.equal(wide[0], narrow[0])
+    torch.testing.assert_close(wide[1], narrow[1])
+    for symmetric in (True, False):
+        expected = rows_forward_triton(x, None, 100, -7, 7, symmetric)
+        for row_block in (32, 128):
+            assert torch.equal(rows_forward_triton(x, None, 100, -7, 7, symmetric, 32, row_block), expected)
+
+
+def test_the_ops_keep_their_contracts():
+    x, scale = torch.randn(2, 3, 2, 2), torch.tensor(0.1)
+    per_channel = torch.full((1, 3, 1, 1), 0.1)
+    strided = x.contiguous(memory_format=torch.channels_last)
+    zero_point = torch.ones_like(per_channel)
+    ops = quantization_dispatch
+    for op, arguments in (
+        (ops.round_to_grid, (strided, scale, None, None, -8, 7)),
+        (ops.round_to_grid, (strided, per_channel, zero_point, torch.rand_like(x), -8, 7)),
+        (ops.grid_gradients, (x, strided, scale, None, None, -8, 7)),
+        (ops.grid_gradients, (x, strided, per_channel, zero_point, None, -8, 7, True, "lsq")),
+        (ops.round_rows, (strided, None, 12, -7, 7, True)),
+    ):
+        torch.library.opcheck(op, arguments)
+
+
+def test_second_derivatives_take_torch_operations(interpreted):
+    interpreted(True)
+    x = torch.tensor([0.3, 9.0], requires_grad=True)
+    y = fake_quantize(x * x, torch.tensor(0.5), torch.tensor(0), -8, 7)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert torch.autograd.grad(slope.sum(), x)[0].tolist() == [2.0, 0.0]
+
+
+def kernels():
+    from eff_kernels.quantization_triton import grid_backward, grid_forward, rows_forward
+
+    sizes = dict.fromkeys(("rows", "columns", "channels", "splits"), "i32")
+    tile = {"block_rows": 1, "block_columns": 4096}
+    pointers = {"x": "*bf16", "y": "*bf16", "grad": "*bf16", "x_grad": "*bf16"}
+    for kind, name in enumerate(("fixed", "lsq", "range", "pact")):
+        zeros = name in ("fixed", "range")
+        types = sizes | pointers | dict.fromkeys(("scale", "noise", "sums"), "*fp32")
+        types["zero_point"] = "*i32" if zeros else "*fp32"
+        constants = tile | {"zeros": zeros, "stochastic": kind == 0}
+        if kind < 2:
+            yield grid_forward, types, constants, 8
+        yield grid_backward, types, constants | {"kind": kind, "rounded_gate": kind != 1}, 8
+    for symmetric in (True, False):
+        constants = {"symmetric": symmetric, "stochastic": not symmetric, "tiles": 1 + symmetric}
+        block = {"block_rows": 1, "block_columns": 16384} if symmetric else {"block_rows": 32, "block_columns": 128}
+        yield rows_forward, sizes | pointers | {"noise": "*fp32"}, constants | block, 16 if symmetric else 8
+
+
+@pytest.mark.gpu
+def test_equals_the_cpu_on_a_gpu():
+    def switch(on):
+        pass
+
+    check(3, 37, "cuda", switch)
+    check(1031, 4099, "cuda", switch)
+    check(6, 40_001, "cuda", switch)
+    x, scale = torch.ones(2, device="cuda"), torch.ones((), device="cuda")
+    assert quantization_dispatch.grid_on_triton(x, scale, None)
+    assert not quantization_dispatch.grid_on_triton(x.double(), scale.double(), None)
