@@ -5,6 +5,7 @@ The gradients are those of the functions that call them: an op here has none of 
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -18,7 +19,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def on_triton(x: Tensor, *others: Tensor | None) -> bool:
-    """Return whether the ops take these tensors: eager, on one GPU, `x` with elements of 16 or 32 bits.
+    """Return whether the ops take these tensors: eager, plain, on one GPU, `x` of 16 or 32 bits and not empty.
 
     Compiled graphs fuse torch's own operations and cannot look into an op; ``torch.func`` cannot either.
 
@@ -36,8 +37,14 @@ def on_triton(x: Tensor, *others: Tensor | None) -> bool:
             or (type(t) in _PLAIN and t.device == x.device and not torch._C._functorch.is_functorch_wrapped_tensor(t))
             for t in (x, *others)
         )
-        and has_triton()
+        and _compiles_for(x.device)
     )
+
+
+@functools.cache
+def _compiles_for(device: torch.device) -> bool:
+    # before Ampere Triton has no bfloat16
+    return has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def grid_on_triton(
@@ -59,14 +66,16 @@ def grid_on_triton(
 
 
 def _grid(x: Tensor, scale: Tensor) -> tuple[int, int]:
-    """Return rows and columns of `x` of which each row has one scale; (0, 0) if scales lie along several axes."""
+    """Return rows and columns of `x` such that a row has one scale; (0, 0) if the kernels have no such view."""
     if scale.numel() == 1 and scale.dim() <= x.dim():
         return 1, x.numel()
     axes = [dim for dim, size in enumerate(scale.shape) if size != 1]
     if scale.dim() != x.dim() or len(axes) != 1 or scale.shape[axes[0]] != x.shape[axes[0]]:
         return 0, 0
     columns = math.prod(x.shape[axes[0] + 1 :])
-    return x.numel() // columns, columns
+    rows = x.numel() // columns
+    # counted in 32 bits
+    return (rows, columns) if rows < 2**31 else (0, 0)
 
 
 def _dense(x: Tensor, scale: Tensor) -> Tensor:
@@ -105,7 +114,7 @@ def round_to_grid(
         qmax: Largest code, likewise.
         smallest: A smaller scale counts as this one.
     """
-    from eff_kernels.quantization_triton import grid_forward_triton
+    from eff_kernels.quantization_launch import grid_forward_triton
 
     x = _dense(x, scale)
     noise = None if noise is None else _like(noise, x)
@@ -161,7 +170,7 @@ def grid_gradients(
     Returns:
         Like `x`, and (sums, scales) in float32, added up in an order that does not vary.
     """
-    from eff_kernels.quantization_triton import grid_backward_triton
+    from eff_kernels.quantization_launch import grid_backward_triton
 
     x = _dense(x, scale)
     noise = None if noise is None else _like(noise, x)
@@ -200,7 +209,7 @@ def round_rows(x: Tensor, noise: Tensor | None, columns: int, qmin: int, qmax: i
         qmax: Largest code.
         symmetric: Scale of `eff_kernels.quantization.scale_of_largest` and zero point 0, else `affine_qparams`.
     """
-    from eff_kernels.quantization_triton import rows_forward_triton
+    from eff_kernels.quantization_launch import rows_forward_triton
 
     x = x.contiguous()
     noise = None if noise is None else noise.contiguous()

@@ -1,4 +1,4 @@
-"""Fake quantisation and its gradient in Triton: what `eff_kernels.quantization_dispatch` launches.
+"""Fake quantisation and its gradient in Triton, launched by `eff_kernels.quantization_launch`.
 
 Values are seen as rows of neighbours that share a scale; a program does a tile of rows and columns, whose sums over the
 columns it leaves in a buffer of its own, so that equal inputs give equal gradients.
@@ -6,23 +6,42 @@ columns it leaves in a buffer of its own, so that equal inputs give equal gradie
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from eff_kernels.triton_available import has_triton
 
 if has_triton():
     import triton
     import triton.language as tl
 
-_KINDS = {"fixed": 0, "lsq": 1, "range": 2, "pact": 3}
-# Sixteen values in the registers of a thread; thirty-two where that keeps a row there as a whole.
-_BLOCK, _ROW_BLOCK, _PER_WARP, _WARPS = 4096, 16384, 512, 16
-
 
 def _within(values: tl.tensor, low: tl.tensor, high: tl.tensor) -> tl.tensor:
     low_bounded = tl.maximum(values, low, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(low_bounded, high, propagate_nan=tl.PropagateNan.ALL)
+
+
+def _fused(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
+    return tl.fma(a, b, c)
+
+
+def _fused_in_interpreter(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
+    return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
+
+
+def _quotient(values: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """Return ``values / scale`` rounded to nearest, like CPU and ONNX: ties would move, were it not.
+
+    A reciprocal a row and two steps of Newton's, the last of which rounds correctly (Markstein, 1990): half of what a
+    division an element takes. `/` is off by two units on NVIDIA (Triton 3.9).
+    """
+    # powers of two, which keep the reciprocal of a tiny or a huge scale normal
+    power = tl.where(scale < 2.0**-60, 2.0**60, tl.where(scale > 2.0**60, 2.0**-60, 1.0))
+    scale = scale * power
+    values = values * power
+    reciprocal = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    rough = values * reciprocal
+    better = fused(fused(-rough, scale, values), reciprocal, rough)
+    better = fused(fused(-better, scale, values), reciprocal, better)
+    # far outside, where a residual is inf - inf, the rough one will do
+    return tl.where(tl.abs(rough) < 4194304.0, better, rough)
 
 
 def _rounded(
@@ -84,8 +103,7 @@ def _grid_forward(
     row = program // splits * block_rows + tl.arange(0, block_rows)
     at, inside = place(row, program % splits, rows, columns, block_columns)
     s, z = steps(scale, zero_point, row % channels, qmin, qmax, smallest, zeros)
-    # `/` is not rounded correctly on NVIDIA (Triton 3.9), and ties would move
-    exact = tl.div_rn(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), s)
+    exact = quotient(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), s)
     # clamped first, which between whole bounds is the same
     codes = rounded(within(exact, qmin - z, qmax - z), noise, at, inside, stochastic)
     tl.store(y + at, (codes * s).to(y.dtype.element_ty), mask=inside)
@@ -126,7 +144,7 @@ def _grid_backward(
     else:
         # past these bounds all is outside, whatever the zero point
         span = qmax - qmin + 1.0
-        exact = within(tl.div_rn(value, s), -span, span)
+        exact = within(quotient(value, s), -span, span)
         codes = exact
         if rounded_gate:
             codes = rounded(exact, noise, at, inside, stochastic)
@@ -201,7 +219,7 @@ def _rows_forward(
         at, inside = place(row, i, rows, columns, block_columns)
         if tiles > 1:
             values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        codes = rounded(tl.div_rn(values, s), noise, at, inside, stochastic)
+        codes = rounded(quotient(values, s), noise, at, inside, stochastic)
         if not symmetric:
             codes = within(codes + z, qmin, qmax) - z
         tl.store(y + at, (codes * s).to(y.dtype.element_ty), mask=inside)
@@ -210,162 +228,12 @@ def _rows_forward(
 if has_triton():
     # a kernel finds what it calls among its module's globals
     within = triton.jit(_within)
+    # the interpreter's own rounds twice (Triton 3.9)
+    fused = triton.jit(_fused_in_interpreter if triton.knobs.runtime.interpret else _fused)
+    quotient = triton.jit(_quotient)
     rounded = triton.jit(_rounded)
     place = triton.jit(_place)
     steps = triton.jit(_steps)
     grid_forward = triton.jit(_grid_forward)
     grid_backward = triton.jit(_grid_backward)
     rows_forward = triton.jit(_rows_forward)
-
-
-def _tile(rows: int, columns: int, most: int) -> tuple[int, int]:
-    wide = min(triton.next_power_of_2(columns), most)
-    return max(1, min(triton.next_power_of_2(rows), most // wide)), wide
-
-
-def _warps(block_rows: int, block_columns: int) -> int:
-    return max(1, min(_WARPS, block_rows * block_columns // _PER_WARP))
-
-
-def grid_forward_triton(
-    x: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    noise: Tensor | None,
-    shape: tuple[int, int],
-    qmin: int,
-    qmax: int,
-    smallest: float,
-    block: int = _BLOCK,
-) -> Tensor:
-    """Return what `eff_kernels.quantization_dispatch.round_to_grid` does; `x` and `noise` lie densely, in one order.
-
-    Args:
-        x: As there.
-        scale: As there, contiguous.
-        zero_point: As there, one for each scale, contiguous.
-        noise: As there.
-        shape: Rows, and columns that share a scale; row r has scale ``r mod scales``.
-        qmin: As there.
-        qmax: As there.
-        smallest: As there.
-        block: Values of a tile, a power of two.
-    """
-    y = torch.empty_like(x)
-    rows, columns = shape
-    block_rows, block_columns = _tile(rows, columns, block)
-    splits = triton.cdiv(columns, block_columns)
-    grid_forward[(triton.cdiv(rows, block_rows) * splits,)](
-        x,
-        scale,
-        scale if zero_point is None else zero_point,
-        x if noise is None else noise,
-        y,
-        rows,
-        columns,
-        scale.numel(),
-        splits,
-        float(qmin),
-        float(qmax),
-        smallest,
-        zeros=zero_point is not None,
-        stochastic=noise is not None,
-        block_rows=block_rows,
-        block_columns=block_columns,
-        num_warps=_warps(block_rows, block_columns),
-    )
-    return y
-
-
-def grid_backward_triton(
-    x: Tensor,
-    grad: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    noise: Tensor | None,
-    shape: tuple[int, int],
-    qmin: int,
-    qmax: int,
-    smallest: float,
-    rounded_gate: bool,
-    kind: str,
-    grad_scale: float,
-    block: int = _BLOCK,
-) -> tuple[Tensor, Tensor]:
-    """Return what `eff_kernels.quantization_dispatch.grid_gradients` does; arguments as in `grid_forward_triton`."""
-    x_grad = torch.empty_like(x)
-    rows, columns = shape
-    block_rows, block_columns = _tile(rows, columns, block)
-    splits = triton.cdiv(columns, block_columns)
-    outputs = 0 if kind == "fixed" else 1 if zero_point is None else 2
-    sums = x.new_empty((outputs, rows // scale.numel(), scale.numel(), splits), dtype=torch.float32)
-    grid_backward[(triton.cdiv(rows, block_rows) * splits,)](
-        x,
-        grad,
-        scale,
-        scale if zero_point is None else zero_point,
-        x if noise is None else noise,
-        x_grad,
-        sums,
-        rows,
-        columns,
-        scale.numel(),
-        splits,
-        float(qmin),
-        float(qmax),
-        smallest,
-        grad_scale,
-        kind=_KINDS[kind],
-        zeros=zero_point is not None,
-        stochastic=noise is not None,
-        rounded_gate=rounded_gate,
-        block_rows=block_rows,
-        block_columns=block_columns,
-        num_warps=_warps(block_rows, block_columns),
-    )
-    return x_grad, sums.sum((1, 3))
-
-
-def rows_forward_triton(
-    x: Tensor,
-    noise: Tensor | None,
-    columns: int,
-    qmin: int,
-    qmax: int,
-    symmetric: bool,
-    block: int = _BLOCK,
-    row_block: int = _ROW_BLOCK,
-) -> Tensor:
-    """Return what `eff_kernels.quantization_dispatch.round_rows` does; `x` and `noise` are contiguous.
-
-    Args:
-        x: As there.
-        noise: As there.
-        columns: As there.
-        qmin: As there.
-        qmax: As there.
-        symmetric: As there.
-        block: Values of a tile of several rows, a power of two.
-        row_block: Columns up to which a row is read once, a power of two.
-    """
-    y = torch.empty_like(x)
-    rows = x.numel() // columns
-    block_rows, block_columns = _tile(rows, columns, block)
-    if block_columns < columns <= row_block:
-        block_columns = triton.next_power_of_2(columns)
-    rows_forward[(triton.cdiv(rows, block_rows),)](
-        x,
-        x if noise is None else noise,
-        y,
-        rows,
-        columns,
-        float(qmin),
-        float(qmax),
-        symmetric=symmetric,
-        stochastic=noise is not None,
-        tiles=triton.cdiv(columns, block_columns),
-        block_rows=block_rows,
-        block_columns=block_columns,
-        num_warps=_warps(block_rows, block_columns),
-    )
-    return y
