@@ -40,20 +40,15 @@ def cases(rows, columns):
     yield fixed, wild, (), (step, zero)
     yield fixed, wild, (), (scales[:, None], zero, noise, True)
     yield fixed, wild.t(), (), (scales, zeros, noise.t(), True)
-    yield fixed, wild[:, : columns - 1].view(1, rows, -1).expand(2, -1, -1), (), (scales[:, None], zeros[:, None])
+    yield fixed, wild[:, : columns - 1].expand(2, -1, -1), (), (scales[None, :, None], zeros[None, :, None])
     yield fixed, x.view(1, rows, 1, columns).contiguous(memory_format=torch.channels_last), (), (step, zero)
     for rounded_gate in (False, True):
-        yield lsq(rounded_gate, False), wild, (scales[:, None],), ()
+        yield lsq(rounded_gate, False), wild.expand(2, -1, -1), (scales[None, :, None],), ()
         yield lsq(rounded_gate, True), x, (scales[:, None], real_zeros[:, None]), ()
     yield lsq(False, True), x, (step, real_zeros[1]), ()
     yield lsq(False, False), x, (torch.tensor(-1.0),), ()
-    yield lambda x, low, high: range_fake_quantize(x, low, high, 0, 15), x, (-step, 3 * step), ()
-    yield (
-        lambda x, low, high: range_fake_quantize(x, low, high, 0, 15, True),
-        x,
-        (-scales[:, None], scales[:, None]),
-        (),
-    )
+    for rounded_gate, bound in ((False, step), (True, scales[:, None])):
+        yield ranged(rounded_gate), x, (-bound, 3 * bound), ()
     # 16 and 4: by other numbers CUDA multiplies with the reciprocal
     yield lambda x, alpha: pact(x, alpha, 16), x, (torch.tensor(2.5),), ()
     yield lambda x, alpha: pact(x, alpha, 4), wild, (4 * scales[:, None],), ()
@@ -69,6 +64,10 @@ def lsq(rounded_gate, offset):
     if offset:
         return lambda x, scale, zero: lsq_fake_quantize(x, scale, zero, -8, 7, 0.1, rounded_gate)
     return lambda x, scale: lsq_fake_quantize(x, scale, None, -8, 7, 0.1, rounded_gate)
+
+
+def ranged(rounded_gate):
+    return lambda x, low, high: range_fake_quantize(x, low, high, 0, 15, rounded_gate)
 
 
 def groups(size, symmetric):
@@ -211,12 +210,8 @@ def kernels():
     for symmetric in (True, False):
         constants = {"symmetric": symmetric, "stochastic": not symmetric, "tiles": 1 + symmetric}
         block = {"block_rows": 1, "block_columns": 16384} if symmetric else {"block_rows": 32, "block_columns": 128}
-        yield (
-            in_triton.rows_forward,
-            sizes | pointers | {"noise": "*fp32"},
-            constants | block,
-            16 if symmetric else 8,
-        )
+        types = sizes | pointers | {"noise": "*fp32"}
+        yield in_triton.rows_forward, types, constants | block, 16 if symmetric else 8
 
 
 @pytest.mark.gpu
