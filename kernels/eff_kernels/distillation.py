@@ -6,12 +6,12 @@ beside the logits; on CUDA one Triton program does a row.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
 
 import torch
 from torch import Tensor
+
+from eff_kernels.triton_available import has_triton
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 """What `kd_rows_` can compute."""
@@ -104,10 +104,12 @@ def kd_rows_(
     """
     dtype = arithmetic_dtype(student_logits.dtype, temperature)
     options = (temperature, soft_weight, hard_weight, divergence, beta, student_softcap, teacher_softcap)
-    if student_logits.is_cuda and dtype == torch.float32 and teacher_logits.dtype != torch.float64 and _has_triton():
+    if student_logits.is_cuda and dtype == torch.float32 and teacher_logits.dtype != torch.float64 and has_triton():
         from eff_kernels.distillation_triton import kd_rows_triton_
 
-        return kd_rows_triton_(student_logits, teacher_logits, labels, *options)
+        # Triton launches on the current device, which need not be that of the logits
+        with torch.cuda.device(student_logits.get_device()):
+            return kd_rows_triton_(student_logits, teacher_logits, labels, *options)
     return kd_rows_torch_(student_logits, teacher_logits, labels, *options, ruled_out)
 
 
@@ -127,11 +129,6 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     soft = student_logits.new_empty(student_logits.shape[0], dtype=arithmetic_dtype(student_logits.dtype, temperature))
     return soft, torch.empty_like(soft)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def kd_rows_torch_(

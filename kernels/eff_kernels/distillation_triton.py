@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
-if importlib.util.find_spec("triton") is not None:
+from eff_kernels.triton_available import has_triton
+
+if has_triton():
     import triton
     import triton.language as tl
 
@@ -134,7 +134,7 @@ def _kd_rows(
         tl.store(hard + row, tl.where(label >= 0, loss, 0.0))
 
 
-if importlib.util.find_spec("triton") is not None:
+if has_triton():
     # a kernel finds what it calls among its module's globals
     softened = triton.jit(_softened)
     kd_rows = triton.jit(_kd_rows)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eff_kernels.quantization_dispatch import grid_gradients, grid_on_triton, on_triton, round_rows, round_to_grid
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which quantisation is computed: float64 for float64, float32 for the rest."""
@@ -48,7 +50,8 @@ def scale_of_largest(amax: Tensor, qmax: int) -> Tensor:
         >>> scale_of_largest(torch.tensor([2.54, 0.0]), 127)
         tensor([0.0200, 1.0000])
     """
-    scale = amax / qmax
+    # by a tensor: CUDA multiplies by 1/qmax where that is a number, an ulp away from what the CPU gives
+    scale = amax / amax.new_full((), qmax)
     # a quotient rounded down would push the largest weight an ulp outside, and the gate would take its
     # gradient
     scale = torch.where(amax / scale > qmax, torch.nextafter(scale, torch.full_like(scale, math.inf)), scale)
@@ -150,13 +153,14 @@ def _(grad: Tensor, codes: Tensor, low: float, high: float) -> Tensor:
 
 
 def pass_inside(grad: Tensor, codes: Tensor, qmin: int, qmax: int) -> Tensor:
-    """Return `grad` where ``qmin <= codes <= qmax`` or the code is NaN, and zero elsewhere; both of one type.
+    """Return `grad` where ``qmin <= codes <= qmax`` and zero elsewhere, at a NaN either; both of one type.
 
     Example:
         >>> pass_inside(torch.ones(3), torch.tensor([-8.0, 7.0, 7.1]), -8, 7)
         tensor([1., 1., 0.])
     """
-    # one fused pass where a mask takes four; it opens strictly between its bounds: take the next numbers
+    # One fused pass where a mask takes four; it opens strictly between its bounds: take the next numbers. At NaN it
+    # opens on CUDA and shuts in whole vectors on CPU (torch 2.13).
     low, high = _outside(qmin, False, codes.dtype), _outside(qmax, True, codes.dtype)
     if torch.compiler.is_compiling() and grad.device.type == "cpu":
         # inductor would keep the gate as bools, whose store on CPU takes twenty times as long (torch 2.13)
@@ -173,6 +177,9 @@ class _FakeQuantize(torch.autograd.Function):
     def forward(
         x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, rounded_gate: bool, noise: Tensor | None
     ) -> Tensor:
+        if grid_on_triton(x, scale, zero_point, noise):
+            y: Tensor = round_to_grid(x, scale, zero_point, noise, qmin, qmax)
+            return y
         return quantize(x, scale, zero_point, qmin, qmax, noise).mul_(scale).to(x.dtype)
 
     @staticmethod
@@ -184,6 +191,9 @@ class _FakeQuantize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, zero_point, noise = ctx.saved_tensors
         qmin, qmax, rounded_gate = ctx.rest
+        if grid_on_triton(x, scale, zero_point, noise, grads[0]):
+            grad, _ = grid_gradients(grads[0], x, scale, zero_point, noise, qmin, qmax, rounded_gate)
+            return grad, None, None, None, None, None, None
         codes = x.to(compute_dtype(x.dtype)) / scale
         codes = (round_codes(codes, noise) if rounded_gate else codes) + zero_point
         grad = pass_inside(grads[0].to(codes.dtype), codes, qmin, qmax)
@@ -226,6 +236,9 @@ class _FakeQuantizeSymmetric(torch.autograd.Function):
 
     @staticmethod
     def forward(weight: Tensor, axis: int, qmax: int) -> Tensor:
+        if on_triton(weight) and axis % weight.dim() == 0:
+            y: Tensor = round_rows(weight, None, weight.numel() // weight.shape[0], -qmax, qmax, True)
+            return y
         scale = along(symmetric_scale(weight, axis, qmax), weight.dim(), axis)
         return (weight.to(scale.dtype) / scale).round_().mul_(scale).to(weight.dtype)
 

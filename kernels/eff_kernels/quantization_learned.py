@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from eff_kernels.quantization import affine_qparams, pass_inside, quantize
+from eff_kernels.quantization_dispatch import grid_gradients, grid_on_triton, round_to_grid
 
 SMALLEST_SCALE = 2.0**-126
 """A smaller learned scale counts as this one: the smallest normal float32."""
@@ -37,6 +38,9 @@ class _LsqFakeQuantize(torch.autograd.Function):
     def forward(
         x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, rounded_gate: bool, grad_scale: float
     ) -> Tensor:
+        if grid_on_triton(x, scale, zero_point):
+            y: Tensor = round_to_grid(x, scale, zero_point, None, qmin, qmax, SMALLEST_SCALE)
+            return y
         scale = scale.clamp_min(SMALLEST_SCALE)
         codes = (x.to(scale.dtype) / scale).round_()
         if zero_point is None:
@@ -55,6 +59,12 @@ class _LsqFakeQuantize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, zero_point = ctx.saved_tensors
         qmin, qmax, rounded_gate, grad_scale = ctx.rest
+        if grid_on_triton(x, scale, zero_point, None, grads[0]):
+            x_grad, sums = grid_gradients(
+                grads[0], x, scale, zero_point, None, qmin, qmax, rounded_gate, "lsq", grad_scale, SMALLEST_SCALE
+            )
+            zero_grad = None if zero_point is None else sums[1].view_as(zero_point)
+            return x_grad, sums[0].view_as(scale), zero_grad, None, None, None, None
         scale = scale.clamp_min(SMALLEST_SCALE)
         grad = grads[0].to(scale.dtype)
         exact = x.to(scale.dtype) / scale
@@ -112,6 +122,9 @@ class _LearnedRange(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, minimum: Tensor, maximum: Tensor, qmin: int, qmax: int, rounded_gate: bool) -> Tensor:
         scale, zero_point = affine_qparams(minimum, maximum, qmin, qmax)
+        if grid_on_triton(x, scale, zero_point):
+            y: Tensor = round_to_grid(x, scale, zero_point, None, qmin, qmax)
+            return y
         return quantize(x, scale, zero_point, qmin, qmax).mul_(scale).to(x.dtype)
 
     @staticmethod
@@ -124,6 +137,9 @@ class _LearnedRange(torch.autograd.Function):
         x, minimum, maximum = ctx.saved_tensors
         qmin, qmax, rounded_gate = ctx.rest
         scale, zero_point = affine_qparams(minimum, maximum, qmin, qmax)
+        if grid_on_triton(x, scale, zero_point, None, grads[0]):
+            x_grad, sums = grid_gradients(grads[0], x, scale, zero_point, None, qmin, qmax, rounded_gate, "range")
+            return x_grad, sums[1].view_as(minimum), sums[0].view_as(maximum), None, None, None
         grad = grads[0].to(scale.dtype)
         codes = x.to(scale.dtype) / scale
         codes = (codes.round() if rounded_gate else codes) + zero_point
@@ -166,6 +182,9 @@ class _Pact(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, alpha: Tensor, levels: int) -> Tensor:
         scale = alpha.clamp_min(levels * SMALLEST_SCALE) / levels
+        if grid_on_triton(x, scale, None):
+            y: Tensor = round_to_grid(x, scale, None, None, 0, levels)
+            return y
         return (x.to(scale.dtype) / scale).round_().clamp(0, levels).mul_(scale).to(x.dtype)
 
     @staticmethod
@@ -176,8 +195,12 @@ class _Pact(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, alpha = ctx.saved_tensors
+        smallest = ctx.levels * SMALLEST_SCALE
+        if grid_on_triton(x, alpha, None, None, grads[0]):
+            x_grad, sums = grid_gradients(grads[0], x, alpha, None, None, 0, ctx.levels, kind="pact", smallest=smallest)
+            return x_grad, sums[0].view_as(alpha), None
         grad, exact = grads[0].to(alpha.dtype), x.to(alpha.dtype)
-        above = exact >= alpha.clamp_min(ctx.levels * SMALLEST_SCALE)
+        above = exact >= alpha.clamp_min(smallest)
         inside = grad.masked_fill(above | (exact < 0), 0.0)
         return inside.to(x.dtype), sum_like(torch.where(above, grad, 0.0), alpha), None
 
