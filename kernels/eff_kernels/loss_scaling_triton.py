@@ -16,8 +16,18 @@ if importlib.util.find_spec("triton") is not None:
 
     from eff_kernels.tensor_table_triton import pointer, row_of_program
 
-_CHUNK, _BLOCK, _WARPS = 1 << 15, 4096, 8
+_BLOCK, _TILES, _WARPS = 4096, 8, 8
 _BINS = 256
+
+
+def _magnitude_bits(x: tl.tensor) -> tl.tensor:
+    """Return the bits of a magnitude as float32."""
+    if x.dtype == tl.bfloat16:
+        # by hand: the interpreter loses subnormal numbers (Triton 3.9)
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    else:
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+    return bits & 0x7FFFFFFF
 
 
 def _scan(
@@ -48,16 +58,16 @@ def _scan(
         places = start + i * block + tl.arange(0, block)
         inside = places < size
         x = tl.load(values + places, mask=inside, other=0.0)
-        bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        bits = magnitude_bits(x)
         if unscaled:
             highest = tl.max(bits, 0)
             if highest >= 0x7F800000:
                 tl.store(found_inf, 1.0)
             if not counted:
-                largest = tl.maximum(largest, highest)
+                largest = tl.maximum(largest, tl.minimum(highest, 0x7F800000))
             x = (x.to(tl.float32) * factor).to(x.dtype)
             tl.store(values + places, x, mask=inside)
-            bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            bits = magnitude_bits(x)
         if counted:
             bins += tl.histogram(bits >> 23, 256, mask=inside)
             zeros += tl.sum((inside & (bits == 0)).to(tl.int32), 0)
@@ -99,6 +109,7 @@ def _exponents(
 
 
 if importlib.util.find_spec("triton") is not None:
+    magnitude_bits = triton.jit(_magnitude_bits)
     scan = triton.jit(_scan)
     exponents = triton.jit(_exponents)
 
@@ -109,16 +120,18 @@ def scan_triton_(
     found_inf: Tensor | None = None,
     inv_scale: Tensor | None = None,
     block: int = _BLOCK,
+    tiles: int = _TILES,
 ) -> tuple[Tensor, Tensor]:
     """Return the histogram, and beside it the zeros, the small ones and the bits of the largest, in one pass.
 
     Args:
         tensors: Dense, float16, bfloat16, float32 or float64; multiplied in place where `inv_scale` is given.
         bound: Bits of the float32 below which a magnitude is small; 0 for nothing but the largest there was before,
-            Inf and NaN included.
+            infinity for NaN.
         found_inf: float32 ``[1]``, set to 1 where an element is not finite.
         inv_scale: float32 ``[1]``.
         block: Elements at a time, a power of two.
+        tiles: How often a program takes so many.
 
     Returns:
         int64 ``[n, 256]`` and ``[n, 3]``.
@@ -126,7 +139,7 @@ def scan_triton_(
     device = tensors[0].device
     histogram = torch.zeros(len(tensors), _BINS, dtype=torch.int64, device=device)
     rest = torch.zeros(len(tensors), 3, dtype=torch.int64, device=device)
-    chunk = _CHUNK // _BLOCK * block
+    chunk = tiles * block
     for part in tensor_tables(chunk, tensors):
         scan[(len(part.owners),)](
             part.table,
@@ -147,7 +160,9 @@ def scan_triton_(
     return histogram, rest
 
 
-def count_exponents_triton(bits: Tensor, mantissa: int, exponent: int, block: int = _BLOCK) -> Tensor:
+def count_exponents_triton(
+    bits: Tensor, mantissa: int, exponent: int, block: int = _BLOCK, tiles: int = _TILES
+) -> Tensor:
     """Return the counts of `eff_kernels.loss_scaling.count_exponents`.
 
     Args:
@@ -155,10 +170,11 @@ def count_exponents_triton(bits: Tensor, mantissa: int, exponent: int, block: in
         mantissa: Bits of the mantissa.
         exponent: Bits of the exponent.
         block: Elements at a time, a power of two.
+        tiles: How often a program takes so many.
     """
     columns = mantissa + (1 << exponent) + 1
     counts = torch.zeros(columns, dtype=torch.int64, device=bits.device)
-    chunk = _CHUNK // _BLOCK * block
+    chunk = tiles * block
     if bits.numel():
         exponents[(triton.cdiv(bits.numel(), chunk),)](
             bits,

@@ -54,6 +54,7 @@ def _rank_groups(
     inside = group < groups
     first = group // inner * m * inner + group % inner
     nan = tl.zeros((block,), tl.int32)
+    kept = tl.zeros((block,), tl.int32)  # bits: a store between the loads would make the compiler repeat them
     for i in tl.static_range(m):
         x = widened(tl.load(scores + first + i * inner, mask=inside, other=0.0))
         before = tl.zeros((block,), tl.int32)
@@ -64,7 +65,9 @@ def _rank_groups(
             if j > i:
                 before += (y > x).to(tl.int32)
         nan = tl.maximum(nan, (x != x).to(tl.int32))
-        tl.store(mask + first + i * inner, (before < n).to(tl.uint8), mask=inside)
+        kept |= (before < n).to(tl.int32) << i
+    for i in tl.static_range(m):
+        tl.store(mask + first + i * inner, ((kept >> i) & 1).to(tl.uint8), mask=inside)
     if tl.max(nan, 0) > 0:
         tl.store(has_nan, 1)
 

@@ -7,6 +7,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from eff_kernels.pruning_triton import vector_block
 from eff_kernels.tensor_table import tensor_tables
 
 if importlib.util.find_spec("triton") is not None:
@@ -16,7 +17,7 @@ if importlib.util.find_spec("triton") is not None:
     from eff_kernels.pruning_triton import kept_of
     from eff_kernels.tensor_table_triton import pointer, row_of_program
 
-_CHUNK, _BLOCK, _WARPS = 1 << 14, 1024, 4
+_CHUNK, _WARPS = 1 << 14, 8
 
 
 def _masked_adamw(
@@ -101,7 +102,7 @@ def masked_adamw_triton_(
     weight_decay: float,
     eps: float,
     maximize: bool,
-    block: int = _BLOCK,
+    chunk: int = _CHUNK,
 ) -> None:
     """Do as `eff_kernels.optimizer.masked_adamw_`, given tensors that share dtype, shape and strides row by row.
 
@@ -120,7 +121,7 @@ def masked_adamw_triton_(
         weight_decay: As there.
         eps: As there.
         maximize: As there.
-        block: Elements at a time, a power of two.
+        chunk: Elements of a program, a power of two.
     """
     torch._foreach_add_(steps, 1)
     # in float64, as torch has them: 1 − β is a small difference of numbers near 1
@@ -128,7 +129,6 @@ def masked_adamw_triton_(
     corrections = torch.stack((1 - beta1**taken, (1 - beta2**taken).sqrt()), 1).float()
     packed = masks[0].dtype == torch.uint8
     bytes_ = [mask.view(torch.uint8) for mask in masks]
-    chunk = _CHUNK // _BLOCK * block
     for part in tensor_tables(chunk, params, grads, exp_avgs, exp_avg_sqs, bytes_):
         masked_adamw[(len(part.owners),)](
             part.table,
@@ -151,7 +151,7 @@ def masked_adamw_triton_(
             packed=packed,
             aligned=part.is_aligned,
             chunk=chunk,
-            block=block,
+            block=vector_block(part.like[0].dtype, chunk, _WARPS),
             num_warps=_WARPS,
         )
     if found_inf is not None:

@@ -16,8 +16,8 @@ if importlib.util.find_spec("triton") is not None:
 
     from eff_kernels.tensor_table_triton import pointer, row_of_program
 
-_CHUNK, _BLOCK, _WARPS = 1 << 14, 4096, 8
-_COUNTED = 1 << 15
+_CHUNK, _WARPS = 1 << 14, 8
+_BLOCK, _TILES = 4096, 8
 # A histogram of so many bins is a program's own, in shared memory; more are counted in global memory.
 _PRIVATE_BITS = 8
 
@@ -35,13 +35,13 @@ def _apply_masks(
     row, start, size, _ = row_of_program(table, owners, 2, chunk, aligned)
     values = pointer(row, 0, like, aligned)
     masks = pointer(row, 1, mask_like, aligned)
-    zero = tl.zeros((block,), like.dtype.element_ty)
     for i in range(chunk // block):
         places = start + i * block + tl.arange(0, block)
         inside = places < size
         kept = kept_of(masks, places, inside, packed)
-        # what is kept is neither read nor written
-        tl.store(values + places, zero, mask=inside & (kept == 0))
+        # Stores of the zeros alone would be no faster: memory writes a sector whole, and of 8 weights one is pruned.
+        bits = tl.load(values + places, mask=inside, other=0)
+        tl.store(values + places, tl.where(kept != 0, bits, 0), mask=inside)
 
 
 def _kept_of(masks: tl.tensor, places: tl.tensor, inside: tl.tensor, packed: tl.constexpr) -> tl.tensor:
@@ -88,16 +88,20 @@ if importlib.util.find_spec("triton") is not None:
     count_digits = triton.jit(_count_digits)
 
 
-def apply_mask_triton_(bits: Sequence[Tensor], masks: Sequence[Tensor], packed: bool, block: int = _BLOCK) -> None:
+def vector_block(dtype: torch.dtype, chunk: int, warps: int) -> int:
+    """Return how many elements make one vector of 16 bytes a thread, so that neighbours read whole sectors."""
+    return min(chunk, 32 * warps * 16 // dtype.itemsize)
+
+
+def apply_mask_triton_(bits: Sequence[Tensor], masks: Sequence[Tensor], packed: bool, chunk: int = _CHUNK) -> None:
     """Set every element whose mask is 0 to 0, in place.
 
     Args:
         bits: Integers of any sizes, dense.
         masks: bool with the same strides, or uint8 with eight elements to a byte as `numpy.packbits` puts them.
         packed: Which of the two.
-        block: Elements at a time, a power of two.
+        chunk: Elements of a program, a power of two.
     """
-    chunk = _CHUNK // _BLOCK * block
     for part in tensor_tables(chunk, bits, [mask.view(torch.uint8) for mask in masks]):
         apply_masks[(len(part.owners),)](
             part.table,
@@ -106,17 +110,23 @@ def apply_mask_triton_(bits: Sequence[Tensor], masks: Sequence[Tensor], packed: 
             packed=packed,
             aligned=part.is_aligned,
             chunk=chunk,
-            block=block,
+            block=vector_block(part.like[0].dtype, chunk, _WARPS),
             num_warps=_WARPS,
         )
 
 
 def count_digits_triton_(
-    counts: Tensor, values: Tensor, prefix: Tensor, left_out: int, shift: int, block: int = _BLOCK
+    counts: Tensor,
+    values: Tensor,
+    prefix: Tensor,
+    left_out: int,
+    shift: int,
+    block: int = _BLOCK,
+    tiles: int = _TILES,
 ) -> None:
     """Add how often each digit occurs to `counts`, see `eff_kernels.pruning.count_digits_`."""
     bits = len(counts).bit_length() - 1
-    chunk = _COUNTED // _BLOCK * block
+    chunk = tiles * block
     if values.numel():
         count_digits[(triton.cdiv(values.numel(), chunk),)](
             values,

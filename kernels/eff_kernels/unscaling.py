@@ -86,7 +86,7 @@ def _runs_in_one_launch(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: T
 
 @torch.library.custom_op("eff_kernels::unscale_and_scan_", mutates_args={"grads", "found_inf"})
 def unscale_and_scan_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor, bound: int) -> tuple[Tensor, Tensor]:
-    """Unscale and count as one operator; a bound of 0: only the bits of the largest before, Inf and NaN included."""
+    """Unscale and count as one operator; a bound of 0: only the bits of the largest before, infinity for NaN."""
     if not grads[0].is_cuda:
         return _unscale_and_scan(grads, found_inf, inv_scale, bound)
     from eff_kernels.loss_scaling_triton import scan_triton_
@@ -106,6 +106,6 @@ def _unscale_and_scan(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor,
     rest = histogram.new_zeros(len(grads), 3)
     if not bound:
         for row, grad in zip(rest, grads, strict=True):
-            row[2] = (grad.float().view(torch.int32) & MAGNITUDE).max() if grad.numel() else 0
+            row[2] = (grad.float().view(torch.int32) & MAGNITUDE).max().clamp(max=INFINITY) if grad.numel() else 0
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
     return count_magnitudes_of(grads, bound) if bound else (histogram, rest)
