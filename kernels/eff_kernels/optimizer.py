@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eff_kernels.pruning import apply_mask_
+from eff_kernels.pruning import apply_mask_, fit_masks
 from eff_kernels.tensor_table import runs_in_one_launch
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -66,7 +66,7 @@ def masked_adamw_(
     """
     columns = _detached(params), _detached(grads), _detached(exp_avgs), _detached(exp_avg_sqs)
     numbers = (lr, beta1, beta2, weight_decay, eps)
-    if runs_in_one_launch(*columns, masks, steps) and _fits(columns, masks):
+    if runs_in_one_launch(*columns, masks, steps) and _are_alike(columns) and fit_masks(params, masks):
         masked_adamw_of(*columns, list(steps), list(masks), grad_scale, found_inf, *numbers, maximize)
     else:
         _masked_adamw(*columns, list(steps), list(masks), grad_scale, found_inf, *numbers, maximize)
@@ -76,14 +76,12 @@ def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach() for tensor in tensors]
 
 
-def _fits(columns: Sequence[Sequence[Tensor]], masks: Sequence[Tensor]) -> bool:
-    for param, *others, mask in zip(*columns, masks, strict=True):
+def _are_alike(columns: Sequence[Sequence[Tensor]]) -> bool:
+    for param, *others in zip(*columns, strict=True):
         alike = all(t.dtype == param.dtype and t.shape == param.shape and t.stride() == param.stride() for t in others)
         if param.dtype not in _DTYPES or not alike:
             return False
-        if mask.dtype != torch.uint8 and (mask.shape != param.shape or mask.stride() != param.stride()):
-            return False
-    return len({mask.dtype for mask in masks}) == 1
+    return True
 
 
 @torch.library.custom_op(

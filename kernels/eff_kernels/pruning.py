@@ -45,20 +45,33 @@ def apply_mask_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
         tensor([1.5000, 0.0000, 0.0000])
     """
     pairs = list(zip(tensors, masks, strict=True))
-    if runs_in_one_launch(tensors, masks) and len({mask.dtype for mask in masks}) == 1:
-        packed = masks[0].dtype == torch.uint8
-        if packed or all(m.dtype == torch.bool and m.stride() == t.stride() and m.shape == t.shape for t, m in pairs):
-            store_zeros_([tensor.detach() for tensor in tensors], list(masks), packed)
-            return
+    packed = bool(masks) and masks[0].dtype == torch.uint8
+    # of one tensor torch's product is as fast
+    if (len(pairs) > 1 or packed) and runs_in_one_launch(tensors, masks) and fit_masks(tensors, masks):
+        store_zeros_([tensor.detach() for tensor in tensors], list(masks), packed)
+        return
     for tensor, mask in pairs:
         mask = unpack_bits(mask, tensor.shape) if mask.dtype == torch.uint8 else mask
         for bits, kept in _pieces(tensor.detach().view(_BITS[tensor.element_size()]), mask):
             bits.mul_(kept)
 
 
+def fit_masks(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> bool:
+    """Return whether masks can be read in the order of their tensors: all packed, or all bool of the same strides.
+
+    Example:
+        >>> fit_masks([torch.ones(2, 3)], [torch.ones(3, 2, dtype=torch.bool).T])
+        False
+    """
+    if all(mask.dtype == torch.uint8 for mask in masks):
+        return all(tensor.is_contiguous() for tensor in tensors)
+    pairs = zip(tensors, masks, strict=True)
+    return all(m.dtype == torch.bool and m.shape == t.shape and m.stride() == t.stride() for t, m in pairs)
+
+
 @torch.library.custom_op("eff_kernels::store_zeros_", mutates_args={"tensors"})
 def store_zeros_(tensors: list[Tensor], masks: list[Tensor], packed: bool) -> None:
-    """Do as `apply_mask_` as one operator: all masks packed, or all with the strides of their tensors."""
+    """Do as `apply_mask_` as one operator, of masks that `fit_masks`."""
     if not tensors[0].is_cuda:
         apply_mask_(tensors, masks)
         return
