@@ -103,6 +103,10 @@ def pack_bits(mask: Tensor) -> Tensor:
     if runs_in_one_launch([mask]):
         packed: Tensor = packed_bits(mask.contiguous())
         return packed
+    return _pack_bits(mask)
+
+
+def _pack_bits(mask: Tensor) -> Tensor:
     return torch.from_numpy(np.packbits(mask.cpu().numpy().reshape(-1))).to(mask.device)
 
 
@@ -110,7 +114,7 @@ def pack_bits(mask: Tensor) -> Tensor:
 def packed_bits(mask: Tensor) -> Tensor:
     """Return `pack_bits` of a contiguous mask as one operator."""
     if not mask.is_cuda:
-        return pack_bits(mask)
+        return _pack_bits(mask)
     from eff_kernels.masks_triton import pack_bits_triton
 
     with torch.cuda.device(mask.device):
@@ -136,6 +140,10 @@ def unpack_bits(packed: Tensor, shape: Sequence[int]) -> Tensor:
     if runs_in_one_launch([packed]):
         mask: Tensor = unpacked_bits(packed.contiguous(), list(shape))
         return mask
+    return _unpack_bits(packed, shape)
+
+
+def _unpack_bits(packed: Tensor, shape: Sequence[int]) -> Tensor:
     bits = np.unpackbits(packed.cpu().numpy(), count=math.prod(shape)).view(bool)
     return torch.from_numpy(bits).view(tuple(shape)).to(packed.device)
 
@@ -144,7 +152,7 @@ def unpack_bits(packed: Tensor, shape: Sequence[int]) -> Tensor:
 def unpacked_bits(packed: Tensor, shape: list[int]) -> Tensor:
     """Return `unpack_bits` of contiguous bytes as one operator."""
     if not packed.is_cuda:
-        return unpack_bits(packed, shape)
+        return _unpack_bits(packed, shape)
     from eff_kernels.masks_triton import unpack_bits_triton
 
     with torch.cuda.device(packed.device):

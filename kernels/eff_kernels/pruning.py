@@ -50,6 +50,10 @@ def apply_mask_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     if (len(pairs) > 1 or packed) and runs_in_one_launch(tensors, masks) and fit_masks(tensors, masks):
         store_zeros_([tensor.detach() for tensor in tensors], list(masks), packed)
         return
+    _apply_masks(pairs)
+
+
+def _apply_masks(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for tensor, mask in pairs:
         mask = unpack_bits(mask, tensor.shape) if mask.dtype == torch.uint8 else mask
         for bits, kept in _pieces(tensor.detach().view(_BITS[tensor.element_size()]), mask):
@@ -73,7 +77,7 @@ def fit_masks(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> bool:
 def store_zeros_(tensors: list[Tensor], masks: list[Tensor], packed: bool) -> None:
     """Do as `apply_mask_` as one operator, of masks that `fit_masks`."""
     if not tensors[0].is_cuda:
-        apply_mask_(tensors, masks)
+        _apply_masks(zip(tensors, masks, strict=True))
         return
     from eff_kernels.pruning_triton import apply_mask_triton_
 
@@ -210,8 +214,7 @@ def kth_smallest(
         3.0
     """
     leave_out = [-1] * len(scores) if leave_out is None else leave_out
-    device = _common_device(getattr(scores, "tensors", scores))
-    if dtype == torch.float32 and device.type == "cuda" and has_triton():
+    if dtype == torch.float32 and (device := _one_gpu(getattr(scores, "tensors", scores))) is not None:
         key, numel = kth_smallest_key(scores, k, leave_out, device)
         if not 1 <= k <= numel:
             raise ValueError(f"kth_smallest: k must be in [1, {numel}], got {k}")
@@ -263,10 +266,11 @@ def kth_smallest(
     return _from_key(prefix, dtype)
 
 
-def _common_device(tensors: Sequence[Tensor]) -> torch.device:
-    """Return the one device of tensors at hand; that is the CPU where there are several, or where they are computed."""
-    devices = {tensor.device for tensor in tensors} if isinstance(tensors, list | tuple) else set()
-    return devices.pop() if len(devices) == 1 else torch.device("cpu")
+def _one_gpu(tensors: Sequence[Tensor]) -> torch.device | None:
+    """Return the GPU of tensors that are at hand, all on the same one; else None."""
+    devices = {tensor.device for tensor in tensors} if isinstance(tensors, list | tuple) and has_triton() else set()
+    device = devices.pop() if len(devices) == 1 else None
+    return device if device is not None and device.type == "cuda" else None
 
 
 def _from_key(key: int, dtype: torch.dtype) -> float:
