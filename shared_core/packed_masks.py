@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
+from eff_kernels.masks import pack_bits, unpack_bits
 from torch import Tensor
 
 
@@ -16,20 +17,19 @@ def pack_mask(mask: Tensor) -> Tensor:
         >>> pack_mask(torch.tensor([True, False, True]))
         tensor([160], dtype=torch.uint8)
     """
-    return torch.from_numpy(np.packbits(mask.cpu().numpy().reshape(-1)))
+    return pack_bits(mask).cpu()
 
 
 def packed_size(shape: Sequence[int]) -> int:
     """Return how many bytes `pack_mask` makes of a mask of this shape."""
-    return -(-int(np.prod(shape)) // 8)
+    return -(-math.prod(shape) // 8)
 
 
-def unpack_mask(packed: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return what `pack_mask` packed, of this shape, on CPU.
+def unpack_mask(packed: Tensor, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """Return what `pack_mask` packed, of this shape, on a device; the bytes travel there packed.
 
     Example:
         >>> unpack_mask(torch.tensor([160], dtype=torch.uint8), (3,))
         tensor([ True, False,  True])
     """
-    bits = np.unpackbits(packed.cpu().numpy(), count=int(np.prod(shape))).view(bool)
-    return torch.from_numpy(bits).view(tuple(shape))
+    return unpack_bits(packed.to(device), shape)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from eff_kernels.tensor_table import runs_in_one_launch
+
 NUM_BINS = 256
-_ABS, _INF = 0x7FFFFFFF, 0x7F800000
+MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
+"""Of the bits of a float32: all but the sign, and infinity."""
 # On CPU a piece and what is made of it stay in cache; on a GPU fewer launches count, and below 2**24 a float32 count
 # is exact.
 _CPU_PIECE, _DEVICE_PIECE = 1 << 16, 1 << 22
@@ -48,29 +51,65 @@ def count_magnitudes(tensors: Sequence[Tensor], threshold: float) -> Magnitudes:
         >>> counts.zeros.item(), counts.small.item(), counts.amax.item(), counts.histogram[0, 126:129].tolist()
         (1, 1, 3.0, [1, 0, 1])
     """
-    bound = torch.tensor(threshold, dtype=torch.float32)
-    if not torch.finfo(torch.float32).tiny <= bound.item() < math.inf:
-        raise ValueError(f"count_magnitudes: threshold must be a normal float32 above 0, got {threshold}")
+    bound = bits_of_threshold(threshold)
     if not tensors:
         empty = torch.zeros(0, dtype=torch.int64)
         return Magnitudes(empty.view(0, NUM_BINS), empty, empty, empty.float())
-    device = tensors[0].device
-    count, size = (_count_on_cpu, _CPU_PIECE) if device.type == "cpu" else (_count_on_device, _DEVICE_PIECE)
-    return _count(tensors, int(bound.view(torch.int32)), count, size)
+    if runs_in_one_launch(tensors) and all(tensor.dtype in _LAYOUTS for tensor in tensors):
+        return as_magnitudes(*count_magnitudes_of([tensor.detach() for tensor in tensors], bound))
+    return as_magnitudes(*_count(tensors, bound))
 
 
-def _count(
-    tensors: Sequence[Tensor], bound: int, count: Callable[[Tensor, int, Tensor, Tensor], None], size: int
-) -> Magnitudes:
+def bits_of_threshold(threshold: float) -> int:
+    """Return the bits of a threshold as a float32.
+
+    Raises:
+        ValueError: If that is not a normal number above 0.
+
+    Example:
+        >>> hex(bits_of_threshold(1.0))
+        '0x3f800000'
+    """
+    bound = torch.tensor(threshold, dtype=torch.float32)
+    if not torch.finfo(torch.float32).tiny <= bound.item() < math.inf:
+        raise ValueError(f"count_magnitudes: threshold must be a normal float32 above 0, got {threshold}")
+    return int(bound.view(torch.int32))
+
+
+def as_magnitudes(histogram: Tensor, rest: Tensor) -> Magnitudes:
+    """Return the counts, given zeros, small ones and the bits of the largest side by side."""
+    return Magnitudes(histogram, rest[:, 0], rest[:, 1], rest[:, 2].to(torch.int32).view(torch.float32))
+
+
+@torch.library.custom_op("eff_kernels::count_magnitudes", mutates_args=())
+def count_magnitudes_of(tensors: list[Tensor], bound: int) -> tuple[Tensor, Tensor]:
+    """Return `count_magnitudes` for the bits of the threshold as one operator: what `as_magnitudes` takes."""
+    if tensors[0].is_cuda:
+        from eff_kernels.loss_scaling_triton import scan_triton_
+
+        with torch.cuda.device(tensors[0].device):
+            return scan_triton_(tensors, bound)
+    return _count(tensors, bound)
+
+
+@count_magnitudes_of.register_fake
+def _(tensors: list[Tensor], bound: int) -> tuple[Tensor, Tensor]:
+    histogram = tensors[0].new_empty(len(tensors), NUM_BINS, dtype=torch.int64)
+    return histogram, histogram.new_empty(len(tensors), 3)
+
+
+def _count(tensors: Sequence[Tensor], bound: int) -> tuple[Tensor, Tensor]:
     device = tensors[0].device
+    on_cpu = device.type == "cpu"
+    count, size = (_count_on_cpu, _CPU_PIECE) if on_cpu else (_count_on_device, _DEVICE_PIECE)
     histogram = torch.zeros(len(tensors), NUM_BINS, dtype=torch.int64, device=device)
     # zeros, small, and the bits of the largest: int32 bits in order, so a maximum of them is one of magnitudes
     rest = torch.zeros(len(tensors), 3, dtype=torch.int64, device=device)
     for index, tensor in enumerate(tensors):
         for piece in torch.split(tensor.detach().reshape(-1), size):
             if piece.numel():
-                count(piece.float().view(torch.int32) & _ABS, bound, histogram[index], rest[index])
-    return Magnitudes(histogram, rest[:, 0], rest[:, 1], rest[:, 2].to(torch.int32).view(torch.float32))
+                count(piece.float().view(torch.int32) & MAGNITUDE, bound, histogram[index], rest[index])
+    return histogram, rest
 
 
 def _count_on_cpu(bits: Tensor, bound: int, histogram: Tensor, rest: Tensor) -> None:
@@ -80,11 +119,11 @@ def _count_on_cpu(bits: Tensor, bound: int, histogram: Tensor, rest: Tensor) -> 
     lowest, highest = int(bins[0]), int(bins[-1])
     zeros = bits.numel() - int(torch.count_nonzero(bits)) if lowest else 0
     # a power of two is the edge of a column
-    below = int((bits < bound).sum()) if bound & ~_INF else int(bins[: bound >> 23].sum())
+    below = int((bits < bound).sum()) if bound & ~INFINITY else int(bins[: bound >> 23].sum())
     rest[0] += zeros
     rest[1] += below - zeros
     if highest:
-        bits = torch.where(bits < _INF, bits, 0)
+        bits = torch.where(bits < INFINITY, bits, 0)
     rest[2] = max(int(rest[2]), int(bits.max()))
 
 
@@ -94,7 +133,7 @@ def _count_on_device(bits: Tensor, bound: int, histogram: Tensor, rest: Tensor) 
     zeros = (bits == 0).sum()
     rest[0] += zeros
     rest[1] += (bits < bound).sum() - zeros
-    rest[2] = torch.maximum(rest[2], torch.where(bits < _INF, bits, 0).max())
+    rest[2] = torch.maximum(rest[2], torch.where(bits < INFINITY, bits, 0).max())
 
 
 class _Layout(NamedTuple):
@@ -144,15 +183,43 @@ def count_exponents(tensor: Tensor) -> Exponents:
     layout = _LAYOUTS.get(tensor.dtype)
     if layout is None:
         raise TypeError(f"count_exponents: dtype must be one of {', '.join(map(str, _LAYOUTS))}, got {tensor.dtype}")
-    columns = layout.mantissa + (1 << layout.exponent) + 1
-    counts = torch.zeros(columns, dtype=torch.int64, device=tensor.device)
+    lowest = 1 - layout.bias - layout.mantissa
+    if tensor.dtype != torch.float64 and runs_in_one_launch([tensor]):
+        return Exponents(lowest, count_exponents_of(tensor.detach()))
+    return Exponents(lowest, _count_exponents(tensor))
+
+
+@torch.library.custom_op("eff_kernels::count_exponents", mutates_args=())
+def count_exponents_of(tensor: Tensor) -> Tensor:
+    """Return the counts of `count_exponents` as one operator."""
+    if not tensor.is_cuda:
+        return _count_exponents(tensor)
+    from eff_kernels.loss_scaling_triton import count_exponents_triton
+
+    with torch.cuda.device(tensor.device):
+        return count_exponents_triton(tensor.view(_LAYOUTS[tensor.dtype].integer), *_LAYOUTS[tensor.dtype][1:3])
+
+
+@count_exponents_of.register_fake
+def _(tensor: Tensor) -> Tensor:
+    layout = _LAYOUTS[tensor.dtype]
+    return tensor.new_empty(_num_columns(layout), dtype=torch.int64)
+
+
+def _num_columns(layout: _Layout) -> int:
+    return layout.mantissa + (1 << layout.exponent) + 1
+
+
+def _count_exponents(tensor: Tensor) -> Tensor:
+    layout = _LAYOUTS[tensor.dtype]
+    counts = torch.zeros(_num_columns(layout), dtype=torch.int64, device=tensor.device)
     on_cpu = tensor.device.type == "cpu"
     count, size = (_exponents_on_cpu, _CPU_PIECE) if on_cpu else (_exponents_on_device, _DEVICE_PIECE)
     magnitude = torch.iinfo(layout.integer).max
     for piece in torch.split(tensor.detach().reshape(-1), size):
         if piece.numel():
             count(piece.view(layout.integer) & magnitude, layout, counts)
-    return Exponents(1 - layout.bias - layout.mantissa, counts)
+    return counts
 
 
 def _exponents_on_cpu(bits: Tensor, layout: _Layout, counts: Tensor) -> None:

@@ -9,6 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eff_kernels.digits import kth_smallest_key
+from eff_kernels.masks import unpack_bits
+from eff_kernels.tensor_table import runs_in_one_launch
+from eff_kernels.triton_available import has_triton
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # torch widens a bool operand into a temporary of the other's type; in pieces of 2 MiB that stays in cache
 _APPLY_PIECE = 1 << 19
@@ -27,7 +32,8 @@ def apply_mask_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
 
     Args:
         tensors: Floating point, any shape and device; parameters too. A stride of 0 is not allowed.
-        masks: bool, True = keep, each broadcastable to its tensor and on its device.
+        masks: bool, True = keep, each broadcastable to its tensor and on its device; or uint8, what `pack_bits` makes
+            of a mask of the tensor's shape, in the order of a contiguous tensor.
 
     Raises:
         ValueError: If the two lists differ in length.
@@ -38,11 +44,53 @@ def apply_mask_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
         >>> weight
         tensor([1.5000, 0.0000, 0.0000])
     """
-    for tensor, mask in zip(tensors, masks, strict=True):
+    pairs = list(zip(tensors, masks, strict=True))
+    packed = bool(masks) and masks[0].dtype == torch.uint8
+    # of one tensor torch's product is as fast
+    if (len(pairs) > 1 or packed) and runs_in_one_launch(tensors, masks) and fit_masks(tensors, masks):
+        store_zeros_([tensor.detach() for tensor in tensors], list(masks), packed)
+        return
+    _apply_masks(pairs)
+
+
+def _apply_masks(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for tensor, mask in pairs:
+        mask = unpack_bits(mask, tensor.shape) if mask.dtype == torch.uint8 else mask
         for bits, kept in _pieces(tensor.detach().view(_BITS[tensor.element_size()]), mask):
             bits.mul_(kept)
 
 
+def fit_masks(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> bool:
+    """Return whether masks can be read in the order of their tensors: all packed, or all bool of the same strides.
+
+    Example:
+        >>> fit_masks([torch.ones(2, 3)], [torch.ones(3, 2, dtype=torch.bool).T])
+        False
+    """
+    if all(mask.dtype == torch.uint8 for mask in masks):
+        return all(tensor.is_contiguous() for tensor in tensors)
+    pairs = zip(tensors, masks, strict=True)
+    return all(m.dtype == torch.bool and m.shape == t.shape and m.stride() == t.stride() for t, m in pairs)
+
+
+@torch.library.custom_op("eff_kernels::store_zeros_", mutates_args={"tensors"})
+def store_zeros_(tensors: list[Tensor], masks: list[Tensor], packed: bool) -> None:
+    """Do as `apply_mask_` as one operator, of masks that `fit_masks`."""
+    if not tensors[0].is_cuda:
+        _apply_masks(zip(tensors, masks, strict=True))
+        return
+    from eff_kernels.pruning_triton import apply_mask_triton_
+
+    with torch.cuda.device(tensors[0].device):
+        apply_mask_triton_([tensor.view(_BITS[tensor.element_size()]) for tensor in tensors], masks, packed)
+
+
+@store_zeros_.register_fake
+def _(tensors: list[Tensor], masks: list[Tensor], packed: bool) -> None:
+    pass
+
+
+@torch.no_grad()
 def rank_below_(scores: Tensor, mask: Tensor) -> Tensor:
     """Set every score whose mask is False to -inf, in place, and return the scores.
 
@@ -54,6 +102,8 @@ def rank_below_(scores: Tensor, mask: Tensor) -> Tensor:
         >>> rank_below_(torch.tensor([1.0, 0.0]), torch.tensor([True, False]))
         tensor([1., -inf])
     """
+    if not scores.is_cpu:
+        return torch.where(mask, scores, scores.new_full((), -math.inf), out=scores)
     apply_mask_([scores], [mask])
     # -1 shifted past the mantissa is sign and exponent all ones: -inf, three times as fast as by masked_fill_
     kind = _BITS[scores.element_size()]
@@ -150,7 +200,8 @@ def kth_smallest(
     and ten times slower on others).
 
     Args:
-        scores: Tensors without NaN. Read by index, possibly several times, so they may be computed on access.
+        scores: Tensors without NaN. Read by index, possibly several times, so they may be computed on access; an
+            attribute ``tensors``, a list, then tells their devices.
         k: From 1 to the number of scores that take part.
         dtype: float32, or float64 if any of the tensors is: scores are compared in it.
         leave_out: Per tensor the flat index of one score that does not take part, or -1.
@@ -163,6 +214,11 @@ def kth_smallest(
         3.0
     """
     leave_out = [-1] * len(scores) if leave_out is None else leave_out
+    if dtype == torch.float32 and (device := _one_gpu(getattr(scores, "tensors", scores))) is not None:
+        key, numel = kth_smallest_key(scores, k, leave_out, device)
+        if not 1 <= k <= numel:
+            raise ValueError(f"kth_smallest: k must be in [1, {numel}], got {k}")
+        return _from_key(key - (1 << 31), dtype)
     kind = _BITS[dtype.itemsize]
     width = 8 * dtype.itemsize
     largest = torch.iinfo(kind).max
@@ -208,6 +264,13 @@ def kth_smallest(
         rank -= int(cumulative[digit] - counts[digit])
         prefix = digit - offset if offset else (prefix << _DIGIT) | digit
     return _from_key(prefix, dtype)
+
+
+def _one_gpu(tensors: Sequence[Tensor]) -> torch.device | None:
+    """Return the GPU of tensors that are at hand, all on the same one; else None."""
+    devices = {tensor.device for tensor in tensors} if isinstance(tensors, list | tuple) and has_triton() else set()
+    device = devices.pop() if len(devices) == 1 else None
+    return device if device is not None and device.type == "cuda" else None
 
 
 def _from_key(key: int, dtype: torch.dtype) -> float:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
-
-from shared_core.ranks import local_part
 
 if TYPE_CHECKING:
     from shared_core.loss_scaling.config import LossScaleConfig
@@ -101,28 +98,6 @@ class AutoScale:
         if state:
             self._peak = state["peak"]
             self._extra, self._good, self._streak = state["extra"], state["good"], state["streak"]
-
-
-def largest_magnitude(groups: Iterable[Sequence[Tensor]], device: torch.device | str = "cpu") -> Tensor:
-    """Return the largest magnitude of all gradients as a float32 scalar on a device; 0 where it is not finite.
-
-    Args:
-        groups: Gradients, each group of one device and dtype.
-        device: Where the result goes.
-
-    Example:
-        >>> largest_magnitude([[torch.tensor([0.5, -3.0]), torch.zeros(0)]])
-        tensor(3.)
-    """
-    norms = []
-    for group in groups:
-        local = [grad for grad in map(local_part, group) if grad.numel()]
-        if local:
-            norms.append(torch.stack(torch._foreach_norm(local, math.inf)).max().to(device, torch.float32))
-    if not norms:
-        return torch.zeros((), device=device)
-    # Inf and NaN have a flag of their own; NaN in a maximum over processes would be undefined
-    return torch.stack(norms).max().nan_to_num(nan=0.0, posinf=0.0)
 
 
 def _exponent(scale: float) -> int:

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
+from eff_kernels.unscaling import unscale_with_largest_
 from torch import Tensor
 
 # Private to torch: only so can a subclass see the stage of a step. Pinned by test_loss_scaling_torch.py.
 from torch.amp.grad_scaler import GradScaler, OptState, _refresh_per_optimizer_state
 
 from shared_core.errors import CheckpointError, ConfigError, TrainingError
-from shared_core.loss_scaling.auto_scale import AutoScale, largest_magnitude
+from shared_core.loss_scaling.auto_scale import AutoScale
 from shared_core.loss_scaling.config import MIN_SCALE, LossScaleConfig
 from shared_core.loss_scaling.floors import floor_text, make_floor
 from shared_core.ranks import all_reduce_, world_size
@@ -300,11 +301,16 @@ class LossScaler(GradScaler):
                 grad = grad._values()
             grouped.setdefault((grad.device, dtype), []).append(grad)
         home = inv_scale.device
-        amax = largest_magnitude(grouped.values(), home) if self._auto is not None and grouped else None
+        largest = []
         flags = {device: found_inf.to(device, copy=True) for device, _ in grouped}
         with torch.no_grad():
             for (device, _), grads in grouped.items():
-                torch._amp_foreach_non_finite_check_and_unscale_(grads, flags[device], inv_scale.to(device))
+                flag, factor = flags[device], inv_scale.to(device)
+                if self._auto is None:
+                    torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, factor)
+                else:
+                    largest.append(unscale_with_largest_(grads, flag, factor).to(home))
+        amax = torch.stack(largest).max() if largest else None
         found = flags.pop(home, found_inf)
         for flag in flags.values():
             found = found + flag.to(home, non_blocking=True)

@@ -29,7 +29,7 @@ class MaskStore(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name in self._packed:
             weight = self.weights[name]
-            return unpack_mask(self._packed[name], weight.shape).to(weight.device)
+            return unpack_mask(self._packed[name], weight.shape, weight.device)
         return self.parts[name]
 
     def __contains__(self, name: object) -> bool:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
+from eff_kernels.masks import n_of_m_mask
 from torch import Tensor
 
 from shared_core.errors import ConfigError
-
-_COMPARED = 16
 
 
 @torch.no_grad()
@@ -44,22 +43,7 @@ def nm_mask(weight: Tensor, n: int, m: int, *, axis: int = 1) -> Tensor:
 @torch.no_grad()
 def nm_mask_of_scores(scores: Tensor, n: int, m: int, *, axis: int) -> Tensor:
     """Return `nm_mask` of scores, whose sign counts: the `n` largest of each group stay."""
-    if scores.isnan().any():
-        raise ConfigError("nm_mask: scores must not be NaN")
-    last = scores.movedim(axis, -1)
-    groups = last.reshape(-1, m)
-    if m <= _COMPARED:
-        # how many of a group come before each: several times faster than a stable sort of rows of 4
-        columns = groups.t().contiguous()
-        before = [torch.full_like(columns[0], m - 1 - i, dtype=torch.int8) for i in range(m)]
-        for i in range(m):
-            for j in range(i + 1, m):
-                first = (columns[i] >= columns[j]).view(torch.int8)
-                before[j].add_(first)
-                before[i].sub_(first)
-        kept = torch.stack([count < n for count in before], 1)
-        return kept.view(last.shape).movedim(-1, axis).contiguous()
-    mask = torch.zeros_like(groups, dtype=torch.bool)
-    order = groups.argsort(dim=1, descending=True, stable=True)[:, :n]
-    mask.scatter_(1, order, True)
-    return mask.view(last.shape).movedim(-1, axis).contiguous()
+    try:
+        return n_of_m_mask(scores, n, m, axis)
+    except ValueError as error:
+        raise ConfigError("nm_mask: scores must not be NaN") from error

@@ -294,7 +294,7 @@ class Pruning(Technique):
             self._units.load_state_dict(self._saved.get("units", {}))
         self._set_masks(
             {
-                name: unpack_mask(packed, weights[name].shape).to(weights[name].device)
+                name: unpack_mask(packed, weights[name].shape, weights[name].device)
                 for name, packed in self._saved["masks"].items()
             }
         )

@@ -1,0 +1,164 @@
+"""Masks by rank in groups of neighbours, and eight to a byte: packed, unpacked and applied as they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eff_kernels.tensor_table import runs_in_one_launch
+
+COMPARED = 16
+"""The largest group that is ranked by comparing each pair."""
+_RANKED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@torch.no_grad()
+def n_of_m_mask(scores: Tensor, n: int, m: int, axis: int) -> Tensor:
+    """Return which scores are among the `n` largest of every `m` neighbours along an axis; ties go by lowest index.
+
+    Small groups are ranked by how many of a group come before each, 6 comparisons for 2:4, several times faster than a
+    stable sort of rows of 4.
+
+    Args:
+        scores: Floating point, any shape; `m` divides the axis.
+        n: How many of each group stay, from 1 to `m`.
+        m: Size of a group.
+        axis: Along which the neighbours lie.
+
+    Returns:
+        bool of the same shape, contiguous, True = keep; each group holds exactly `n`.
+
+    Raises:
+        ValueError: If a score is NaN.
+
+    Example:
+        >>> n_of_m_mask(torch.tensor([[0.1, 2.0, 2.0, 2.0]]), 2, 4, 1)
+        tensor([[False,  True,  True, False]])
+    """
+    axis %= scores.ndim
+    mask: Tensor
+    if m <= COMPARED and scores.is_contiguous() and scores.dtype in _RANKED and runs_in_one_launch([scores]):
+        mask, has_nan = rank_groups(scores.detach(), n, m, axis)
+    else:
+        has_nan = scores.isnan().any()
+        mask = _rank_groups(scores, n, m, axis)
+    if has_nan:
+        raise ValueError("n_of_m_mask: scores must not be NaN")
+    return mask
+
+
+@torch.library.custom_op("eff_kernels::rank_groups", mutates_args=())
+def rank_groups(scores: Tensor, n: int, m: int, axis: int) -> tuple[Tensor, Tensor]:
+    """Return `n_of_m_mask` as one operator, and a flag, bool ``[1]``: whether a score was NaN."""
+    if not scores.is_cuda:
+        return _rank_groups(scores, n, m, axis), scores.isnan().any().view(1)
+    from eff_kernels.masks_triton import rank_groups_triton
+
+    with torch.cuda.device(scores.device):
+        return rank_groups_triton(scores, n, m, math.prod(scores.shape[axis + 1 :]))
+
+
+@rank_groups.register_fake
+def _(scores: Tensor, n: int, m: int, axis: int) -> tuple[Tensor, Tensor]:
+    mask = scores.new_empty(scores.shape, dtype=torch.bool)
+    return mask, mask.new_empty(1)
+
+
+def _rank_groups(scores: Tensor, n: int, m: int, axis: int) -> Tensor:
+    last = scores.movedim(axis, -1)
+    groups = last.reshape(-1, m)
+    if m <= COMPARED:
+        columns = groups.t().contiguous()
+        before = [torch.full_like(columns[0], m - 1 - i, dtype=torch.int8) for i in range(m)]
+        for i in range(m):
+            for j in range(i + 1, m):
+                first = (columns[i] >= columns[j]).view(torch.int8)
+                before[j].add_(first)
+                before[i].sub_(first)
+        kept = torch.stack([count < n for count in before], 1)
+        return kept.view(last.shape).movedim(-1, axis).contiguous()
+    mask = torch.zeros_like(groups, dtype=torch.bool)
+    order = groups.argsort(dim=1, descending=True, stable=True)[:, :n]
+    mask.scatter_(1, order, True)
+    return mask.view(last.shape).movedim(-1, axis).contiguous()
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """Return a mask with eight elements to a byte, on its device, the first in the highest bit: `numpy.packbits`.
+
+    Args:
+        mask: bool, any shape.
+
+    Returns:
+        uint8 ``[⌈numel/8⌉]``; the last byte is filled up with zeros.
+
+    Example:
+        >>> pack_bits(torch.tensor([True, False, True]))
+        tensor([160], dtype=torch.uint8)
+    """
+    if runs_in_one_launch([mask]):
+        packed: Tensor = packed_bits(mask.contiguous())
+        return packed
+    return _pack_bits(mask)
+
+
+def _pack_bits(mask: Tensor) -> Tensor:
+    return torch.from_numpy(np.packbits(mask.cpu().numpy().reshape(-1))).to(mask.device)
+
+
+@torch.library.custom_op("eff_kernels::packed_bits", mutates_args=())
+def packed_bits(mask: Tensor) -> Tensor:
+    """Return `pack_bits` of a contiguous mask as one operator."""
+    if not mask.is_cuda:
+        return _pack_bits(mask)
+    from eff_kernels.masks_triton import pack_bits_triton
+
+    with torch.cuda.device(mask.device):
+        return pack_bits_triton(mask)
+
+
+@packed_bits.register_fake
+def _(mask: Tensor) -> Tensor:
+    return mask.new_empty((mask.numel() + 7) // 8, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return what `pack_bits` packed, of this shape, on the device of the bytes.
+
+    Args:
+        packed: uint8 ``[⌈numel/8⌉]``.
+        shape: Of the mask.
+
+    Example:
+        >>> unpack_bits(torch.tensor([160], dtype=torch.uint8), (3,))
+        tensor([ True, False,  True])
+    """
+    if runs_in_one_launch([packed]):
+        mask: Tensor = unpacked_bits(packed.contiguous(), list(shape))
+        return mask
+    return _unpack_bits(packed, shape)
+
+
+def _unpack_bits(packed: Tensor, shape: Sequence[int]) -> Tensor:
+    bits = np.unpackbits(packed.cpu().numpy(), count=math.prod(shape)).view(bool)
+    return torch.from_numpy(bits).view(tuple(shape)).to(packed.device)
+
+
+@torch.library.custom_op("eff_kernels::unpacked_bits", mutates_args=())
+def unpacked_bits(packed: Tensor, shape: list[int]) -> Tensor:
+    """Return `unpack_bits` of contiguous bytes as one operator."""
+    if not packed.is_cuda:
+        return _unpack_bits(packed, shape)
+    from eff_kernels.masks_triton import unpack_bits_triton
+
+    with torch.cuda.device(packed.device):
+        return unpack_bits_triton(packed, shape)
+
+
+@unpacked_bits.register_fake
+def _(packed: Tensor, shape: list[int]) -> Tensor:
+    return packed.new_empty(shape, dtype=torch.bool)

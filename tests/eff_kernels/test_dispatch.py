@@ -1,0 +1,71 @@
+"""What a GPU run does around its kernels, here around the operators' CPU side: the same results."""
+
+import pytest
+import torch
+from eff_kernels import loss_scaling, masks, optimizer, pruning, unscaling
+
+
+def pretend_a_gpu(patch):
+    for module in (loss_scaling, masks, optimizer, pruning, unscaling):
+        patch.setattr(module, "runs_in_one_launch", lambda *columns: True)
+    patch.setattr(pruning, "_one_gpu", lambda tensors: torch.device("cpu"))
+
+
+def unscaled(step):
+    grads, flag = [torch.randn(3, 4), torch.zeros(0), torch.full((2,), 1e-30)], torch.zeros(1)
+    found = step(grads, flag, torch.tensor([0.5]))
+    return [*(found if isinstance(found, tuple) else [found]), *grads, flag]
+
+
+def masked(packed):
+    weights = [torch.randn(5, 7), torch.randn(3)]
+    kept = [torch.rand(weight.shape) < 0.5 for weight in weights]
+    pruning.apply_mask_(weights, [masks.pack_bits(mask) for mask in kept] if packed else kept)
+    return weights
+
+
+def stepped():
+    weights, grads, m, v = ([torch.rand(5, 7), torch.rand(3)] for _ in range(4))
+    steps, kept = [torch.zeros(()) for _ in weights], [torch.rand(weight.shape) < 0.5 for weight in weights]
+    optimizer.masked_adamw_(
+        [torch.nn.Parameter(weight) for weight in weights], grads, m, v, steps, kept,
+        lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8,
+    )  # fmt: skip
+    return [*weights, *m, *v, *steps]
+
+
+CASES = {
+    "count_magnitudes": lambda: loss_scaling.count_magnitudes([torch.nn.Parameter(torch.randn(3, 4))], 1e-3),
+    "count_exponents": lambda: [loss_scaling.count_exponents(torch.randn(9).half()).counts],
+    "unscale_with_largest": lambda: unscaled(unscaling.unscale_with_largest_),
+    "unscale_and_count": lambda: unscaled(lambda *columns: unscaling.unscale_and_count_(*columns, 1e-3)),
+    "n_of_m_mask": lambda: [masks.n_of_m_mask(torch.randn(3, 8), 2, 4, -1)],
+    "bits": lambda: [masks.unpack_bits(masks.pack_bits(torch.rand(3, 5) < 0.5), (3, 5))],
+    "apply_mask": lambda: masked(False),
+    "apply_packed_mask": lambda: masked(True),
+    "masked_adamw": stepped,
+    "kth_smallest": lambda: [
+        torch.tensor(pruning.kth_smallest([torch.randn(300), torch.ones(3)], k, leave_out=[2, -1])) for k in (1, 200)
+    ],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operators_give_what_their_functions_do_on_cpu(name, monkeypatch):
+    torch.manual_seed(0)
+    expected = CASES[name]()
+    pretend_a_gpu(monkeypatch)
+    torch.manual_seed(0)
+    found = CASES[name]()
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+def test_operators_refuse_as_their_functions_do(monkeypatch):
+    pretend_a_gpu(monkeypatch)
+    with pytest.raises(ValueError, match="must not be NaN"):
+        masks.n_of_m_mask(torch.full((1, 4), torch.nan), 2, 4, 1)
+    with pytest.raises(ValueError, match=r"k must be in \[1, 3\], got 4"):
+        pruning.kth_smallest([torch.ones(3)], 4)

@@ -1,0 +1,120 @@
+"""Masks applied and thresholds found in Triton: against torch's product of bits and a full sort."""
+
+import pytest
+import torch
+from eff_kernels import digits
+from eff_kernels.masks import pack_bits
+from eff_kernels.pruning import apply_mask_, kth_smallest, rank_below_, store_zeros_
+
+pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch and with the dev extra on Linux")
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def weights(shapes, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    found = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes for dtype in DTYPES]
+    for weight in found[: len(DTYPES)]:
+        weight.view(-1)[:4] = torch.tensor([float("nan"), -float("inf"), -0.0, -1.0])
+    masks = [(torch.rand(weight.shape, generator=generator) < 0.5).to(device) for weight in found]
+    masks[0].view(-1)[:4] = False
+    return found, masks
+
+
+def test_masks_in_the_interpreter():
+    from eff_kernels.pruning_triton import apply_mask_triton_
+
+    before, masks = weights([(53, 41), (16, 16), (0, 3), ()])
+    expected = [weight.clone() for weight in before]
+    apply_mask_(expected, masks)
+    for packed in (False, True):
+        found = [weight.clone() for weight in before]
+        held = [pack_bits(mask) for mask in masks] if packed else masks
+        bits = [weight.view(BITS[weight.element_size()]) for weight in found]
+        apply_mask_triton_(bits, held, packed, chunk=2048)
+        plain = [weight.clone() for weight in before]
+        apply_mask_(plain, held)
+        for one, two, wanted in zip(found, plain, expected, strict=True):
+            integer = BITS[one.element_size()]
+            assert torch.equal(one.view(integer), wanted.view(integer))
+            assert torch.equal(two.view(integer), wanted.view(integer))
+
+
+def spread():
+    generator = torch.Generator().manual_seed(1)
+    ties = torch.randint(-2, 3, (41, 7), generator=generator).half()
+    return [
+        torch.randn(300, generator=generator),
+        ties,
+        -torch.zeros(5),
+        torch.tensor([-float("inf"), 1e-45]).bfloat16(),
+    ]
+
+
+def test_thresholds_in_the_interpreter(monkeypatch):
+    from eff_kernels.pruning_triton import count_digits_triton_
+
+    scores, left_out = spread(), [7, -1, 0, -1]
+    kept = [score.float().reshape(-1) for score in scores]
+    kept[0], kept[2] = torch.cat((kept[0][:7], kept[0][8:])), kept[2][1:]
+    ordered = torch.cat(kept).sort().values
+    ranks = (1, 170, len(ordered))
+    cpu = torch.device("cpu")
+    plain = [digits.kth_smallest_key(scores, rank, left_out, cpu) for rank in ranks]
+    assert digits.kth_smallest_key(scores, len(ordered) + 1, left_out, cpu)[1] == len(ordered)
+
+    def in_triton(counts, values, prefix, index, shift):
+        count_digits_triton_(counts, values, prefix, index, shift, block=128, tiles=2)
+
+    monkeypatch.setattr(digits, "count_digits_", in_triton)
+    for rank, expected in zip(ranks, plain, strict=True):
+        key, numel = digits.kth_smallest_key(scores, rank, left_out, cpu)
+        assert [key, numel] == expected
+        bits = torch.tensor(key - (1 << 31), dtype=torch.int32)
+        assert (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32) == ordered[rank - 1]
+
+
+def test_the_operators_are_what_they_say():
+    found, masks = weights([(3, 5)])
+    torch.library.opcheck(store_zeros_, (found, masks, False))
+    counts, prefix = torch.zeros(256, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    torch.library.opcheck(digits.count_digits_, (counts, torch.randn(9), prefix, -1, 24))
+
+
+def kernels():
+    from eff_kernels.pruning_triton import apply_masks, count_digits
+
+    table = {"table": "*i64", "owners": "*i64", "like": "*i32", "mask_like": "*u8"}
+    yield apply_masks, table, {"packed": True, "aligned": True, "chunk": 1 << 14, "block": 1024}, 8
+    types = {"values": "*fp32", "counts": "*i64", "prefix": "*i64", "size": "i64", "left_out": "i64"}
+    for shift, bits in ((16, 8), (0, 16)):
+        constants = {"shift": shift, "bits": bits, "private": bits == 8, "chunk": 1 << 15, "block": 4096}
+        yield count_digits, types, constants, 8
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    shapes = [(4097, 1025), (512, 512), (0, 3), ()]
+    before, masks = weights(shapes)
+    expected = [weight.clone() for weight in before]
+    apply_mask_(expected, masks)
+    for packed in (False, True):
+        found = [weight.cuda() for weight in before]
+        held = [(pack_bits(mask) if packed else mask).cuda() for mask in masks]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            apply_mask_(found, held)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for one, wanted in zip(found, expected, strict=True):
+            bits = BITS[one.element_size()]
+            assert torch.equal(one.cpu().view(bits), wanted.view(bits))
+    scores = [torch.randn(3_000_000).abs(), *spread()]
+    there = [score.cuda() for score in scores]
+    for rank in (1, 1_000_000, 2_999_999):
+        assert kth_smallest(there, rank) == kth_smallest(scores, rank)
+    with pytest.raises(ValueError, match="k must be in"):
+        kth_smallest(there, 10_000_000)
+    keep = torch.rand(scores[0].shape) < 0.5
+    assert torch.equal(rank_below_(there[0], keep.cuda()).cpu(), rank_below_(scores[0], keep))
