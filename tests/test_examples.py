@@ -8,6 +8,7 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 ENDS = ("hf", "lightning")
+STORIES = ("compact_lm_hf",)  # a minute
 SCRIPTS = [
     path
     for path in sorted(EXAMPLES.glob("*_*.py"))
@@ -15,7 +16,10 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in STORIES)) for path in SCRIPTS],
+)
 def test_example(script, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(EXAMPLES))
