@@ -252,6 +252,18 @@ def quantize_triton(
     return codes.view(dtype), scale, amax.view(torch.float32), turned.view(dtype), turned_scale
 
 
+def measure_amax(x: Tensor) -> Tensor:
+    """Return the largest magnitude of a matrix, not empty, as float32 (1, 1); NaN where there is one."""
+    rows, columns = x.shape
+    amax = x.new_zeros(1, 1, dtype=torch.int32)
+    with device_of(x):
+        tensor_codes[(triton.cdiv(rows, 64), triton.cdiv(columns, 256))](
+            x, amax, amax, amax, amax, amax, rows, columns, *x.stride(), 0, measure=True, cast=False, delayed=False,
+            both=False, mantissa=3, rounding="exact", native=False, height=64, width=256, num_warps=_WARPS,
+        )  # fmt: skip
+    return amax.view(torch.float32)
+
+
 def _rows(x: Tensor, codes: Tensor, constants: Mapping[str, object]) -> Tensor:
     rows, columns = x.shape
     scale = x.new_empty(rows, 1, dtype=torch.float32)
