@@ -8,11 +8,10 @@ from torch import Tensor, nn
 from eff_kernels.triton_available import has_triton
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CLASSES = (Tensor, nn.Parameter)
 
 
-def on_eager_cuda(*tensors: Tensor) -> bool:
-    """Return whether plain tensors of up to 32 bits lie on a CUDA device, outside graphs and functorch transforms.
+def on_eager_cuda(x: Tensor) -> bool:
+    """Return whether a plain tensor of up to 32 bits lies on a CUDA device, outside graphs and functorch transforms.
 
     The compiler fuses plain torch better than it calls an operator; subclasses (DTensor) dispatch on their own.
 
@@ -21,8 +20,20 @@ def on_eager_cuda(*tensors: Tensor) -> bool:
         False
     """
     return (
-        all(x.is_cuda and x.dtype in _DTYPES and type(x) in _CLASSES for x in tensors)
+        x.is_cuda
         and not torch.compiler.is_compiling()
+        and x.dtype in _DTYPES
+        and is_plain(x)
         and not torch._C._are_functorch_transforms_active()
         and has_triton()
     )
+
+
+def is_plain(x: Tensor) -> bool:
+    """Return whether a tensor is no subclass but a parameter.
+
+    Example:
+        >>> is_plain(nn.Parameter(torch.ones(2)))
+        True
+    """
+    return type(x) in (Tensor, nn.Parameter)
