@@ -18,7 +18,7 @@ if has_triton():
     import triton
     import triton.language as tl
 
-    from eff_kernels.encoding_triton import divided, divisor_of, fp8_code, magnitude, scale_of
+    from eff_kernels.encoding_triton import divided, fp8_code, magnitude, scale_of
 
 _WARPS = 8
 _IN_REGISTERS = 16384
@@ -83,7 +83,7 @@ def _tensor_codes(
         if measure:
             tl.atomic_max(amax, tl.max(tl.max(magnitude(tile), 1), 0))
         if cast:
-            code = fp8_code(divided(tile, divisor_of(s, rounding), rounding), mantissa, native)
+            code = fp8_code(divided(tile, s, rounding), mantissa, native)
             tl.store(codes + i.to(tl.int64) * columns + j, code, mask=(i < rows) & (j < columns))
             if both:
                 # under a scale of NaN the code of zero is not that of what fills up
@@ -112,8 +112,7 @@ def _row_codes(
     if in_registers:
         tile = loaded(x, i, j, rows, columns, row_stride, column_stride)
         s = scale_of(tl.max(magnitude(tile), 1), mantissa, rounding)
-        by = divisor_of(s, rounding)[:, None]
-        code = fp8_code(divided(tile, by, rounding), mantissa, native)
+        code = fp8_code(divided(tile, s[:, None], rounding), mantissa, native)
         tl.store(codes + i.to(tl.int64) * codes_width + j, code, mask=(i < rows) & (j < codes_width))
     else:
         amax = tl.zeros((height,), tl.int32)
@@ -121,11 +120,10 @@ def _row_codes(
             tile = loaded(x, i, start + j, rows, columns, row_stride, column_stride)
             amax = tl.maximum(amax, tl.max(magnitude(tile), 1))
         s = scale_of(amax, mantissa, rounding)
-        by = divisor_of(s, rounding)[:, None]
         for start in range(0, codes_width, width):
             at = start + j
             tile = loaded(x, i, at, rows, columns, row_stride, column_stride)
-            code = fp8_code(divided(tile, by, rounding), mantissa, native)
+            code = fp8_code(divided(tile, s[:, None], rounding), mantissa, native)
             tl.store(codes + i.to(tl.int64) * codes_width + at, code, mask=(i < rows) & (at < codes_width))
     row = tl.program_id(0) * height + tl.arange(0, height)
     tl.store(scale + row, s, mask=row < rows)
@@ -141,11 +139,10 @@ def _quantized_tile(
 ) -> tuple[tl.tensor, tl.tensor]:
     down: tl.constexpr = tile.shape[0] // high
     along: tl.constexpr = tile.shape[1] // wide
-    blocks = tl.reshape(magnitude(tile), (down, high, along, wide))
-    s = scale_of(tl.max(tl.max(blocks, 3), 1), mantissa, rounding)
-    by = divisor_of(s, rounding)[:, None, :, None]
-    by = tl.reshape(tl.broadcast_to(by, (down, high, along, wide)), tile.shape)
-    return fp8_code(divided(tile, by, rounding), mantissa, native), s
+    blocks = tl.reshape(tile, (down, high, along, wide))
+    s = scale_of(tl.max(tl.max(magnitude(blocks), 3), 1), mantissa, rounding)
+    code = fp8_code(divided(blocks, s[:, None, :, None], rounding), mantissa, native)
+    return tl.reshape(code, tile.shape), s
 
 
 def _block_codes(
@@ -218,7 +215,8 @@ def quantize_triton(
         "mantissa": 3 if dtype == torch.float8_e4m3fn else 2,
         "rounding": rounding,
         "native": has_native_fp8(x),
-        "num_warps": _WARPS,
+        # two casts of a tile take twice the registers
+        "num_warps": 2 * _WARPS if both and block[1] else _WARPS,
         "enable_fp_fusion": False,
     }
     amax = x.new_zeros((1, 1) if block == (0, 0) else 0, dtype=torch.int32)

@@ -143,7 +143,6 @@ def kernels():
     yield rounded, types, bf16, 4
     e5m2 = {"rounding": "toward_zero", "mantissa": 2, "bias": 15, "code": 2, "native": False}
     yield rounded, types | {"x": "*fp16", "out": "*u8"}, bf16 | e5m2, 4
-    yield rounded, types | {"out": "*fp16"}, bf16 | {"rounding": "nearest_even", "mantissa": 10, "bias": 15}, 4
 
 
 @pytest.mark.gpu
