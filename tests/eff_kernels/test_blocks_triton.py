@@ -62,7 +62,7 @@ def test_mx_is_torchaos(dtype, in_triton):
 
 
 def test_nvfp4(in_triton):
-    for dtype in DTYPES:
+    for dtype in DTYPES[:2]:
         x = values((2, 9, 401), dtype)
         for scale, out in ((None, None), (None, dtype), (1 / 6, None), (1e-3, dtype)):
             options = {"per_tensor_scale": None if scale is None else torch.tensor(scale), "dtype": out}

@@ -69,14 +69,14 @@ def test_a_scale_of_past_steps(quantize_in_triton):
     for past, worst in itertools.product((0.0, 3.0), (None, torch.inf, torch.nan)):
         if worst is not None:
             x[3, 7] = worst
-        check(quantize_in_triton, x, E4M3, (0, 0), "exact", torch.tensor(past))
+        check(quantize_in_triton, x, E4M3, (0, 0), "exact", torch.tensor(past), layouts=(True,))
 
 
 @pytest.mark.parametrize(("block", "rounding"), RECIPES)
 def test_what_is_not_finite_stays_so(block, rounding, quantize_in_triton):
     x = torch.ones(3, 130)
     x[0, 0], x[1, 129], x[2, 5] = torch.inf, -torch.nan, 2.0**-140
-    check(quantize_in_triton, x, E4M3, block, rounding)
+    check(quantize_in_triton, x, E4M3, block, rounding, layouts=(True,))
 
 
 def test_all_sixteen_bit_values_and_scales(quantize_in_triton):
@@ -112,9 +112,9 @@ def test_the_operator_is_what_it_says():
     from eff_kernels.fp8 import fp8_quantize
 
     x = values(20, 48, torch.float32)
-    for (block, rounding), both in itertools.product(RECIPES[:3], (False, True)):
-        torch.library.opcheck(fp8_quantize, (x, None, E4M3, list(block), rounding, both), test_utils="test_faketensor")
-    torch.library.opcheck(fp8_quantize, (x, torch.tensor(1.0), E5M2, [0, 0], "exact", True))
+    for block, rounding in RECIPES[1:4]:
+        torch.library.opcheck(fp8_quantize, (x, None, E4M3, list(block), rounding, True), test_utils="test_faketensor")
+    torch.library.opcheck(fp8_quantize, (x, torch.tensor(1.0), E5M2, [0, 0], "exact", False))
 
 
 def kernels():
