@@ -18,6 +18,7 @@ from eff_kernels.eager_cuda import on_eager_cuda
 
 Block = tuple[int, int]
 Rounding = Literal["exact", "power_of_two", "mx"]
+_KERNEL_BLOCKS = ((0, 0), (1, 0), (1, 32), (1, 128), (128, 128))
 
 
 class Scaled(NamedTuple):
@@ -135,7 +136,7 @@ def quantize(
         >>> one.matrix.codes.float(), one.transposed.codes.shape
         (tensor([[  1., 448.]]), torch.Size([2, 16]))
     """
-    if on_eager_cuda(x):
+    if block in _KERNEL_BLOCKS and on_eager_cuda(x):
         codes, scale, amax, turned, turned_scale = fp8_quantize(x.detach(), past, dtype, list(block), rounding, both)
         other = Scaled(turned, scale if block == (0, 0) else turned_scale, block) if both else None
         return Quantized(Scaled(codes, scale, block), other, amax if past is not None else None)
@@ -162,7 +163,7 @@ def fp8_quantize(
         x: (R, K) in float32, bfloat16 or float16, not empty.
         past: As in `quantize`.
         dtype: As there.
-        block: As there; finite sides are powers of two up to 128.
+        block: That of a tensor, of rows, or one of sides 1, 32 and 128.
         rounding: As there.
         both: As there.
     """
