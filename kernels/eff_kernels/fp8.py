@@ -14,8 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eff_kernels.eager_cuda import on_eager_cuda
+
 Block = tuple[int, int]
 Rounding = Literal["exact", "power_of_two", "mx"]
+_KERNEL_BLOCKS = ((0, 0), (1, 0), (1, 32), (1, 128), (128, 128))
 
 
 class Scaled(NamedTuple):
@@ -24,6 +27,14 @@ class Scaled(NamedTuple):
     codes: Tensor
     scale: Tensor
     block: Block
+
+
+class Quantized(NamedTuple):
+    """An FP8 matrix, its transpose if that was asked for, and the largest magnitude if the scale is that of others."""
+
+    matrix: Scaled
+    transposed: Scaled | None
+    amax: Tensor | None
 
 
 def block_amax(x: Tensor, block: Block) -> Tensor:
@@ -98,6 +109,81 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, block: Block) -> Scaled:
     # clamped first: torch's own conversion saturates in some versions and overflows in others (e5m2, torch < 2.12)
     codes = (x.float() / _along(scale, block, x.shape)).clamp_(-largest, largest).to(dtype)
     return Scaled(codes, scale, block)
+
+
+def quantize(
+    x: Tensor,
+    dtype: torch.dtype,
+    block: Block,
+    rounding: Rounding,
+    past: Tensor | None = None,
+    both: bool = False,
+) -> Quantized:
+    """Return `x` in FP8: `block_amax`, `block_scale` and `cast`; on CUDA in one sweep where the blocks allow it.
+
+    Args:
+        x: (R, K) of any floating type and strides, not empty.
+        dtype: An FP8 type.
+        block: Rows and columns of a block, 0 for all.
+        rounding: Of scales, see `block_scale`.
+        past: Largest magnitude of other steps, one value, that sets the scale of a tensor in place of its own, unless
+            it is 0 or x is not finite; only with the block (0, 0).
+        both: Whether to return the transpose too, (K, R) with zeros up to a multiple of 16 columns: the same codes
+            if one scale is that of the whole tensor, else blocks of this shape along its own rows.
+
+    Example:
+        >>> one = quantize(torch.tensor([[1.0, 448.0]]), torch.float8_e4m3fn, (0, 0), "exact", both=True)
+        >>> one.matrix.codes.float(), one.transposed.codes.shape
+        (tensor([[  1., 448.]]), torch.Size([2, 16]))
+    """
+    if block in _KERNEL_BLOCKS and on_eager_cuda(x):
+        codes, scale, amax, turned, turned_scale = fp8_quantize(x.detach(), past, dtype, list(block), rounding, both)
+        other = Scaled(turned, scale if block == (0, 0) else turned_scale, block) if both else None
+        return Quantized(Scaled(codes, scale, block), other, amax if past is not None else None)
+    x = x.contiguous()
+    amax = block_amax(x, block)
+    source = amax if past is None else torch.where((past > 0) & torch.isfinite(amax), past, amax)
+    matrix, other = cast(x, block_scale(source, dtype, rounding), dtype, block), None
+    if both and block == (0, 0):
+        # as bytes: not every device pads float8, and the code of zero is zero
+        turned = F.pad(matrix.codes.view(torch.uint8), (0, 0, 0, -x.shape[0] % 16)).t().contiguous()
+        other = Scaled(turned.view(dtype), matrix.scale, block)
+    elif both:
+        other = quantize(F.pad(x, (0, 0, 0, -x.shape[0] % 16)).t(), dtype, block, rounding).matrix
+    return Quantized(matrix, other, amax if past is not None else None)
+
+
+@torch.library.custom_op("eff_kernels::fp8_quantize", mutates_args=())
+def fp8_quantize(
+    x: Tensor, past: Tensor | None, dtype: torch.dtype, block: list[int], rounding: str, both: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return codes, scale, amax, transposed codes and their scale of `quantize`, by Triton; empty what is not there.
+
+    Args:
+        x: (R, K) in float32, bfloat16 or float16, not empty.
+        past: As in `quantize`.
+        dtype: As there.
+        block: That of a tensor, of rows, or one of sides 1, 32 and 128.
+        rounding: As there.
+        both: As there.
+    """
+    from eff_kernels.fp8_triton import quantize_triton
+
+    return quantize_triton(x, past, dtype, (block[0], block[1]), rounding, both)
+
+
+@fp8_quantize.register_fake
+def _(
+    x: Tensor, past: Tensor | None, dtype: torch.dtype, block: list[int], rounding: str, both: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows, columns = x.shape
+    high, wide = block[0] or rows, block[1] or columns
+    scale = x.new_empty(-(-rows // high), -(-columns // wide), dtype=torch.float32)
+    amax = x.new_empty((1, 1) if block == [0, 0] else 0, dtype=torch.float32)
+    turned = x.new_empty((columns, rows + -rows % 16) if both else 0, dtype=dtype)
+    high, wide = block[0] or columns, block[1] or rows
+    blocks = (-(-columns // high), -(-rows // wide)) if both and block != [0, 0] else 0
+    return x.new_empty(rows, columns, dtype=dtype), scale, amax, turned, scale.new_empty(blocks)
 
 
 def dequantize(matrix: Scaled) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from eff_kernels import fp8 as kernels
 from torch import Tensor
 
@@ -14,13 +15,16 @@ from shared_core.fp8.config import Fp8Config
 from shared_core.fp8.native import BLOCKS, native_mm
 from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch
 
+_MULTIPLE = 16  # tensor cores contract this many FP8 values at a time
+
 
 class Operand(NamedTuple):
-    """A matrix (rows, contracted axis), what it is to the layer, and whether this step remembers it."""
+    """A matrix (rows, contracted axis), what it is to the layer, whether this step remembers it; its codes if known."""
 
     matrix: Tensor
     role: Role
     record: bool
+    scaled: kernels.Scaled | None = None
 
 
 class Product(NamedTuple):
@@ -35,6 +39,10 @@ class Arithmetic(Protocol):
 
     def why_emulated(self, device: torch.device) -> str | None:
         """Return why products do not run on torch's scaled matmul there, to follow "as"; None if they do."""
+        ...
+
+    def both_layouts(self, operand: Operand) -> tuple[Operand, Operand]:
+        """Return the operands of two products: this one, and its transpose with rows of zeros as further columns."""
         ...
 
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> Product:
@@ -64,28 +72,32 @@ class ScaledArithmetic:
             return "backend=emulated asks"
         return probe.why_not_native(self.config.recipe, self.config.gradient_dtype, device)
 
+    def both_layouts(self, operand: Operand) -> tuple[Operand, Operand]:
+        """Return a matrix and its transpose, both cast, and remembered once."""
+        quantized = self._quantized(operand, both=True)
+        known = operand._replace(record=False, scaled=quantized.matrix)
+        return known, known._replace(scaled=quantized.transposed)
+
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> Product:
         """Return the product, on the device's scaled matmul or with the same numbers emulated."""
-        left, right = self._quantize(a), self._quantize(b)
+        left, right = (one.scaled or self._quantized(one).matrix for one in (a, b))
         kernels.check_scaled_mm_constraints(left, right)
         if self.why_emulated(left.codes.device) is not None:
             return Product(kernels.emulated_mm(left, right, dtype), False)
         return Product(native_mm(left, right, torch.float32 if dtype == torch.float64 else dtype).to(dtype), True)
 
-    def _quantize(self, operand: Operand) -> kernels.Scaled:
-        matrix, role = operand.matrix.contiguous(), operand.role
+    def _quantized(self, operand: Operand, both: bool = False) -> kernels.Quantized:
+        matrix, role, record, _ = operand
         dtype = self.config.gradient_dtype if role == "gradient" else torch.float8_e4m3fn
         block = self.weight_block if role == "weight" else self.block
-        amax = kernels.block_amax(matrix, block)
-        if self.bank is not None:
-            if operand.record:
-                self.bank.widen(self.index, role, amax)
-            past = self.bank.past(self.index, role, matrix.device)
-            # before the first applied step there is no past; and what is not finite now must not saturate unseen
-            amax = torch.where((past > 0) & torch.isfinite(amax), past, amax)
-        elif operand.record and self.watch is not None:
-            self.watch.see(amax)
-        return kernels.cast(matrix, kernels.block_scale(amax, dtype, self.rounding), dtype, block)
+        # 0 before the first applied step: then, and where something is not finite, the scale is that of this matrix
+        past = self.bank.past(self.index, role, matrix.device) if self.bank is not None else None
+        quantized = kernels.quantize(matrix, dtype, block, self.rounding, past, both)
+        if record and self.bank is not None and quantized.amax is not None:
+            self.bank.widen(self.index, role, quantized.amax)
+        elif record and self.watch is not None:
+            self.watch.see(quantized.matrix.scale)  # NaN where a magnitude is not finite
+        return quantized
 
 
 class CastArithmetic:
@@ -103,6 +115,10 @@ class CastArithmetic:
         """Return why, on every device."""
         return "this recipe has no scaled matmul here"
 
+    def both_layouts(self, operand: Operand) -> tuple[Operand, Operand]:
+        """Return a matrix and its transpose, each to be cast as it is multiplied."""
+        return operand, operand._replace(matrix=tokens_last(operand.matrix))
+
     def multiply(self, a: Operand, b: Operand, dtype: torch.dtype) -> Product:
         """Return the product of the rounded values."""
         left, right = (self._values(operand) for operand in (a, b))
@@ -115,3 +131,16 @@ class CastArithmetic:
         if operand.record and self.watch is not None:
             self.watch.see(values)  # a cast without a scale may itself overflow
         return values
+
+
+def tokens_last(matrix: Tensor) -> Tensor:
+    """Return the transpose, with zeros up to a multiple of 16 columns.
+
+    Zeros add nothing to a product and never set a scale.
+
+    Example:
+        >>> tokens_last(torch.ones(3, 2)).shape
+        torch.Size([2, 16])
+    """
+    missing = -matrix.shape[0] % _MULTIPLE
+    return (F.pad(matrix, (0, 0, 0, missing)) if missing else matrix).t()

@@ -14,15 +14,13 @@ from collections import Counter
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from shared_core.errors import TrainingError
-from shared_core.fp8.arithmetic import Arithmetic, Operand
+from shared_core.fp8.arithmetic import Arithmetic, Operand, tokens_last
 from shared_core.fp8.scaling import NonFiniteWatch
 
 PRODUCTS = ("forward", "grad_input", "grad_weight")
-_MULTIPLE = 16  # tensor cores contract this many FP8 values at a time
 _LAYERS: weakref.WeakValueDictionary[int, LayerFp8] = weakref.WeakValueDictionary()
 _HANDLES = itertools.count()
 # products count on the host, which a replayed CUDA graph would not do
@@ -55,11 +53,16 @@ class LayerFp8:
 
     def multiply(self, product: str, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         """Return ``a @ b.t()`` in `dtype` and count it; what is not observed is not remembered."""
-        observing = self.watch is not None and self.watch.observing
-        a, b = (operand._replace(record=operand.record and observing) for operand in (a, b))
-        value, is_scaled_mm = self.arithmetic.multiply(a, b, dtype)
+        value, is_scaled_mm = self.arithmetic.multiply(self._observed(a), self._observed(b), dtype)
         (self.scaled if is_scaled_mm else self.emulated)[product] += 1
         return value
+
+    def both_layouts(self, operand: Operand) -> tuple[Operand, Operand]:
+        """Return a matrix and its transpose as operands of two products; see `Arithmetic`."""
+        return self.arithmetic.both_layouts(self._observed(operand))
+
+    def _observed(self, operand: Operand) -> Operand:
+        return operand._replace(record=operand.record and self.watch is not None and self.watch.observing)
 
 
 def _layer(handle: Tensor) -> LayerFp8:
@@ -101,8 +104,19 @@ def fp8_grad_weight(gradient: Tensor, x: Tensor, handle: Tensor, record: bool, d
     """Return ``gᵀ x``, the gradient of the weight, in `dtype`."""
     if gradient.shape[0] == 0:
         return gradient.new_zeros(gradient.shape[1], x.shape[1], dtype=dtype)
-    a, b = Operand(_tokens_last(gradient), "gradient", record), Operand(_tokens_last(x), "input", False)
+    a, b = Operand(tokens_last(gradient), "gradient", record), Operand(tokens_last(x), "input", False)
     return _layer(handle).multiply("grad_weight", a, b, dtype)
+
+
+@torch.library.custom_op("efftrain::fp8_grads", mutates_args=(), tags=_TAGS)
+def fp8_grads(gradient: Tensor, x: Tensor, weight: Tensor, handle: Tensor, record: bool) -> tuple[Tensor, Tensor]:
+    """Return `fp8_grad_input` and `fp8_grad_weight` in the weight's type, the gradient cast for both at once."""
+    if gradient.shape[0] == 0:
+        return gradient.new_empty(0, weight.shape[1]), weight.new_zeros(weight.shape)
+    layer = _layer(handle)
+    a, b = layer.both_layouts(Operand(gradient, "gradient", record))
+    grad_input = layer.multiply("grad_input", a, Operand(weight.t(), "weight", False), gradient.dtype)
+    return grad_input, layer.multiply("grad_weight", b, Operand(tokens_last(x), "input", False), weight.dtype)
 
 
 @fp8_linear.register_fake
@@ -120,6 +134,11 @@ def _(gradient: Tensor, x: Tensor, handle: Tensor, record: bool, dtype: torch.dt
     return gradient.new_empty(gradient.shape[1], x.shape[1], dtype=dtype)
 
 
+@fp8_grads.register_fake
+def _(gradient: Tensor, x: Tensor, weight: Tensor, handle: Tensor, record: bool) -> tuple[Tensor, Tensor]:
+    return gradient.new_empty(gradient.shape[0], weight.shape[1]), weight.new_empty(weight.shape)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
     x, weight, handle, ctx.record = inputs
     ctx.save_for_backward(x, weight, handle)
@@ -129,6 +148,8 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, handle = ctx.saved_tensors
+    if ctx.needs_input_grad[0] and ctx.needs_input_grad[1]:
+        return *fp8_grads(gradient, x, weight, handle, ctx.record), None, None
     grad_input = grad_weight = None
     if ctx.needs_input_grad[0]:
         grad_input = fp8_grad_input(gradient, weight, handle, ctx.record)
@@ -138,8 +159,3 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 fp8_linear.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _tokens_last(matrix: Tensor) -> Tensor:
-    # zeros add nothing to a product and never set a scale
-    return F.pad(matrix, (0, 0, 0, -matrix.shape[0] % _MULTIPLE)).t().contiguous()

@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from eff_kernels.blocks import GROUP_SIZES, mx_round, nvfp4_round
+from eff_kernels.eager_cuda import on_eager_cuda
 from torch import Tensor
 
 from shared_core.errors import ConfigError, nearest
@@ -78,7 +80,12 @@ def mx_round_to(
         >>> mx_round_to(torch.tensor([1.0, 0.3, 7.0, -0.1]), "fp8_e4m3", group_size=2).tolist()
         [1.0, 0.3125, 7.0, -0.1015625]
     """
-    blocks = _blocks("mx_round_to", x, group_size, axis)
+    _check("mx_round_to", x, group_size, axis)
+    _check_element(element)
+    if mode == "nearest_even" and group_size in GROUP_SIZES and _is_last(x, axis) and on_eager_cuda(x):
+        rounded: Tensor = mx_round(x.detach(), element, group_size)
+        return rounded
+    blocks = _blocks(x, group_size, axis)
     scale = _mx_scale(blocks, element)
     values = round_to(blocks / scale, element, mode=mode, generator=generator)
     return _joined(values * scale, x, axis).to(x.dtype)
@@ -103,7 +110,9 @@ def mx_encode(x: Tensor, element: Element = "fp4_e2m1", *, group_size: int = 32,
         >>> codes.tolist(), scale.tolist()  # 1, 0.5, 6, -0 times 2^(127 - 127)
         ([2, 1, 7, 8], [127])
     """
-    blocks = _blocks("mx_encode", x, group_size, axis)
+    _check("mx_encode", x, group_size, axis)
+    _check_element(element)
+    blocks = _blocks(x, group_size, axis)
     scale = _mx_scale(blocks, element)
     return Blocks(
         _joined(encode(blocks / scale, element), x, axis), encode(scale, "e8m0").squeeze(-1).movedim(-1, axis)
@@ -131,7 +140,9 @@ def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
     return _usable(amax.detach().float() / (_E4M3.largest * _FP4.largest))
 
 
-def nvfp4_round_to(x: Tensor, *, per_tensor_scale: Tensor | None, axis: int = -1) -> Tensor:
+def nvfp4_round_to(
+    x: Tensor, *, per_tensor_scale: Tensor | None, axis: int = -1, dtype: torch.dtype | None = None
+) -> Tensor:
     """Return `x` rounded to NVFP4: ``s·fp4(x/s)`` with ``s = s_t·e4m3(amax_block/(6·s_t))`` for each 16 elements.
 
     Block scales are clamped to [2^-6, 448], the normal values of e4m3; what lies beyond the largest element saturates.
@@ -145,9 +156,11 @@ def nvfp4_round_to(x: Tensor, *, per_tensor_scale: Tensor | None, axis: int = -1
         x: At least one axis; float64, float32, bfloat16 or float16. Not changed.
         per_tensor_scale: s_t, one positive value on x's device, see `nvfp4_tensor_scale`; None takes that of x.
         axis: Where the blocks lie, in a matrix product the contracted axis.
+        dtype: Of the result, which 16 bits round once more: a product of scales does not fit them. None is float32,
+            or float64 for float64.
 
     Returns:
-        The shape of `x`, detached; float32, or float64 for float64 (a product of scales does not fit 16 bits).
+        The shape of `x`, detached.
 
     Raises:
         ConfigError: A dtype that is no float, no axis, or a tensor scale of more than one value.
@@ -158,10 +171,17 @@ def nvfp4_round_to(x: Tensor, *, per_tensor_scale: Tensor | None, axis: int = -1
         >>> nvfp4_round_to(torch.tensor([6.0, 1.2, -0.3, 0.2]), per_tensor_scale=torch.tensor(1.0)).tolist()
         [6.0, 1.0, -0.5, 0.0]
     """
-    blocks = _blocks("nvfp4_round_to", x, NVFP4_GROUP, axis)
+    _check("nvfp4_round_to", x, NVFP4_GROUP, axis)
+    _check_tensor_scale(per_tensor_scale)
+    if dtype is None:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+    if dtype != torch.float64 and _is_last(x, axis) and on_eager_cuda(x):
+        rounded: Tensor = nvfp4_round(x.detach(), per_tensor_scale, dtype)
+        return rounded
+    blocks = _blocks(x, NVFP4_GROUP, axis)
     scale, tensor_scale = _nvfp4_scales(blocks, per_tensor_scale)
     values = round_to(blocks * (1.0 / tensor_scale / scale), "fp4_e2m1")
-    return _joined(values * (tensor_scale * scale), x, axis)
+    return _joined(values * (tensor_scale * scale), x, axis).to(dtype)
 
 
 def nvfp4_encode(x: Tensor, *, per_tensor_scale: Tensor | None, axis: int = -1) -> Blocks:
@@ -182,7 +202,9 @@ def nvfp4_encode(x: Tensor, *, per_tensor_scale: Tensor | None, axis: int = -1) 
         >>> codes.tolist(), scale.tolist()  # 6, 1, -0.5 times 1.0
         ([7, 2, 9], [56])
     """
-    blocks = _blocks("nvfp4_encode", x, NVFP4_GROUP, axis)
+    _check("nvfp4_encode", x, NVFP4_GROUP, axis)
+    _check_tensor_scale(per_tensor_scale)
+    blocks = _blocks(x, NVFP4_GROUP, axis)
     scale, tensor_scale = _nvfp4_scales(blocks, per_tensor_scale)
     codes = encode(blocks * (1.0 / tensor_scale / scale), "fp4_e2m1")
     return Blocks(
@@ -190,13 +212,31 @@ def nvfp4_encode(x: Tensor, *, per_tensor_scale: Tensor | None, axis: int = -1) 
     )
 
 
-def _blocks(where: str, x: Tensor, group_size: int, axis: int) -> Tensor:
+def _check(where: str, x: Tensor, group_size: int, axis: int) -> None:
     if x.dtype not in INPUTS:
         raise ConfigError(f"{where}: x must be float64, float32, bfloat16 or float16, got {x.dtype}; cast it first")
     if not -x.dim() <= axis < x.dim():
         raise ConfigError(f"{where}: axis must be one of x's {x.dim()} axes, got {axis}")
     if not group_size >= 1:
         raise ConfigError(f"{where}: group_size must be at least 1, got {group_size}")
+
+
+def _check_element(element: str) -> None:
+    if element not in ELEMENTS:
+        raise ConfigError(f"mx: element must be one of {ELEMENTS}, got {element!r}{nearest(str(element), ELEMENTS)}")
+
+
+def _check_tensor_scale(per_tensor_scale: Tensor | None) -> None:
+    if per_tensor_scale is not None and per_tensor_scale.numel() != 1:
+        shape = tuple(per_tensor_scale.shape)
+        raise ConfigError(f"nvfp4: per_tensor_scale must be one value, got shape {shape}; call it once for each tensor")
+
+
+def _is_last(x: Tensor, axis: int) -> bool:
+    return axis in (-1, x.dim() - 1) and x.numel() > 0
+
+
+def _blocks(x: Tensor, group_size: int, axis: int) -> Tensor:
     x = x.detach().movedim(axis, -1)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     groups = -(-x.shape[-1] // group_size)
@@ -209,8 +249,6 @@ def _joined(blocks: Tensor, x: Tensor, axis: int) -> Tensor:
 
 
 def _mx_scale(blocks: Tensor, element: str) -> Tensor:
-    if element not in ELEMENTS:
-        raise ConfigError(f"mx: element must be one of {ELEMENTS}, got {element!r}{nearest(str(element), ELEMENTS)}")
     amax = blocks.abs().amax(-1, keepdim=True)
     emax = math.frexp(FORMATS[element].largest)[1] - 1
     scale = (binade(amax, FORMATS["fp32"]) * 2.0**-emax).clamp_(2.0**-126, 2.0**127)
@@ -222,11 +260,8 @@ def _nvfp4_scales(blocks: Tensor, per_tensor_scale: Tensor | None) -> tuple[Tens
     if per_tensor_scale is None:
         whole = amax.amax() if amax.numel() else amax.new_zeros(())
         tensor_scale = nvfp4_tensor_scale(whole)
-    elif per_tensor_scale.numel() == 1:
-        tensor_scale = _usable(per_tensor_scale.detach().float().reshape(()))
     else:
-        shape = tuple(per_tensor_scale.shape)
-        raise ConfigError(f"nvfp4: per_tensor_scale must be one value, got shape {shape}; call it once for each tensor")
+        tensor_scale = _usable(per_tensor_scale.detach().float().reshape(()))
     tensor_scale = tensor_scale.to(blocks.dtype)
     # Two divisions, and later a product with the reciprocal: the float32 roundings of torchao and of the GPU kernels.
     relative = (amax / _FP4.largest / tensor_scale).clamp(_E4M3.smallest_normal, _E4M3.largest)

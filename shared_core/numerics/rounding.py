@@ -6,6 +6,8 @@ import math
 from typing import Literal, get_args
 
 import torch
+from eff_kernels.eager_cuda import is_plain, on_eager_cuda
+from eff_kernels.rounding import round_float_
 from torch import Tensor
 
 from shared_core.errors import ConfigError, nearest
@@ -75,6 +77,9 @@ def round_to(
     if row.holds(source):
         return x.clone()
     dtype = x.dtype if source.holds(row) else torch.float32 if FORMATS["fp32"].holds(row) else torch.float64
+    if _has_kernel(row, x):
+        out = torch.empty(x.shape, dtype=dtype, device=x.device)
+        return _round_by_kernel_(out, x, row, mode, saturate, generator)
     work = x.to(torch.promote_types(dtype, torch.float32))
     if row.kind == "float":
         y, beyond = _round_float(work.abs(), row, mode, generator)
@@ -138,6 +143,11 @@ def stochastic_round_(
             f"stochastic_round_: source must have the target's shape {tuple(target.shape)}, got {tuple(source.shape)}"
         )
     with torch.no_grad():
+        writable = is_plain(target) and target.is_contiguous() and target.device == source.device
+        if writable and target.dtype != torch.float64 and _has_kernel(row, source):
+            check_rounding(row, "stochastic", source, generator)
+            _round_by_kernel_(target.detach(), source.detach(), row, "stochastic", saturate, generator)
+            return target
         if row.name == "bf16" and source.dtype == torch.float32:
             check_rounding(row, "stochastic", source, generator)
             return target.copy_(_to_bf16(source, saturate, generator))
@@ -167,6 +177,23 @@ def binade(a: Tensor, row: Format) -> Tensor:
     else:
         power = (a.view(torch.int32) & 0x7F800000).view(torch.float32)
     return power.clamp_(min=row.smallest_normal)
+
+
+def _has_kernel(row: Format, x: Tensor) -> bool:
+    # offsets of random numbers have 32 bits
+    return row.kind == "float" and row.mantissa_bits < 23 and on_eager_cuda(x) and x.numel() < 2**31
+
+
+def _round_by_kernel_(
+    out: Tensor, x: Tensor, row: Format, mode: RoundingMode, saturate: bool, generator: torch.Generator | None
+) -> Tensor:
+    seed = None
+    if mode == "stochastic":
+        seed = torch.empty((), dtype=torch.int64, device=x.device).random_(generator=generator)
+    beyond = row.largest if saturate or mode == "toward_zero" else _outside(row)
+    infinite = _of_infinity(row, saturate)
+    round_float_(out, x, mode, row.mantissa_bits, row.bias, row.largest, beyond, infinite, seed)
+    return out
 
 
 def _round_float(

@@ -13,7 +13,7 @@ from shared_core.numerics.block_formats import mx_round_to, nvfp4_round_to
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, nvfp4: bool) -> Tensor:
-        return nvfp4_round_to(x, per_tensor_scale=None).to(x.dtype) if nvfp4 else mx_round_to(x)
+        return nvfp4_round_to(x, per_tensor_scale=None, dtype=x.dtype) if nvfp4 else mx_round_to(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

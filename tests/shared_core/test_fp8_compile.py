@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shared_core.errors import TrainingError
 from shared_core.fp8 import Fp8Config, convert_to_fp8
-from shared_core.fp8.operators import _LAYERS, fp8_grad_input, fp8_grad_weight, fp8_linear
+from shared_core.fp8.operators import _LAYERS, fp8_grad_input, fp8_grad_weight, fp8_grads, fp8_linear
 from shared_core.recipe import Recipe
 from shared_core.session import Session
 
@@ -171,6 +171,7 @@ def test_operators_keep_torchs_rules():
             fp8_linear, (x.requires_grad_(), weight.clone().requires_grad_(), handle, True), atol=0, rtol=0
         )
         torch.library.opcheck(fp8_grad_input, (g, weight, handle, True))
+        torch.library.opcheck(fp8_grads, (g, x.detach(), weight, handle, True))
         torch.library.opcheck(fp8_grad_weight, (g, x.detach(), handle, True, torch.float32))
 
 

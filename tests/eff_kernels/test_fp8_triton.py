@@ -1,0 +1,149 @@
+"""`quantize` in Triton against the plain torch of `eff_kernels.fp8`, bit for bit, in the interpreter and on a GPU."""
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch and with the dev extra on Linux")
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+RECIPES = [((0, 0), "exact"), ((1, 0), "power_of_two"), ((1, 128), "exact"), ((128, 128), "exact"), ((1, 32), "mx")]
+
+
+def values(rows, columns, dtype):
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, columns, generator=generator) * torch.logspace(-4, 4, columns)[torch.randperm(columns)]
+    x[rows // 2] = 0.0
+    return x.to(dtype)
+
+
+def bits(matrix):
+    # the sign of NaN is not a number's: hardware drops it
+    codes = matrix.codes.cpu().view(torch.uint8)
+    nan = matrix.codes.cpu().float().isnan()
+    return torch.where(nan, 0x7F, codes), torch.nan_to_num(matrix.scale.cpu(), nan=-1.0), matrix.block
+
+
+def same(ours, theirs):
+    for a, b in zip(bits(ours), bits(theirs), strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def check(quantize_, x, dtype, block, rounding, past=None, layouts=(False, True)):
+    from eff_kernels.fp8 import quantize
+
+    for both in layouts:
+        ours = quantize_(x, dtype, block, rounding, past, both)
+        theirs = quantize(x.cpu(), dtype, block, rounding, None if past is None else past.cpu(), both)
+        same(ours.matrix, theirs.matrix)
+        if both:
+            same(ours.transposed, theirs.transposed)
+        if past is not None:
+            assert torch.equal(ours.amax.cpu().nan_to_num(-1.0), theirs.amax.nan_to_num(-1.0))
+
+
+@pytest.fixture
+def quantize_in_triton(monkeypatch):
+    """The public function with its CUDA branch taken, by the interpreter."""
+    from eff_kernels import fp8
+
+    def quantize_(*args):
+        with monkeypatch.context() as here:
+            here.setattr(fp8, "on_eager_cuda", lambda x: True)
+            return fp8.quantize(*args)
+
+    return quantize_
+
+
+@pytest.mark.parametrize(("block", "rounding"), RECIPES)
+def test_every_kind_of_block(block, rounding, quantize_in_triton):
+    for dtype, kind in ((torch.float32, E4M3), (torch.bfloat16, E5M2), (torch.float16, E4M3)):
+        x = values(41, 401, dtype)
+        check(quantize_in_triton, x, kind, block, rounding, layouts=(dtype == torch.bfloat16,))
+    check(quantize_in_triton, x.t(), kind, block, rounding, layouts=(False,))
+
+
+def test_a_scale_of_past_steps(quantize_in_triton):
+    x = values(20, 300, torch.bfloat16)
+    for past, worst in itertools.product((0.0, 3.0), (None, torch.inf, torch.nan)):
+        if worst is not None:
+            x[3, 7] = worst
+        check(quantize_in_triton, x, E4M3, (0, 0), "exact", torch.tensor(past), layouts=(True,))
+
+
+@pytest.mark.parametrize(("block", "rounding"), RECIPES)
+def test_what_is_not_finite_stays_so(block, rounding, quantize_in_triton):
+    x = torch.ones(3, 130)
+    x[0, 0], x[1, 129], x[2, 5] = torch.inf, -torch.nan, 2.0**-140
+    check(quantize_in_triton, x, E4M3, block, rounding, layouts=(True,))
+
+
+def test_all_sixteen_bit_values_and_scales(quantize_in_triton):
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    for dtype, kind in itertools.product((torch.bfloat16, torch.float16), (E4M3, E5M2)):
+        x = every.view(dtype)
+        x = x[x.isfinite()].view(-1, 256)
+        # under a scale of 1, what torch itself casts
+        past = torch.tensor(torch.finfo(kind).max)
+        check(quantize_in_triton, x, kind, (0, 0), "exact", past, layouts=(False,))
+    for rounding in ("exact", "power_of_two", "mx"):
+        amax = torch.cat([values(1, 200, torch.float32)[0].abs(), torch.tensor([448.0, 449.0, 2.0**-149, 3e38])])
+        check(quantize_in_triton, amax[:, None].expand(-1, 2), E4M3, (1, 0), rounding, layouts=(False,))
+
+
+def test_ties_fall_as_after_a_division(quantize_in_triton):
+    exponents = torch.linspace(-126, 118, 64)[:, None]
+    scales = exponents.exp2() * (1 + torch.rand(64, 1, generator=torch.Generator().manual_seed(0)))
+    # values of e4m3 and what lies between them, times a scale: half an ulp of a quotient decides
+    ties = torch.arange(16, 32) * torch.arange(-14, 4).float().exp2()[:, None]
+    x = torch.cat([torch.tensor([448.0]), ties.flatten()]) * scales
+    check(quantize_in_triton, x, E4M3, (1, 0), "exact", layouts=(False,))
+
+
+def test_rows_too_long_for_registers(quantize_in_triton, monkeypatch):
+    from eff_kernels import fp8_triton
+
+    monkeypatch.setattr(fp8_triton, "_IN_REGISTERS", 128)
+    check(quantize_in_triton, values(3, 4100, torch.float32), E4M3, (1, 0), "power_of_two", layouts=(False,))
+
+
+def test_the_operator_is_what_it_says():
+    from eff_kernels.fp8 import fp8_quantize
+
+    x = values(20, 48, torch.float32)
+    for block, rounding in RECIPES[1:4]:
+        torch.library.opcheck(fp8_quantize, (x, None, E4M3, list(block), rounding, True), test_utils="test_faketensor")
+    torch.library.opcheck(fp8_quantize, (x, torch.tensor(1.0), E5M2, [0, 0], "exact", False))
+
+
+def kernels():
+    from eff_kernels.fp8_triton import block_codes, row_codes, tensor_codes
+
+    sizes = {"rows", "columns", "row_stride", "column_stride", "codes_width", "turned_width"}
+    sizes |= {"scale_height", "scale_width", "turned_scale_height", "turned_scale_width"}
+    out = {"codes": "*u8", "turned": "*u8", "scale": "*fp32", "turned_scale": "*fp32", "amax": "*i32", "past": "*fp32"}
+    constants = {"mantissa": 3, "rounding": "exact", "native": True, "height": 128, "width": 128}
+    old = {"native": False, "mantissa": 2, "rounding": "power_of_two"}
+    types = {"x": "*bf16"} | dict.fromkeys(sizes, "i32") | out
+    yield tensor_codes, types, constants | {"measure": True, "cast": True, "delayed": True, "both": True}, 8
+    yield row_codes, types, constants | {"in_registers": True, "height": 1, "width": 16384}, 8
+    yield row_codes, types, constants | old | {"in_registers": False, "height": 64, "width": 64}, 8
+    yield block_codes, types, constants | old | {"high": 128, "wide": 128, "both": False}, 8
+    yield block_codes, types, constants | {"rounding": "mx", "high": 1, "wide": 32, "both": True}, 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("block", "rounding"), RECIPES)
+def test_on_a_gpu(block, rounding):
+    from eff_kernels.fp8 import quantize
+
+    for dtype, kind in itertools.product((torch.float32, torch.bfloat16, torch.float16), (E4M3, E5M2)):
+        x = values(2049, 4100, dtype).cuda()
+        check(quantize, x, kind, block, rounding)
+        check(quantize, x.t(), kind, block, rounding)
+    if block == (0, 0):
+        for past in (0.0, 3.0):
+            check(quantize, x, kind, block, rounding, torch.tensor(past).cuda())
+    if block == (1, 0):
+        check(quantize, values(5, 40_000, torch.bfloat16).cuda(), E4M3, block, rounding)
