@@ -12,7 +12,7 @@ from torch import Tensor
 from eff_kernels.digits import kth_smallest_key
 from eff_kernels.masks import unpack_bits
 from eff_kernels.tensor_table import runs_in_one_launch
-from eff_kernels.triton_available import has_triton
+from eff_kernels.eager_cuda import compiles_for
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # torch widens a bool operand into a temporary of the other's type; in pieces of 2 MiB that stays in cache
@@ -268,9 +268,9 @@ def kth_smallest(
 
 def _one_gpu(tensors: Sequence[Tensor]) -> torch.device | None:
     """Return the GPU of tensors that are at hand, all on the same one; else None."""
-    devices = {tensor.device for tensor in tensors} if isinstance(tensors, list | tuple) and has_triton() else set()
+    devices = {tensor.device for tensor in tensors} if isinstance(tensors, list | tuple) else set()
     device = devices.pop() if len(devices) == 1 else None
-    return device if device is not None and device.type == "cuda" else None
+    return device if device is not None and device.type == "cuda" and compiles_for(device) else None
 
 
 def _from_key(key: int, dtype: torch.dtype) -> float:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eff_kernels.quantization_dispatch import grid_gradients, grid_on_triton, on_triton, round_rows, round_to_grid
+from eff_kernels.eager_cuda import on_eager_cuda
+from eff_kernels.quantization_dispatch import grid_gradients, grid_on_triton, round_rows, round_to_grid
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -236,7 +237,7 @@ class _FakeQuantizeSymmetric(torch.autograd.Function):
 
     @staticmethod
     def forward(weight: Tensor, axis: int, qmax: int) -> Tensor:
-        if on_triton(weight) and axis % weight.dim() == 0:
+        if on_eager_cuda(weight) and axis % weight.dim() == 0:
             y: Tensor = round_rows(weight, None, weight.numel() // weight.shape[0], -qmax, qmax, True)
             return y
         scale = along(symmetric_scale(weight, axis, qmax), weight.dim(), axis)

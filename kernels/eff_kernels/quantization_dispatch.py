@@ -5,46 +5,12 @@ The gradients are those of the functions that call them: an op here has none of 
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from eff_kernels.triton_available import has_triton
-
-_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-# a subclass (a DTensor, say) has data elsewhere
-_PLAIN = (Tensor, nn.Parameter)
-
-
-def on_triton(x: Tensor, *others: Tensor | None) -> bool:
-    """Return whether the ops take these tensors: eager, plain, on one GPU, `x` of 16 or 32 bits and not empty.
-
-    Compiled graphs fuse torch's own operations and cannot look into an op; ``torch.func`` cannot either.
-
-    Example:
-        >>> on_triton(torch.zeros(2))
-        False
-    """
-    return (
-        x.is_cuda
-        and not torch.compiler.is_compiling()
-        and x.dtype in _TYPES
-        and x.numel() > 0
-        and all(
-            t is None
-            or (type(t) in _PLAIN and t.device == x.device and not torch._C._functorch.is_functorch_wrapped_tensor(t))
-            for t in (x, *others)
-        )
-        and _compiles_for(x.device)
-    )
-
-
-@functools.cache
-def _compiles_for(device: torch.device) -> bool:
-    # before Ampere Triton has no bfloat16
-    return has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
+from eff_kernels.eager_cuda import on_eager_cuda
 
 
 def grid_on_triton(
@@ -57,7 +23,7 @@ def grid_on_triton(
         False
     """
     return (
-        on_triton(x, scale, zero_point, noise, grad)
+        on_eager_cuda(x, scale, zero_point, noise, grad)
         and (grad is None or not torch.is_grad_enabled())
         and scale.dtype == torch.float32
         and _grid(x, scale) != (0, 0)

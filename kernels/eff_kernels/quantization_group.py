@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eff_kernels.eager_cuda import on_eager_cuda
 from eff_kernels.fp8 import block_scale
 from eff_kernels.quantization import affine_qparams, compute_dtype, round_codes, scale_of_largest
-from eff_kernels.quantization_dispatch import on_triton, round_rows
+from eff_kernels.quantization_dispatch import round_rows
 
 
 def code_range(bits: int, symmetric: bool) -> tuple[int, int]:
@@ -80,7 +81,7 @@ class _FakeQuantizeGroups(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, group_size: int, bits: int, symmetric: bool, noise: Tensor | None) -> Tensor:
-        if on_triton(x, noise):
+        if on_eager_cuda(x, noise):
             y: Tensor = round_rows(x, noise, group_size, *code_range(bits, symmetric), symmetric)
             return y
         scale, zero_point = group_qparams(x, group_size, bits, symmetric)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from eff_kernels.triton_available import has_triton
+from eff_kernels.eager_cuda import compiles_for, is_plain
 
 _ALIGNED = 16
 
@@ -40,11 +40,11 @@ def runs_in_one_launch(*columns: Sequence[Tensor]) -> bool:
         False
     """
     first = columns[0]
-    if not first or not first[0].is_cuda or torch.compiler.is_compiling() or not has_triton():
+    if not first or not first[0].is_cuda or torch.compiler.is_compiling():
         return False
     device = first[0].device
     tensors = itertools.chain.from_iterable(columns)
-    return all(type(t) in (Tensor, nn.Parameter) and t.device == device and _is_dense(t) for t in tensors)
+    return compiles_for(device) and all(is_plain(t) and t.device == device and _is_dense(t) for t in tensors)
 
 
 def _is_dense(tensor: Tensor) -> bool:

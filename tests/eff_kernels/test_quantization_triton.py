@@ -116,7 +116,7 @@ def interpreted(monkeypatch):
             return on
 
         for module in (quantization, quantization_group, quantization_dispatch):
-            monkeypatch.setattr(module, "on_triton", taken)
+            monkeypatch.setattr(module, "on_eager_cuda", taken)
 
     switch.calls = calls
     return switch
