@@ -145,7 +145,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("distill", "fsdp1"): "the teacher is not prepared under FSDP1; use DDP",
     ("comm", "deepspeed"): "DeepSpeed reduces gradients itself; its own communication_data_type sends 16 bits",
     ("comm", "fsdp1"): "FSDP reduces gradients itself; its mixed precision's reduce_dtype sends 16 bits",
-    ("comm", "fsdp2"): "FSDP reduces gradients itself; its mixed precision's reduce_dtype sends 16 bits",
     ("comm", "lbfgs"): "its line search compares gradients, and inexact ones mislead it; use another optimizer",
     ("average", "ticket"): (
         "weights are rewound at step k, and the next masks come from those that were trained; average the winning "
@@ -206,10 +205,6 @@ REFUSED: dict[tuple[str, str], str] = {
     },
     ("soup", "deepspeed"): _OWN,
     ("soup", "fsdp1"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
-    ("soup", "fsdp2"): (
-        "candidates are averaged whole and written into whole weights; soup the saved checkpoints with `eff soup` "
-        "instead, which reads sharded ones too"
-    ),
     **{
         (
             key,

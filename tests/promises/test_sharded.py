@@ -21,6 +21,10 @@ def runs(tmp_path_factory):
 def assert_close(found, expected, recipe):
     for name, weight in expected["weights"].items():
         torch.testing.assert_close(found["weights"][name], weight, atol=1e-6, rtol=0)
+    if "soup" in RECIPES[recipe]:
+        ours, theirs = (run["report"]["soup"] for run in (found, expected))
+        assert ours["ingredients"] == theirs["ingredients"]
+        assert "NaN" in str(ours)
     for key in RECIPES[recipe]:
         ours, theirs = (run["session"]["techniques"][key] for run in (found, expected))
         if key == "prune":

@@ -16,7 +16,7 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_eff import attach
-from shared_core.errors import CompatibilityError
+from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.fp8 import Fp8Linear
 from shared_core.ranks import local_part, rank
 
@@ -37,6 +37,8 @@ QAT = {
 ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, **ACTIVATIONS, "matmul": {"precision": "high"}}
 
 
+SOUP = {**PRUNE, "soup": {"kind": "greedy"}}
+COMM = {"comm": {"hook": "bf16"}}
 ATTENTION = ["model.layers.?.self_attn=model.layers.?.self_attn"]
 
 
@@ -155,7 +157,9 @@ def found(trainer, session):
 def compared(folder):
     """Train what one process alone must train in the same way."""
     plain = {"save_strategy": "no"}
+    shards = fsdp_flags("SHARDED_STATE_DICT") if PROCESSES > 1 else {}
     return {
+        "soup": found(*train(folder / "soup", SOUP, save_steps=1, **shards)),
         "loss_scale": found(*train(folder / "loss_scale", SCALE, **plain)),
         "all": found(*train(folder / "all", ALL, same=True, **plain)),
         "distill": found(*train(folder / "distill", distilled(attention=ATTENTION), **plain)),
@@ -172,6 +176,8 @@ def sharded_only(folder):
             saved, options = folder / name, fsdp_flags(kind)
             tensors[name] = found(*train(saved, recipe, **options))
             tensors[f"{name} resumed"] = found(*train(saved, recipe, resume=str(saved / "checkpoint-3"), **options))
+    trainer, session = train(folder / "comm", COMM, save_strategy="no")
+    tensors["comm"], told["comm"] = found(trainer, session), session.receipt()["techniques"]["comm"]
     trainer, session = train(folder / "typed", {**FP8["delayed"], **SCALE}, fp16=True)
     saved = folder / "typed" / "final"
     trainer.save_model(str(saved))
@@ -211,16 +217,28 @@ def sharded_only(folder):
     }
     told["refused"] = []
     gathers = {"prune": {"sparsity": 0.5, "criterion": "fisher"}}
-    for recipe in (gathers, {"loss_scale": {"kind": "dynamic", "flush_every": 2}}, {"distill": {"teacher": "mutual"}}):
+    flush = {"loss_scale": {"kind": "dynamic", "flush_every": 2}}
+    in_16_bits = {"fp16": True, "max_steps": 1, "save_strategy": "no"}
+    for recipe, options in (
+        (gathers, {}),
+        (flush, {}),
+        ({"distill": {"teacher": "mutual"}}, {}),
+        ({"comm": {"hook": "powersgd"}}, {}),
+        (COMM, in_16_bits),
+    ):
         try:
-            train(folder / "refused", recipe)
-        except CompatibilityError as error:
+            train(folder / "refused", recipe, **options)
+        except (CompatibilityError, TrainingError) as error:
             told["refused"].append(str(error))
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU
     try:
         train(folder / "lost", FP8["delayed"], trainer_class=InOrder, max_steps=1)
     except CompatibilityError as error:
         told["lost"] = str(error)
+    os.environ.pop("ACCELERATE_USE_FSDP")  # the flags set it
+    ddp = {"trainer_class": InOrder, "fsdp": False, "fsdp_config": None, "save_strategy": "no"}
+    trainer, session = train(folder / "comm under DDP", COMM, **ddp)
+    tensors["comm under DDP"], told["comm under DDP"] = found(trainer, session), session.receipt()["techniques"]["comm"]
     return tensors, told
 
 
