@@ -68,9 +68,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("low_rank", "fsdp1"): _FLAT,
     ("primary_weights", "deepspeed"): _OWN,
     ("primary_weights", "fsdp1"): _FLAT,
-    ("primary_weights", "fsdp2"): (
-        "FSDP2 keeps an fp32 copy by itself: load the model in float32 and give it a mixed-precision policy"
-    ),
     ("primary_weights", "lbfgs"): _LBFGS,
     ("prune", "deepspeed"): _OWN,
     ("prune", "fsdp1"): _FLAT,

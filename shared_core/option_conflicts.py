@@ -137,8 +137,8 @@ def by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[st
         )
     if "soup" in recipe and {"peft", "fsdp2"} <= {*surroundings}:
         lines.append(
-            f"soup of {SURROUNDINGS['peft']} cannot be combined with {SURROUNDINGS['fsdp2']}: averages of adapters have "
-            "other ranks, and FSDP2 keeps the shapes that it has sharded; average the saved adapters with `eff soup`"
+            f"soup of {SURROUNDINGS['peft']} cannot be combined with {SURROUNDINGS['fsdp2']}: averages of adapters "
+            "have other ranks, and FSDP2 keeps shapes that it has sharded; average the saved adapters with `eff soup`"
         )
     if "soup" in recipe and "peft" in surroundings:
         lines += [

@@ -67,8 +67,8 @@ class GradientCompression(Technique):
         """
         if world_size() < 2:
             raise CompatibilityError(
-                f"comm: training must run in several processes under DDP or FSDP2, got {world_size()}; start it with torchrun "
-                "--nproc_per_node=2 (Lightning: Trainer(devices=2, strategy='ddp')), or leave comm out"
+                f"comm: training must run in several processes under DDP or FSDP2, got {world_size()}; start it with "
+                "torchrun --nproc_per_node=2 (Lightning: Trainer(devices=2, strategy='ddp')), or leave comm out"
             )
 
     def begin(self, context: Context) -> None:
@@ -86,8 +86,9 @@ class GradientCompression(Technique):
         found = [module for module in (wrapped.modules() if wrapped is not None else ()) if _is_ddp(module)]
         if not found:
             raise CompatibilityError(
-                f"comm: model must be wrapped in DistributedDataParallel or sharded by FSDP2, got {type(wrapped).__name__}; train with "
-                "DDP, and in a loop of your own pass Session(services=...) whose wrapped_model() returns the DDP module"
+                "comm: model must be wrapped in DistributedDataParallel or sharded by FSDP2, got "
+                f"{type(wrapped).__name__}; train with DDP, and in a loop of your own pass "
+                "Session(services=...) whose wrapped_model() returns the DDP module"
             )
         ddp: Any = found[0]
         names = {parameter: name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}

@@ -38,6 +38,7 @@ ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, **ACTIVATIONS, "matmul": {
 
 
 SOUP = {**PRUNE, "soup": {"kind": "greedy"}}
+PRIMARY = {"primary_weights": {"kind": "fp32_copy", "telemetry_every": 1}}
 COMM = {"comm": {"hook": "bf16"}}
 ATTENTION = ["model.layers.?.self_attn=model.layers.?.self_attn"]
 
@@ -108,7 +109,9 @@ def one_overflow(trainer):
     trainer.model.lm_head.register_forward_hook(forward_hook)
 
 
-def train(folder, recipe, *, same=False, resume=None, trainer_class=None, poisoned=None, **settings):
+def train(
+    folder, recipe, *, same=False, resume=None, trainer_class=None, poisoned=None, dtype=torch.float32, **settings
+):
     """Return the trainer after training and its session.
 
     Args:
@@ -118,6 +121,7 @@ def train(folder, recipe, *, same=False, resume=None, trainer_class=None, poison
         resume: Checkpoint to resume from.
         trainer_class: Of the trainer; by default one that really shards if there are several processes.
         poisoned: ``"loss"`` or ``"weight"``: what overflows on process 1.
+        dtype: Of the weights.
         **settings: Training arguments.
     """
     size = BATCH if same else 2 * BATCH // PROCESSES
@@ -129,7 +133,7 @@ def train(folder, recipe, *, same=False, resume=None, trainer_class=None, poison
     if PROCESSES > 1:
         settings = {**fsdp_flags(), **settings}
     trainer = (trainer_class or (CpuFsdp2 if PROCESSES > 1 else InOrder))(
-        model=make_language_model(),
+        model=make_language_model().to(dtype),
         args=make_arguments(folder, **{"save_strategy": "steps", **settings}),
         train_dataset=texts,
         eval_dataset=texts[:BATCH],
@@ -172,8 +176,12 @@ def sharded_only(folder):
     """Train what there is to see under FSDP2 alone; return tensors, and what was told."""
     tensors, told = {}, {}
     for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
-        for name, recipe in ((kind, ALL), (f"qat {kind}", QAT[kind])):
-            saved, options = folder / name, fsdp_flags(kind)
+        for name, recipe, dtype in (
+            (kind, ALL, torch.float32),
+            (f"qat {kind}", QAT[kind], torch.float32),
+            (f"primary {kind}", PRIMARY, torch.bfloat16),
+        ):
+            saved, options = folder / name, {**fsdp_flags(kind), "dtype": dtype}
             tensors[name] = found(*train(saved, recipe, **options))
             tensors[f"{name} resumed"] = found(*train(saved, recipe, resume=str(saved / "checkpoint-3"), **options))
     trainer, session = train(folder / "comm", COMM, save_strategy="no")

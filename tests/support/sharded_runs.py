@@ -45,6 +45,8 @@ RECIPES = {
     "relations": {"distill": {"teacher": "other", "hidden": ["hidden=hidden"], "hidden_loss": "cka"}},
     "low_rank-prune": {"low_rank": {"rank": 6, "min_size": 0}, "prune": GROWING},
     "qat-prune": {"qat": {"scheme": "int8", "begin": 2}, "prune": GROWING},
+    "fp32_copy": {"primary_weights": {"kind": "fp32_copy", "telemetry_every": 1}, "prune": GROWING},
+    "stochastic": {"primary_weights": {"kind": "stochastic_rounding"}},
     "soup": {"soup": {"kind": "greedy", "metric": "loss", "order": "newest"}},
     "soup-qat-prune": {
         "soup": {"kind": "uniform", "last": 3},
@@ -118,7 +120,8 @@ def train(recipe, *, later=False, resume=None):
     """Return what is left at the end, whole, and what was saved in the middle."""
     if recipe.get("distill", {}).get("teacher") == "other":
         recipe = {"distill": {**recipe["distill"], "teacher": Net(seed=7).double()}}
-    net = Net().double()  # so that no rounding of a sum over ranks tips a code over
+    # in double no rounding of a sum over ranks tips a code over
+    net = Net().to(torch.bfloat16 if "primary_weights" in recipe else torch.double)
     services = Checkpoints(recipe, net)
     session = Session(Recipe.from_dict(recipe), seed=4, services=services)
     if later:
@@ -130,7 +133,7 @@ def train(recipe, *, later=False, resume=None):
         fill_parameters_(net, resume["weights"])
         for (name, parameter), _ in zip(net.named_parameters(), itertools.count(), strict=False):
             if name in resume["momentum"]:
-                state = optimizer.state[parameter]
+                state = optimizer.state[parameter]  # in its format, as torch loads it
                 state["momentum_buffer"] = torch.zeros_like(parameter)
                 fill_(state["momentum_buffer"], resume["momentum"][name])
         session.prepare_optimizers([optimizer])
