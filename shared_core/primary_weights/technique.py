@@ -257,7 +257,7 @@ class PrimaryWeights(Technique):
                         raise CheckpointError(
                             f"primary_weights: the optimizer's saved state must be loaded in float32, got {name} in "
                             f"{_name(value.dtype)}; call session.prepare_optimizers(optimizers) before "
-                            "optimizer.load_state_dict"
+                            "optimizer.load_state_dict, and resume under FSDP2 what was saved under FSDP2"
                         )
                     optimizer.state[parameter][name] = value.float()
 
