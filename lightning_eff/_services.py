@@ -20,7 +20,7 @@ from shared_core.errors import CheckpointError, CompatibilityError, MissingExtra
 from shared_core.ranks import is_main
 from shared_core.same_class_teacher import is_bare_weights, same_class_teacher, teacher_from_weights
 from shared_core.sharded import reshard_
-from shared_core.soup.sources import RUN_KEY, load_torch_file
+from shared_core.soup.sources import LIGHTNING_META, RUN_KEY, DistributedWeights, load_torch_file
 from shared_core.state_file import rng_state, set_rng_state
 from shared_core.technique import SavedCheckpoint
 
@@ -93,16 +93,17 @@ class LightningServices:
         return list(self._trainer.strategy.broadcast(sorted(found, key=lambda saved: saved.step)))
 
     def _saved_by_this_run(self, path: Path) -> SavedCheckpoint | None:
-        if not path.is_file():
+        file = path / LIGHTNING_META if path.is_dir() else path
+        if not file.is_file():
             return None
-        told = _read(path).get(RUN_KEY)
+        told = _read(file).get(RUN_KEY)
         if not isinstance(told, dict) or told.get("id") != self.run:
             return None
         return SavedCheckpoint(path, int(told["step"]), told["metrics"].get(self._metric))
 
     def load_weights(self, path: Path) -> Mapping[str, Tensor]:
         """Return the weights as they were trained, before anything was baked into them."""
-        return latent_weights(_read(path))
+        return DistributedWeights(path) if path.is_dir() else latent_weights(_read(path))
 
     def check_validation(self) -> None:
         """Refuse a Trainer that cannot evaluate: a soup would learn of it only after training."""

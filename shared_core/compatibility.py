@@ -68,9 +68,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("low_rank", "fsdp1"): _FLAT,
     ("primary_weights", "deepspeed"): _OWN,
     ("primary_weights", "fsdp1"): _FLAT,
-    ("primary_weights", "fsdp2"): (
-        "FSDP2 keeps an fp32 copy by itself: load the model in float32 and give it a mixed-precision policy"
-    ),
     ("primary_weights", "lbfgs"): _LBFGS,
     ("prune", "deepspeed"): _OWN,
     ("prune", "fsdp1"): _FLAT,
@@ -145,7 +142,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("distill", "fsdp1"): "the teacher is not prepared under FSDP1; use DDP",
     ("comm", "deepspeed"): "DeepSpeed reduces gradients itself; its own communication_data_type sends 16 bits",
     ("comm", "fsdp1"): "FSDP reduces gradients itself; its mixed precision's reduce_dtype sends 16 bits",
-    ("comm", "fsdp2"): "FSDP reduces gradients itself; its mixed precision's reduce_dtype sends 16 bits",
     ("comm", "lbfgs"): "its line search compares gradients, and inexact ones mislead it; use another optimizer",
     ("average", "ticket"): (
         "weights are rewound at step k, and the next masks come from those that were trained; average the winning "
@@ -206,10 +202,6 @@ REFUSED: dict[tuple[str, str], str] = {
     },
     ("soup", "deepspeed"): _OWN,
     ("soup", "fsdp1"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
-    ("soup", "fsdp2"): (
-        "candidates are averaged whole and written into whole weights; soup the saved checkpoints with `eff soup` "
-        "instead, which reads sharded ones too"
-    ),
     **{
         (
             key,

@@ -52,6 +52,11 @@ def by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[st
     if distill is not None and "fsdp2" in surroundings and distill.why_not_sharded:
         lines.append(f"distill cannot be combined with {SURROUNDINGS['fsdp2']}: {distill.why_not_sharded}")
     comm = recipe.get("comm")
+    if comm is not None and comm.hook == "powersgd" and "fsdp2" in surroundings:
+        lines.append(
+            f"comm with hook powersgd cannot be combined with {SURROUNDINGS['fsdp2']}: its products average whole "
+            "gradients on every process, of which FSDP2 wants a part on each; take hook bf16 or fp16"
+        )
     if comm is not None and comm.hook == "powersgd":
         lines += [
             f"comm with hook powersgd cannot be combined with {SURROUNDINGS.get(other, other)}: what it lost of a "
@@ -129,6 +134,11 @@ def by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[st
         lines.append(
             "qat with keep cannot be combined with lora: adapters are merged into plain layers at the end; "
             "apply_ranges puts quantisers back into these"
+        )
+    if "soup" in recipe and {"peft", "fsdp2"} <= {*surroundings}:
+        lines.append(
+            f"soup of {SURROUNDINGS['peft']} cannot be combined with {SURROUNDINGS['fsdp2']}: averages of adapters "
+            "have other ranks, and FSDP2 keeps shapes that it has sharded; average the saved adapters with `eff soup`"
         )
     if "soup" in recipe and "peft" in surroundings:
         lines += [

@@ -83,9 +83,10 @@ class Recipe(Mapping[str, TechniqueConfig]):
                 key, field = known[flag]
                 options.setdefault(key, {})[field.name] = value
         for key, given in options.items():
-            switch = ROOMS[key].config_class.switch
-            if not given.keys() & {switch, ROOMS[key].config_class.other_switch}:
-                other = next(iter(given))
+            config_class = ROOMS[key].config_class
+            switches = [name for name in (config_class.switch, config_class.other_switch) if name]
+            if given.keys().isdisjoint(switches):
+                other, switch = next(iter(given)), f" or --{key}_".join(switches)
                 raise ConfigError(
                     f"flags: --{key}_{other} must come with --{key}_{switch}, which switches the technique on; add it"
                 )

@@ -43,6 +43,18 @@ def cut(full: Tensor, like: Any) -> Tensor:
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
 
 
+def place_of(like: Any) -> tuple[slice, ...]:
+    """Return where in the whole of a sharded tensor this process's part lies; of another one all of it."""
+    place = [slice(0, size) for size in like.shape]
+    for axis, placement in enumerate(like.placements if is_sharded(like) else ()):
+        if placement.is_shard():
+            whole = place[placement.dim]
+            size = -(-(whole.stop - whole.start) // like.device_mesh.size(axis))
+            start = min(whole.start + like.device_mesh.get_local_rank(axis) * size, whole.stop)
+            place[placement.dim] = slice(start, min(start + size, whole.stop))
+    return tuple(place)
+
+
 def part_of(full: Tensor, like: Any) -> Tensor:
     """Return the part of a whole tensor that `like`'s placement gives this process, without communication."""
     return local_part(cut(full, like))

@@ -1,4 +1,4 @@
-"""Gradient compression as a technique: DDP's one communication hook, and what it must remember."""
+"""Gradient compression as a technique: in DDP's one communication hook, or FSDP2's reduce-scatter."""
 # No postponed annotations: DDP compares those of its hook with the classes themselves.
 
 import functools
@@ -15,10 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.gradient_compression.config import CommConfig
 from shared_core.gradient_compression.power_sgd import PowerSgd
-from shared_core.ranks import world_size
+from shared_core.gradient_compression.reduce_scatter import RoundedReduceScatter, put_into
+from shared_core.ranks import any_rank, local_part, world_size
 from shared_core.technique import Context, Technique
 
 _ROUNDED = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _MOST_DISCARDED = 50
 
 
@@ -35,7 +37,7 @@ def _reduce(switch: _Switch, bucket: GradBucket) -> Future[torch.Tensor]:
 
 
 class GradientCompression(Technique):
-    """Has DDP send gradients in 16 bits or as products of low rank, and counts the bytes.
+    """Has DDP send gradients in 16 bits or as products of low rank, FSDP2 in 16 bits, and counts the bytes.
 
     Args:
         config: The options.
@@ -49,6 +51,7 @@ class GradientCompression(Technique):
         self.power_sgd: PowerSgd | None = None
         """What powersgd remembers; None before `begin` and with another hook."""
         self._switch: _Switch | None = None
+        self._scatter: RoundedReduceScatter | None = None
         self._names: dict[Tensor, str] = {}
         self._first, self._is_active = 0, True
         self._step = {"gradients": 0, "sent": 0}
@@ -64,22 +67,28 @@ class GradientCompression(Technique):
         """
         if world_size() < 2:
             raise CompatibilityError(
-                f"comm: training must run in several processes under DDP, got {world_size()}; start it with torchrun "
-                "--nproc_per_node=2 (Lightning: Trainer(devices=2, strategy='ddp')), or leave comm out"
+                f"comm: training must run in several processes under DDP or FSDP2, got {world_size()}; start it with "
+                "torchrun --nproc_per_node=2 (Lightning: Trainer(devices=2, strategy='ddp')), or leave comm out"
             )
 
     def begin(self, context: Context) -> None:
-        """Register with the DDP module.
+        """Register with the DDP module, or with those that FSDP2 sharded.
 
         Raises:
             CompatibilityError: If there is none, or it has a hook of the user's own.
         """
         wrapped = context.services.wrapped_model()
+        self._scatter = None if wrapped is None else put_into(wrapped)
+        if wrapped is not None and self._scatter is not None:
+            self._names = {value: name for name, value in wrapped.named_parameters() if value.requires_grad}
+            self._scatter.dtype, self._scatter.step = _DTYPES[self.config.hook], self._step
+            return
         found = [module for module in (wrapped.modules() if wrapped is not None else ()) if _is_ddp(module)]
         if not found:
             raise CompatibilityError(
-                f"comm: model must be wrapped in DistributedDataParallel, got {type(wrapped).__name__}; train with "
-                "DDP, and in a loop of your own pass Session(services=...) whose wrapped_model() returns the DDP module"
+                "comm: model must be wrapped in DistributedDataParallel or sharded by FSDP2, got "
+                f"{type(wrapped).__name__}; train with DDP, and in a loop of your own pass "
+                "Session(services=...) whose wrapped_model() returns the DDP module"
             )
         ddp: Any = found[0]
         names = {parameter: name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}
@@ -111,17 +120,22 @@ class GradientCompression(Technique):
         """Have a step discarded whose gradients overflowed in fp16: infinite on every process alike.
 
         Raises:
-            TrainingError: If DDP did not call the hook, or after 50 such steps in a row.
+            TrainingError: If the hook was not called or had nothing to do, or after 50 such steps in a row.
         """
         if not self._step["gradients"]:
             raise TrainingError(
-                "comm: DDP must reduce the gradients of every step, but did not in this one; leave its no_sync() for "
+                "comm: gradients must be reduced in every step, but were not in this one; leave DDP's no_sync() for "
                 "the last micro-batch, or leave comm out"
             )
-        self._last, self._step = self._step, dict.fromkeys(self._step, 0)
+        self._last = dict(self._step)
+        self._step.update(dict.fromkeys(self._step, 0))
+        if self._scatter is not None and self._last["sent"] == self._last["gradients"]:
+            raise TrainingError(
+                "comm: FSDP2 must reduce gradients in float32 for something to be saved, but reduces them in 16 bits "
+                "already, by its mixed precision (reduce_dtype); leave comm out, or set reduce_dtype to float32"
+            )
         self._total = {name: total + self._last[name] for name, total in self._total.items()}
-        grads = (parameter.grad for parameter in self._names if parameter.grad is not None)
-        if self.config.hook != "fp16" or all(bool(grad.isfinite().all()) for grad in grads):
+        if self.config.hook != "fp16" or not self._overflowed():
             self._in_a_row = 0
             return
         context.discard_step = True
@@ -132,6 +146,11 @@ class GradientCompression(Technique):
                 f"comm: gradients must stay below 65504 with hook fp16, got infinity or NaN {_MOST_DISCARDED} times in "
                 "a row; take hook bf16, or lower the learning rate"
             )
+
+    def _overflowed(self) -> bool:
+        grads = [local_part(parameter.grad) for parameter in self._names if parameter.grad is not None]
+        found = not all(bool(grad.isfinite().all()) for grad in grads)
+        return found if self._scatter is None else any_rank(found, grads[0].device if grads else "cpu")
 
     def after_optimizer_step(self, context: Context) -> None:
         """Begin to compress at the first step that is to be."""
@@ -148,12 +167,14 @@ class GradientCompression(Technique):
             self.power_sgd.share_errors_()
 
     def detach(self, model: nn.Module) -> None:
-        """Have DDP reduce gradients whole again."""
+        """Have gradients reduced whole again."""
         if self._switch is not None:
             self._switch.compress = None
+        if self._scatter is not None:
+            self._scatter.dtype = None
 
     def finish(self, model: nn.Module, context: Context) -> None:
-        """Have DDP reduce gradients whole again; weights need no baking."""
+        """Have gradients reduced whole again; weights need no baking."""
         self.detach(model)
 
     def state_dict(self) -> dict[str, Any]:

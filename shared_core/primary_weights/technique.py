@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
-from shared_core.numerics import stochastic_round_
 from shared_core.primary_weights.config import PrimaryWeightsConfig
 from shared_core.primary_weights.gradients import WideGradients
 from shared_core.primary_weights.optimizer_swap import HALF, moments, replace_parameters_, trained_in_16_bit
+from shared_core.primary_weights.shards import CopiesOfShards, round_part_
+from shared_core.ranks import all_reduce_, local_part
+from shared_core.sharded import fill_, is_sharded, reshard_
 from shared_core.technique import Context, Technique
 
 
@@ -63,6 +65,7 @@ class PrimaryWeights(Technique):
         self._is_in = False
         self._handed: dict[Tensor, tuple[Tensor | None, int]] = {}
         self._small_updates: dict[str, int] = {}
+        self._shards = CopiesOfShards()
         self._state: Mapping[str, Any] | None = None
 
     # -- start and end
@@ -79,10 +82,14 @@ class PrimaryWeights(Technique):
             _check_match(model.parameters())
 
     def prepare_optimizers(self, context: Context) -> None:
-        """Take the parameters' place until `begin`: torch casts moments that it loads to their format."""
+        """Take the parameters' place until `begin`: torch casts moments that it loads to their format.
+
+        It finds those of sharded parameters by the parameters themselves; their moments come back by `begin`.
+        """
         self._put_back()
         self._optimizers = context.optimizers
-        self._put_in()
+        if not any(map(is_sharded, trained_in_16_bit(self._optimizers))):
+            self._put_in()
 
     def begin(self, context: Context) -> None:
         """Make or restore the copies, and let gradients be accumulated in float32.
@@ -104,12 +111,14 @@ class PrimaryWeights(Technique):
         _check_match(parameter for group in groups for parameter in group)
         state, self._state = self._state, None
         parameters = list(trained_in_16_bit(self._optimizers))
+        names = self._names()
+        if state is not None:
+            self._shards.restore_moments_(self._optimizers, names, state["moments_of_shards"])
         self._widen_moments(parameters, None if state is None else state["moments"])
         self._gradients.begin(parameters)
         context.widen_gradients = self._widen_gradients
         if self.config.kind == "fp32_copy":
             saved = {} if state is None else state["copies"]
-            names = self._names()
             self._primary = {parameter: self._follow(parameter) for parameter in parameters}
             for parameter, primary in self._primary.items():
                 if names[parameter] in saved:
@@ -127,7 +136,7 @@ class PrimaryWeights(Technique):
     def weights_replaced(self, context: Context) -> None:
         """Make the copies anew: what they hold beyond 16 bit belonged to other weights."""
         for parameter, primary in self._primary.items():
-            primary.copy_(parameter)
+            local_part(primary).copy_(local_part(parameter))
 
     # -- the step
 
@@ -154,7 +163,7 @@ class PrimaryWeights(Technique):
             self._count_small_updates(context.step)
         if self.config.kind == "fp32_copy":
             for parameter, primary in self._primary.items():
-                parameter.copy_(primary)
+                local_part(parameter).copy_(local_part(primary))
         else:
             self._round_stochastically(context.generator)
         self._put_back()
@@ -195,10 +204,11 @@ class PrimaryWeights(Technique):
         if primary is None:
             return nn.Parameter(parameter.detach().to(torch.float32, copy=True))
         # Bits, so that a NaN equals itself; on a CPU asking first is ten times faster than `where` (torch 2.13).
-        rounded, current = primary.to(parameter.dtype).view(torch.int16), parameter.view(torch.int16)
-        if parameter.device.type == "cpu" and torch.equal(rounded, current):
-            return primary
-        return primary.copy_(torch.where(rounded == current, primary, parameter))
+        kept, now = local_part(primary), local_part(parameter)
+        rounded, current = kept.to(now.dtype).view(torch.int16), now.view(torch.int16)
+        if not (now.device.type == "cpu" and torch.equal(rounded, current)):
+            kept.copy_(torch.where(rounded == current, kept, now))
+        return primary
 
     def _round_stochastically(self, generator: torch.Generator) -> None:
         # One number a step from the run's own generator, which lies on the CPU and is equal on all processes.
@@ -209,7 +219,7 @@ class PrimaryWeights(Technique):
         names = self._names()
         order = {name: place for place, name in enumerate(dict(self._model.named_parameters()) if self._model else ())}
         for parameter in sorted(self._primary, key=lambda p: order.get(names[p], len(order))):
-            stochastic_round_(parameter, self._primary[parameter], generator=generators[parameter.device])
+            round_part_(parameter, self._primary[parameter], generators[parameter.device])
 
     def _check_step(self) -> None:
         if not self._is_in:
@@ -247,11 +257,28 @@ class PrimaryWeights(Technique):
                         raise CheckpointError(
                             f"primary_weights: the optimizer's saved state must be loaded in float32, got {name} in "
                             f"{_name(value.dtype)}; call session.prepare_optimizers(optimizers) before "
-                            "optimizer.load_state_dict"
+                            "optimizer.load_state_dict, and resume under FSDP2 what was saved under FSDP2"
                         )
                     optimizer.state[parameter][name] = value.float()
 
     # -- state and figures
+
+    def before_save(self, context: Context, baked: bool) -> None:
+        """Gather, on every process, what is saved of sharded parameters."""
+        if not baked:
+            self._gather()
+
+    def after_save(self, context: Context) -> None:
+        """Drop what was gathered."""
+        self._shards = CopiesOfShards()
+
+    def finish(self, model: nn.Module, context: Context) -> None:
+        """Gather what belongs to a checkpoint of the end; the parameters hold the weights already."""
+        self._gather()
+
+    def _gather(self) -> None:
+        copies = self._primary if self.config.kind == "fp32_copy" else {}
+        self._shards.gather(self._optimizers, trained_in_16_bit(self._optimizers), copies, self._names())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the copies by parameter name, and the format of the optimizer's moments."""
@@ -266,7 +293,9 @@ class PrimaryWeights(Technique):
         }
         copies = self._primary if self.config.kind == "fp32_copy" else {}
         return {
-            "copies": {names[parameter]: primary.detach() for parameter, primary in copies.items()},
+            "copies": {names[parameter]: primary.detach() for parameter, primary in copies.items()}
+            | self._shards.copies,
+            "moments_of_shards": self._shards.moments,
             "moments": "none" if not is_16_bit else "float32" if False in is_16_bit else "16 bit",
             "small_updates": dict(self._small_updates),
         }
@@ -280,6 +309,7 @@ class PrimaryWeights(Technique):
         try:
             self._small_updates = {key: int(value) for key, value in state["small_updates"].items()}
             self._state = {"copies": dict(state["copies"]), "moments": str(state["moments"])}
+            self._state["moments_of_shards"] = dict(state.get("moments_of_shards", {}))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(
                 f"primary_weights: state must be one that primary_weights saved, got {error!r}"
@@ -314,9 +344,13 @@ class PrimaryWeights(Technique):
         updated = small = 0
         for parameter, primary in self._primary.items():
             if primary.grad is not None:
-                has_gradient = primary.grad.to_dense() != 0
+                has_gradient = local_part(primary.grad).to_dense() != 0
+                same = local_part(primary).to(parameter.dtype) == local_part(parameter)
                 updated += int(has_gradient.count_nonzero())
-                small += int((has_gradient & (primary.to(parameter.dtype) == parameter)).count_nonzero())
+                small += int((has_gradient & same).count_nonzero())
+        if any(map(is_sharded, self._primary)):
+            device = next(iter(self._primary)).device
+            updated, small = all_reduce_(torch.tensor([updated, small], device=device), "sum").tolist()
         self._small_updates = {"step": step, "updated": updated, "small": small}
 
     def _names(self) -> dict[Tensor, str]:
@@ -324,6 +358,7 @@ class PrimaryWeights(Technique):
         places = [*trained_in_16_bit(self._optimizers), *self._primary]
         names = {parameter: f"optimizer parameter {place}" for place, parameter in enumerate(dict.fromkeys(places))}
         if self._model is not None:
+            reshard_(self._model)
             names.update({parameter: name for name, parameter in self._model.named_parameters()})
         return names
 
@@ -353,4 +388,4 @@ def _restore_(primary: Tensor, saved: Tensor, name: str) -> None:
             f"primary_weights: the saved copy of {name} must be float32 of shape {tuple(primary.shape)}, got "
             f"{_name(saved.dtype)} of {tuple(saved.shape)}; resume with the model that wrote the checkpoint"
         )
-    primary.copy_(saved)
+    fill_(primary, saved)

@@ -44,7 +44,8 @@ def _primary_weights(config: Any, shape: ModelShape, run: PlannedRun) -> list[Co
     extra = (4 - run.weight_bytes) * run.moments
     copy = 4.0 if config.kind == "fp32_copy" else 0.0
     why = "moments in fp32, 4 bytes of a copy with fp32_copy; fp32 gradients in the step"
-    return [Cost("primary_weights", held=(copy + extra) * shape.params, during=4.0 * shape.params, why=why)]
+    held = (copy + extra) * shape.params / run.parts
+    return [Cost("primary_weights", held=held, during=4.0 * shape.params / run.parts, why=why)]
 
 
 def _distill(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
@@ -65,7 +66,7 @@ def _distill(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
 
 
 def _soup(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-    held = _SOUP_MODELS * 4 * shape.params
+    held = _SOUP_MODELS * 4 * shape.params / run.parts
     return [
         Cost("soup", why=f"after training alone: {held / 2**30:,.1f} GiB of host memory, {_SOUP_MODELS} fp32 models")
     ]
@@ -82,6 +83,9 @@ def _low_rank(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
 
 
 def _comm(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
+    if run.strategy == "fsdp2":  # the reduce-scatter alone, in every micro-batch
+        sent = (2.0 - run.compute_bytes) * run.accumulate * run.ring(shape.params)
+        return [Cost(f"comm: {config.hook}", sent=min(sent, 0.0), why="gradients in 2 bytes")]
     whole = 2 * run.ring(shape.params * run.weight_bytes)
     if config.hook in ("fp16", "bf16"):
         sent = 2.0 / run.weight_bytes

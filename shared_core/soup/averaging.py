@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shared_core.errors import CheckpointError
+from shared_core.ranks import all_reduce_
 from shared_core.soup.sources import Ingredient, averaged, storage_key
 
 # Elements at a time: temporaries stay in the cache, and memory does not grow with the largest tensor.
@@ -93,7 +94,17 @@ def non_finite_tensor(ingredient: Ingredient) -> str | None:
     """Return the name of the first tensor with a NaN or an infinity in it, None if there is none."""
     bad = next((key for key in ingredient.specs if not copy_finite_(None, ingredient.tensor(key))), None)
     ingredient.close()
-    return bad
+    return _first_of_all(bad, ingredient)
+
+
+def _first_of_all(bad: str | None, ingredient: Ingredient) -> str | None:
+    """Return what the first process found that found anything; processes that decide otherwise would not meet again."""
+    if ingredient.parts_on is None:
+        return bad
+    names = list(ingredient.specs)
+    place = torch.tensor(len(names) if bad is None else names.index(bad), device=ingredient.parts_on)
+    first = int(all_reduce_(place, "min"))
+    return names[first] if first < len(names) else None
 
 
 class Candidate:
@@ -135,7 +146,7 @@ class Candidate:
                 bad = bad or key
         ingredient.close()
         self._written()
-        return bad
+        return _first_of_all(bad, ingredient)
 
     def begin_mean(self, best: Ingredient, weight: float = 1.0) -> None:
         """Start the running mean from the best ingredient, whose integers, booleans and dtypes the soup takes."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shared_core.errors import ConfigError, MatchError, nearest
 from shared_core.ranks import broadcast_
+from shared_core.sharded import reshard_
 from shared_core.soup.adapter_average import RANK_FIELDS, AdapterWeights
 from shared_core.soup.batch_norms import batch_norms, estimate_norms_
 from shared_core.soup.candidates import candidate_for
@@ -101,6 +102,7 @@ class ModelSoup(Technique):
         def load(candidate: dict[str, Tensor]) -> None:
             if self._adapter is not None:
                 self._adapter.load(candidate)
+            reshard_(model)
             context.weights_replaced()
 
         def written(candidate: dict[str, Tensor]) -> None:

@@ -32,7 +32,7 @@ def test_every_weight_is_really_sharded_and_multiplied_in_fp8_and_saved_whole(ru
 
 
 @pytest.mark.parametrize(
-    "name", ["loss_scale", "all", "tensorwise", "distill", "qat FULL_STATE_DICT", "qat SHARDED_STATE_DICT"]
+    "name", ["soup", "loss_scale", "all", "tensorwise", "distill", "qat FULL_STATE_DICT", "qat SHARDED_STATE_DICT"]
 )
 def test_two_processes_train_what_one_does(runs, name):
     assert_two_trained_what_one_did(runs, name)
@@ -42,7 +42,7 @@ def test_two_processes_train_what_one_does(runs, name):
 def test_a_resumed_run_equals_one_that_was_never_stopped(runs, kind):
     for found in runs["ranks"]:
         assert found[kind]["fp8.num_updates"] == 6
-        for run in (kind, f"qat {kind}"):
+        for run in (kind, f"qat {kind}", f"primary {kind}"):
             assert all(torch.equal(value, found[f"{run} resumed"][name]) for name, value in found[run].items())
 
 
@@ -85,6 +85,14 @@ def test_no_process_holds_the_whole_teacher(runs):
         assert told["batches"] == 6
 
 
+def test_gradients_in_16_bits_are_those_of_ddp(runs):
+    for found, told in zip(runs["ranks"], runs["told"], strict=True):
+        for key, value in found["comm under DDP"].items():
+            torch.testing.assert_close(found["comm"][key], value, rtol=1e-6, atol=1e-6)
+        assert told["comm"]["ratio"] == 2
+        assert told["comm"]["bytes"]["gradients"] >= told["comm under DDP"]["bytes"]["gradients"]  # padded
+
+
 def test_training_sees_nothing_of_averages_that_were_validated(runs):
     for found in runs["ranks"]:
         assert all(torch.equal(value, found["unseen"][name]) for name, value in found["validated"].items())
@@ -103,7 +111,9 @@ def test_the_best_model_comes_back(runs):
 
 def test_what_is_not_proven_on_shards_is_refused(runs):
     for told in runs["told"]:
-        prune, flush, mutual = told["refused"]
+        prune, flush, mutual, power, narrow = told["refused"]
+        assert "comm with hook powersgd cannot be combined with FSDP version 2" in power
+        assert "comm: FSDP2 must reduce gradients in float32" in narrow
         assert "distill cannot be combined with FSDP version 2: teacher mutual" in mutual
         assert "prune cannot be combined with FSDP version 2: criterion fisher keeps" in prune
         assert "loss_scale with flush_every cannot be combined with FSDP version 2" in flush
@@ -118,4 +128,4 @@ def test_a_run_writes_one_receipt(runs):
     receipts = list(runs["folder"].rglob("eff_receipt.json"))
     assert {receipt.parent.parent for receipt in receipts} == {runs["folder"]}
     # one of each run that came to its end, resumed ones over the first one's
-    assert runs["output"].count("efftrain receipt") == len(receipts) + 4
+    assert runs["output"].count("efftrain receipt") == len(receipts) + 6

@@ -16,7 +16,7 @@ def runs(tmp_path_factory):
     return run_by_one_and_by_two(SCRIPT, tmp_path_factory.mktemp("fsdp2"))
 
 
-@pytest.mark.parametrize("name", ["loss_scale", "all", "tensorwise", "distill", "qat"])
+@pytest.mark.parametrize("name", ["loss_scale", "all", "tensorwise", "distill", "qat", "soup"])
 def test_two_processes_train_what_one_does(runs, name):
     assert_two_trained_what_one_did(runs, name)
 
@@ -76,6 +76,15 @@ def test_all_processes_leave_out_a_step_that_one_alone_knows_to_be_bad(runs, nam
     found = [tensors[name] for tensors in runs["ranks"]]
     assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
     assert all(bool(value.isfinite().all()) for value in found[0].values())
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16"])
+def test_gradients_travel_in_16_bits(runs, hook):
+    first, second = (found[f"comm {hook}"] for found in runs["ranks"])
+    assert all(torch.equal(value, second[key]) for key, value in first.items())
+    for told in (one[f"comm {hook}"] for one in runs["told"]):
+        assert told["bytes"]["sent"] * 2 == told["bytes"]["gradients"] > 0
+        assert told.get("discarded_steps", 0) == 0
 
 
 def test_what_is_not_proven_on_shards_is_refused(runs):

@@ -135,7 +135,7 @@ def refused(rank):
     lines = []
     for make in (
         lambda: Run(rank, {"comm": {"hook": "bf16"}}, ddp=with_foreign_hook()),
-        lambda: Session(Recipe.from_dict({"comm": {"hook": "bf16"}})).attach(nn.Linear(2, 2), ["fsdp2"]),
+        lambda: Session(Recipe.from_dict({"comm": {"hook": "powersgd"}})).attach(nn.Linear(2, 2), ["fsdp2"]),
         lambda: without_sync(Run(rank, {"comm": {"hook": "bf16"}})),
         begin_without_ddp,
     ):

@@ -16,7 +16,7 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_eff import attach
-from shared_core.errors import CompatibilityError
+from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.fp8 import Fp8Linear
 from shared_core.ranks import local_part, rank
 
@@ -37,6 +37,9 @@ QAT = {
 ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, **ACTIVATIONS, "matmul": {"precision": "high"}}
 
 
+SOUP = {**PRUNE, "soup": {"kind": "greedy"}}
+PRIMARY = {"primary_weights": {"kind": "fp32_copy", "telemetry_every": 1}}
+COMM = {"comm": {"hook": "bf16"}}
 ATTENTION = ["model.layers.?.self_attn=model.layers.?.self_attn"]
 
 
@@ -106,7 +109,9 @@ def one_overflow(trainer):
     trainer.model.lm_head.register_forward_hook(forward_hook)
 
 
-def train(folder, recipe, *, same=False, resume=None, trainer_class=None, poisoned=None, **settings):
+def train(
+    folder, recipe, *, same=False, resume=None, trainer_class=None, poisoned=None, dtype=torch.float32, **settings
+):
     """Return the trainer after training and its session.
 
     Args:
@@ -116,6 +121,7 @@ def train(folder, recipe, *, same=False, resume=None, trainer_class=None, poison
         resume: Checkpoint to resume from.
         trainer_class: Of the trainer; by default one that really shards if there are several processes.
         poisoned: ``"loss"`` or ``"weight"``: what overflows on process 1.
+        dtype: Of the weights.
         **settings: Training arguments.
     """
     size = BATCH if same else 2 * BATCH // PROCESSES
@@ -127,7 +133,7 @@ def train(folder, recipe, *, same=False, resume=None, trainer_class=None, poison
     if PROCESSES > 1:
         settings = {**fsdp_flags(), **settings}
     trainer = (trainer_class or (CpuFsdp2 if PROCESSES > 1 else InOrder))(
-        model=make_language_model(),
+        model=make_language_model().to(dtype),
         args=make_arguments(folder, **{"save_strategy": "steps", **settings}),
         train_dataset=texts,
         eval_dataset=texts[:BATCH],
@@ -155,7 +161,9 @@ def found(trainer, session):
 def compared(folder):
     """Train what one process alone must train in the same way."""
     plain = {"save_strategy": "no"}
+    shards = fsdp_flags("SHARDED_STATE_DICT") if PROCESSES > 1 else {}
     return {
+        "soup": found(*train(folder / "soup", SOUP, save_steps=1, **shards)),
         "loss_scale": found(*train(folder / "loss_scale", SCALE, **plain)),
         "all": found(*train(folder / "all", ALL, same=True, **plain)),
         "distill": found(*train(folder / "distill", distilled(attention=ATTENTION), **plain)),
@@ -168,10 +176,16 @@ def sharded_only(folder):
     """Train what there is to see under FSDP2 alone; return tensors, and what was told."""
     tensors, told = {}, {}
     for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
-        for name, recipe in ((kind, ALL), (f"qat {kind}", QAT[kind])):
-            saved, options = folder / name, fsdp_flags(kind)
+        for name, recipe, dtype in (
+            (kind, ALL, torch.float32),
+            (f"qat {kind}", QAT[kind], torch.float32),
+            (f"primary {kind}", PRIMARY, torch.bfloat16),
+        ):
+            saved, options = folder / name, {**fsdp_flags(kind), "dtype": dtype}
             tensors[name] = found(*train(saved, recipe, **options))
             tensors[f"{name} resumed"] = found(*train(saved, recipe, resume=str(saved / "checkpoint-3"), **options))
+    trainer, session = train(folder / "comm", COMM, save_strategy="no")
+    tensors["comm"], told["comm"] = found(trainer, session), session.receipt()["techniques"]["comm"]
     trainer, session = train(folder / "typed", {**FP8["delayed"], **SCALE}, fp16=True)
     saved = folder / "typed" / "final"
     trainer.save_model(str(saved))
@@ -211,16 +225,28 @@ def sharded_only(folder):
     }
     told["refused"] = []
     gathers = {"prune": {"sparsity": 0.5, "criterion": "fisher"}}
-    for recipe in (gathers, {"loss_scale": {"kind": "dynamic", "flush_every": 2}}, {"distill": {"teacher": "mutual"}}):
+    flush = {"loss_scale": {"kind": "dynamic", "flush_every": 2}}
+    in_16_bits = {"fp16": True, "max_steps": 1, "save_strategy": "no"}
+    for recipe, options in (
+        (gathers, {}),
+        (flush, {}),
+        ({"distill": {"teacher": "mutual"}}, {}),
+        ({"comm": {"hook": "powersgd"}}, {}),
+        (COMM, in_16_bits),
+    ):
         try:
-            train(folder / "refused", recipe)
-        except CompatibilityError as error:
+            train(folder / "refused", recipe, **options)
+        except (CompatibilityError, TrainingError) as error:
             told["refused"].append(str(error))
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU
     try:
         train(folder / "lost", FP8["delayed"], trainer_class=InOrder, max_steps=1)
     except CompatibilityError as error:
         told["lost"] = str(error)
+    os.environ.pop("ACCELERATE_USE_FSDP")  # the flags set it
+    ddp = {"trainer_class": InOrder, "fsdp": False, "fsdp_config": None, "save_strategy": "no"}
+    trainer, session = train(folder / "comm under DDP", COMM, **ddp)
+    tensors["comm under DDP"], told["comm under DDP"] = found(trainer, session), session.receipt()["techniques"]["comm"]
     return tensors, told
 
 

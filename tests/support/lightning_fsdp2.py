@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff import EffCallback
+from lightning_eff.pytorch import EffFSDPStrategy
 from shared_core.errors import CompatibilityError
 from shared_core.fp8 import Fp8Linear
 from shared_core.ranks import local_part, rank
@@ -33,6 +34,7 @@ FP8 = {recipe: {"fp8": {"recipe": recipe}} for recipe in ("tensorwise", "delayed
 AVERAGE = {"average": {"kind": "ema", "decay": 0.7, "every": 2}}
 PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
 QAT = {"qat": {"scheme": "int8", "range": "minmax", "begin": 1}}
+SOUP = {"soup": {"kind": "greedy", "metric": "val_loss", "order": "newest"}}
 ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, "matmul": {"precision": "high"}}
 
 
@@ -103,6 +105,22 @@ class Sharded(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Validated(Sharded):
+    """Sharded by `eff_fsdp`, saved after every step, and validated."""
+
+    def configure_model(self):
+        pass
+
+    def configure_callbacks(self):
+        return [pl.callbacks.ModelCheckpoint(self.trainer.default_root_dir, save_top_k=-1, every_n_train_steps=1)]
+
+    def validation_step(self, batch, index):
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
+
+    def val_dataloader(self):
+        return batches(same=False)
+
+
 def batches(same):
     """Return a loader of this process's part of every batch, or of the whole of every batch."""
     generator = torch.Generator().manual_seed(1)
@@ -150,12 +168,14 @@ def found(trainer, callback, module):
 
 def compared(folder):
     """Train what one process alone must train in the same way."""
+    own = {"strategy": EffFSDPStrategy(save_distributed_checkpoint=True)} if PROCESSES > 1 else {}
     return {
         "loss_scale": found(*train(folder / "loss_scale", SCALE)),
         "all": found(*train(folder / "all", ALL, same=True)),
         "tensorwise": found(*train(folder / "tensorwise", FP8["tensorwise"], same=True)),
         "distill": found(*train(folder / "distill", distilled())),
         "qat": found(*train(folder / "qat", QAT)),
+        "soup": found(*train(folder / "soup", SOUP, module=Validated(), **own)),
     }
 
 
@@ -185,6 +205,10 @@ def sharded_only(folder):
     plain = Sharded()
     plain.load_state_dict(whole)
     tensors["whole"] = plain.state_dict()
+    for hook in ("fp16", "bf16"):
+        trainer, callback, module = train(folder / f"comm {hook}", {"comm": {"hook": hook}})
+        tensors[f"comm {hook}"] = found(trainer, callback, module)
+        told[f"comm {hook}"] = callback.receipt["techniques"]["comm"]
     fp16 = {"plugins": MixedPrecision("16-mixed", "cpu"), "gradient_clip_val": 0.5}
     for name, recipe, poisoned, options in (
         ("scaler", SCALE, "weight", {}),

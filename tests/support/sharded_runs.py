@@ -3,6 +3,7 @@
 import itertools
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,8 @@ from two_ranks import leave
 from shared_core.ranks import rank, world_size
 from shared_core.recipe import Recipe
 from shared_core.session import Session
-from shared_core.sharded import fill_, fill_parameters_, whole
+from shared_core.sharded import fill_, fill_parameters_, reshard_, whole
+from shared_core.technique import BareServices, SavedCheckpoint
 
 STEPS, BATCH, SAVED = 6, 8, 3
 GROWING = {"sparsity": 0.5, "begin": 1, "end": 5, "every": 2}
@@ -43,6 +45,14 @@ RECIPES = {
     "relations": {"distill": {"teacher": "other", "hidden": ["hidden=hidden"], "hidden_loss": "cka"}},
     "low_rank-prune": {"low_rank": {"rank": 6, "min_size": 0}, "prune": GROWING},
     "qat-prune": {"qat": {"scheme": "int8", "begin": 2}, "prune": GROWING},
+    "fp32_copy": {"primary_weights": {"kind": "fp32_copy", "telemetry_every": 1}, "prune": GROWING},
+    "stochastic": {"primary_weights": {"kind": "stochastic_rounding"}},
+    "soup": {"soup": {"kind": "greedy", "metric": "loss", "order": "newest"}},
+    "soup-qat-prune": {
+        "soup": {"kind": "uniform", "last": 3},
+        "qat": {"scheme": "int8"},
+        "prune": {**GROWING, "schedule": "one_shot"},
+    },
 }
 SHARDED_LATER = ("qat-lsq", "ema", "low_rank-prune")
 """Those that must see the model before it is sharded, as the Hugging Face Trainer lets them; others come after it."""
@@ -71,12 +81,49 @@ def shard(net):
             fully_shard(module, mesh=mesh)
 
 
+class Checkpoints(BareServices):
+    """Every step's weights, in memory; those of step 4 have a NaN where the second process alone sees it."""
+
+    saved: ClassVar[dict[str, dict[int, dict[str, torch.Tensor]]]] = {}
+
+    def __init__(self, recipe, net):
+        self.net, self.weights = net, self.saved.setdefault(str(recipe), {})
+
+    def save(self, step):
+        self.weights[step] = {name: whole(value).detach().clone() for name, value in self.net.state_dict().items()}
+        if step == 4:
+            self.weights[step]["hidden.weight"][-1, -1] = torch.nan
+
+    def checkpoints(self):
+        return [SavedCheckpoint(Path(f"step {step}"), step) for step in self.weights]
+
+    def load_weights(self, path):
+        return self.weights[int(path.name.split()[-1])]
+
+    def evaluate(self):
+        x, y = batch(STEPS)
+        with torch.no_grad():
+            return {"loss": float(F.cross_entropy(self.net(x).flatten(0, 1), y.flatten()))}
+
+    def calibrate(self, num_batches):
+        with torch.no_grad():
+            self.net(batch(STEPS)[0])
+        reshard_(self.net)
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(7, (BATCH, 3), generator=generator), torch.randint(5, (BATCH, 3), generator=generator)
+
+
 def train(recipe, *, later=False, resume=None):
     """Return what is left at the end, whole, and what was saved in the middle."""
     if recipe.get("distill", {}).get("teacher") == "other":
         recipe = {"distill": {**recipe["distill"], "teacher": Net(seed=7).double()}}
-    net = Net().double()  # so that no rounding of a sum over ranks tips a code over
-    session = Session(Recipe.from_dict(recipe), seed=4)
+    # in double no rounding of a sum over ranks tips a code over
+    net = Net().to(torch.bfloat16 if "primary_weights" in recipe else torch.double)
+    services = Checkpoints(recipe, net)
+    session = Session(Recipe.from_dict(recipe), seed=4, services=services)
     if later:
         session.attach(net, {"fsdp2"})
     shard(net)
@@ -86,7 +133,7 @@ def train(recipe, *, later=False, resume=None):
         fill_parameters_(net, resume["weights"])
         for (name, parameter), _ in zip(net.named_parameters(), itertools.count(), strict=False):
             if name in resume["momentum"]:
-                state = optimizer.state[parameter]
+                state = optimizer.state[parameter]  # in its format, as torch loads it
                 state["momentum_buffer"] = torch.zeros_like(parameter)
                 fill_(state["momentum_buffer"], resume["momentum"][name])
         session.prepare_optimizers([optimizer])
@@ -94,8 +141,7 @@ def train(recipe, *, later=False, resume=None):
     session.begin([optimizer], total_steps=STEPS)
     saved = {}
     for step in range(session.step, STEPS):
-        generator = torch.Generator().manual_seed(step)
-        x, y = torch.randint(7, (BATCH, 3), generator=generator), torch.randint(5, (BATCH, 3), generator=generator)
+        x, y = batch(step)
         mine = slice(rank() * BATCH // world_size(), (rank() + 1) * BATCH // world_size())
         loss = F.cross_entropy(net(x[mine]).flatten(0, 1), y[mine].flatten())
         session.loss(loss).backward()
@@ -104,6 +150,8 @@ def train(recipe, *, later=False, resume=None):
         optimizer.step()
         session.after_optimizer_step()
         optimizer.zero_grad()
+        if "soup" in recipe:
+            services.save(session.step)
         if session.step == SAVED:
             with session.saving():
                 saved = found(net, optimizer)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shared_core.errors import CheckpointError
+from shared_core.ranks import local_part
 
 # What an ingredient looks like on disk, and so what the soup is written as.
 HF_FOLDER, LIGHTNING, STATE_DICT, SAFETENSORS, IN_MEMORY, DISTRIBUTED, ADAPTER = (
@@ -39,6 +40,8 @@ class Ingredient:
         load: Returns the state dict; called at the first read after each `close`. Files are mapped, not read.
         config: The fields of a Hugging Face ``config.json``, or of an adapter's.
         specs: Shapes and dtypes, where a file tells them without its tensors being read; none of them is tied.
+        parts_on: Where processes that read parts of the tensors each tell the others what they found in theirs; None
+            where every process reads them whole.
     """
 
     def __init__(
@@ -49,8 +52,10 @@ class Ingredient:
         load: Callable[[], Mapping[str, Tensor]],
         config: Mapping[str, Any] | None = None,
         specs: Mapping[str, TensorSpec] | None = None,
+        parts_on: torch.device | None = None,
     ) -> None:
         self.name, self.kind, self.path, self.config = name, kind, path, dict(config or {})
+        self.parts_on = parts_on
         self.shards: dict[str, str] = {}
         """The file in a folder that holds each tensor."""
         self.index: str | None = None
@@ -149,7 +154,10 @@ def storage_key(tensor: Tensor) -> tuple[Any, ...] | None:
     """Return what two tied tensors have in common, None for a tensor without data."""
     if tensor.numel() == 0 or tensor.is_meta:
         return None
-    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    start: Any = tensor.data_ptr()
+    if (part := local_part(tensor)) is not tensor:  # which may be empty, and then has no address of its own
+        start = part.untyped_storage().data_ptr(), part.storage_offset()
+    return tensor.device, start, tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def averaged(dtype: torch.dtype) -> bool:
