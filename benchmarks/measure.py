@@ -22,7 +22,18 @@ from typing import Any
 
 import torch
 
-LIBRARIES = ("torch", "transformers", "accelerate", "pytorch-lightning", "torchao", "numpy", "safetensors")
+RESULTS = Path(__file__).parent / "results"
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "pytorch-lightning",
+    "torchao",
+    "triton",
+    "liger-kernel",
+    "numpy",
+    "safetensors",
+)
 MIB = float(1 << 20)
 
 
@@ -56,24 +67,46 @@ class Row:
     memory: str = ""
     target: str = ""
     met: bool | None = None
+    roofline: str = ""
+    """Where memory bounds the operation: its share of the bandwidth that a copy reaches on the same device."""
 
 
 Times = dict[str, list[float]]
 
 
-def in_turn(variants: Mapping[str, Callable[[], float]], *, rounds: int) -> Times:
-    """Return the seconds that each variant reports, one entry a round. Every round starts with another variant."""
+SECONDS = 20.0  # of CPU time that one comparison may take, so that a slow machine needs no more rounds than it can bear
+FEWEST = 3
+
+
+def in_turn(variants: Mapping[str, Callable[[], float]], *, rounds: int, seconds: float = SECONDS) -> Times:
+    """Return the seconds that each variant reports, one entry a round. Every round starts with another variant.
+
+    After three rounds no new one is begun once `seconds` of this process's time are spent.
+    """
     names = list(variants)
     times: Times = {name: [] for name in names}
+    gc.collect()
+    gc.freeze()  # what lives on need not be searched again before every call
+    begun = time.process_time()
     for i in range(rounds):
+        if i >= FEWEST and time.process_time() - begun > seconds:
+            break
         first = i % len(names)
         for name in names[first:] + names[:first]:
             gc.collect()
             times[name].append(variants[name]())
+    gc.unfreeze()
     return times
 
 
-def interleaved(variants: Mapping[str, Callable[[], Any]], *, rounds: int, calls: int = 1, warmup: int = 1) -> Times:
+def interleaved(
+    variants: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    calls: int = 1,
+    warmup: int = 1,
+    seconds: float = SECONDS,
+) -> Times:
     """Return CPU seconds a call, one entry a round, after some calls that are not measured."""
 
     def timed(call: Callable[[], Any]) -> float:
@@ -85,7 +118,7 @@ def interleaved(variants: Mapping[str, Callable[[], Any]], *, rounds: int, calls
     for call in variants.values():
         for _ in range(warmup):
             call()
-    return in_turn({name: partial(timed, call) for name, call in variants.items()}, rounds=rounds)
+    return in_turn({name: partial(timed, call) for name, call in variants.items()}, rounds=rounds, seconds=seconds)
 
 
 def ratio(times: Times, name: str, base: str) -> Spread:
@@ -174,13 +207,24 @@ def table(rows: Iterable[Row]) -> str:
     """Return the rows as a Markdown table."""
     verdict = {True: "yes", False: "**no**", None: ""}
     lines = [
-        "| what | ours | peer | ratio to plain: median [quartiles] | memory | target | met |",
-        "|---|---|---|---|---|---|---|",
+        "| what | ours | peer | ratio to plain: median [quartiles] | memory | roofline | target | met |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        cells = (row.what, row.ours, row.peer, row.ratio, row.memory, row.target, verdict[row.met])
+        cells = (row.what, row.ours, row.peer, row.ratio, row.memory, row.roofline, row.target, verdict[row.met])
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def write(rows: Sequence[Row], on: str, method: str, *, suffix: str = "") -> Path:
+    """Write one result file, named after the day and the device that `on` begins with, and return it."""
+    slug = re.sub(r"[^a-z0-9]+", "-", on.split(":")[0].split(",")[0].lower()).strip("-")
+    file = RESULTS / f"{today()}-{slug}{f'-{suffix}' if suffix else ''}.md"
+    installed = ", ".join(f"{name} {number}" for name, number in versions().items())
+    text = f"# Benchmarks, {today()}\n\nDevice: {on}. {installed}.\n\n{method}\n\n{table(rows)}\n"
+    RESULTS.mkdir(exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return file
 
 
 def main(measure: Callable[..., list[Row]], **options: int) -> None:
