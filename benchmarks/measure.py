@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ class Row:
 Times = dict[str, list[float]]
 
 
-SECONDS = 20.0  # of CPU time that one comparison may take, so that a slow machine needs no more rounds than it can bear
+SECONDS = 10.0  # of CPU time for one comparison: a slow machine makes fewer rounds, not a longer benchmark
 FEWEST = 3
 
 
@@ -129,6 +129,20 @@ def ratio(times: Times, name: str, base: str) -> Spread:
 def added(times: Times, name: str, base: str) -> Spread:
     """Return the seconds that `name` takes more than `base`: the paired differences of the rounds."""
     return Spread.of([a - b for a, b in zip(times[name], times[base], strict=True)])
+
+
+@cache
+def copy_bandwidth() -> float:
+    """Return the bytes a second that a copy reads and writes, of tensors that fit no cache."""
+    source = torch.ones(1 << 26)
+    target = torch.empty_like(source)
+    times = interleaved({"copy": lambda: target.copy_(source)}, rounds=9, seconds=1.0)
+    return 2 * source.nbytes / statistics.median(times["copy"])
+
+
+def share_of_copy(moved: int, seconds: Sequence[float]) -> str:
+    """Return how near an operation that has to move so many bytes comes to a copy."""
+    return f"{moved / statistics.median(seconds) / copy_bandwidth():.2f} of a copy"
 
 
 def milliseconds(times: Times, name: str) -> str:
@@ -228,7 +242,10 @@ def write(rows: Sequence[Row], on: str, method: str, *, suffix: str = "") -> Pat
 
 
 def main(measure: Callable[..., list[Row]], **options: int) -> None:
-    """Run one benchmark as a program: ``--quick`` for a look, ``--json FILE`` for `run.py`, and options of its own."""
+    """Run one benchmark as a program: ``--quick`` for a look, ``--json FILE`` for `run.py`, and options of its own.
+
+    ``--more 1``, where a benchmark has it, adds the rows that ``make bench`` has no time for.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="few rounds, small models: to see that it runs")
     parser.add_argument("--json", type=Path, help="write the rows here")
