@@ -65,12 +65,15 @@ def difference(ours: Any, peer: Any) -> float:
         >>> difference((torch.ones(2),), [torch.tensor([1.0, 1.0])])
         0.0
     """
-    pairs = zip(_tensors(ours), _tensors(peer), strict=True)
-    return max(((a - b).norm() / b.norm().clamp_min(1e-30)).item() for a, b in pairs)
+    apart = []
+    for a, b in zip(_tensors(ours), _tensors(peer), strict=True):
+        wide = b.double()
+        apart.append(((a.to(b.device).double() - wide).norm() / wide.norm().clamp_min(1e-30)).item())
+    return max(apart)
 
 
 def _tensors(result: Any) -> list[Tensor]:
-    return [leaf.detach().cpu().double() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    return [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 def usable_peers(case: Case) -> tuple[dict[str, Call], dict[str, str]]:
@@ -197,16 +200,22 @@ def rows_of(
     rows, failed = [], []
     for make in cases:
         begun = time.perf_counter()
-        torch.manual_seed(0)
-        torch.compiler.reset()
         try:
-            case = make(at)
-            if words and not any(word in case.name for word in words):
-                continue
-            rows.append(measured(case, at, best))
-        except (RuntimeError, ValueError) as error:  # the other cases are still worth their time
+            row = _row_of(make, at, best, words)
+        except Exception as error:  # the other cases are still worth their time
             failed.append(f"{make}: {error}")
             print(f"failed: {failed[-1]}", file=sys.stderr, flush=True)
-            continue
-        print(f"{time.perf_counter() - begun:5.1f} s  {rows[-1].what}: {rows[-1].ours}", flush=True)
+            row = None
+        if row:
+            rows.append(row)
+            print(f"{time.perf_counter() - begun:5.1f} s  {row.what}: {row.ours}", flush=True)
+        torch.compiler.reset()
+        if at.device.type == "cuda":
+            torch.cuda.empty_cache()
     return rows, failed, best
+
+
+def _row_of(make: Callable[[At], Case], at: At, best: Ceilings, words: Sequence[str]) -> Row | None:
+    torch.manual_seed(0)
+    case = make(at)
+    return measured(case, at, best) if not words or any(word in case.name for word in words) else None
