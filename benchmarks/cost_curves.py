@@ -163,7 +163,7 @@ def adapted(rank: int, memory: bool) -> float:
 
 
 def factorised(rank: int) -> float:
-    width = 1024
+    width = 512
     return milliseconds(
         step_of(stack(LAYERS * width**2), torch.randn(256, width), {"low_rank": {"rank": rank, "skip": ()}})
     )
@@ -279,12 +279,12 @@ CURVES: tuple[Curve, ...] = (
           "a line: the base, and two products of the rank"),
     Curve("lora", "base and adapters held", "rank", "MiB", RANKS, partial(adapted, memory=True), "line",
           "a line: the base, and the adapters"),
-    Curve("low_rank", "forward and backward of factorised layers", "rank", "ms", (32, 64, 128, 256), factorised, "line",
+    Curve("low_rank", "forward and backward of factorised layers", "rank", "ms", (16, 32, 64, 128), factorised, "line",
           "a line: two products of the rank"),
     Curve("soup", "greedy, all accepted", "ingredients", "ms", INGREDIENTS,
           partial(souped, parameters=1 << 20, memory=False), "power", "1: each is read twice, averaged once"),
     Curve("soup", "greedy, peak", "ingredients", "MiB", INGREDIENTS, partial(souped, parameters=1 << 20, memory=True),
-          "line", "flat: two models, however many there are"),
+          "line", "flat: one after the other, however many there are"),
     Curve("soup", "greedy of four, all accepted", "parameters", "ms", (1 << 20, 1 << 22, 1 << 24),
           lambda size: souped(4, size, False), "line", "a line: opening files, and a pass a checkpoint"),
     Curve("checkpoint", "activations under `budget:least`, peak", "blocks", "MiB", BLOCKS,

@@ -66,6 +66,16 @@ def test_a_row_holds_time_peers_share_and_memory(benchmarks):
     assert row.memory == "0 MiB, added 0"
 
 
+def test_a_comparison_ends_when_its_time_is_spent_but_never_before_three_rounds(benchmarks, monkeypatch):
+    import measure
+
+    clock = iter(range(1000))
+    monkeypatch.setattr(measure.time, "process_time", lambda: float(next(clock)))
+    for seconds, rounds in ((0.5, 3), (3.5, 6), (100.0, 9)):
+        times = measure.in_turn({"a": lambda: 1.0, "b": lambda: 2.0}, rounds=9, seconds=seconds)
+        assert {name: len(found) for name, found in times.items()} == {"a": rounds, "b": rounds}, seconds
+
+
 def test_without_a_gpu_it_says_so_in_one_line(benchmarks, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for arguments, got in (([], "none"), (["--device", "cpu"], "cpu")):
