@@ -26,8 +26,9 @@ METHOD = """\
 {device}, one thread, {versions}, on {date}, by `make cost`. Times are medians of CPU time (`time.process_time`) of one
 process, differences are paired in turn; memory is that of torch's CPU allocator at its peak, or of all live tensors.
 Layers are linear, {layers} of them and square; chunked distillation has 128 features on both sides; soups accept every
-checkpoint. Constants are this processor's, exponents mostly not: a size at which something falls out of a cache raises
-an exponent between two sizes, overheads of small sizes lower it. No GPU was measured.
+checkpoint. Constants are this processor's, exponents mostly not: where something falls out of a cache, or temporaries
+become so large that the allocator hands them back to the system each time, an exponent lies above its law; overheads of
+small sizes lower it. No GPU was measured.
 """
 
 
@@ -68,7 +69,7 @@ def _each(value: float, unit: str) -> str:
     ladder = (
         [("ms", 1.0), ("µs", 1e3), ("ns", 1e6)] if unit == "ms" else [("MiB", 1.0), ("KiB", 2.0**10), ("B", 2.0**20)]
     )
-    name, factor = next(((name, factor) for name, factor in ladder if value * factor >= 1), ladder[-1])
+    name, factor = next(((name, factor) for name, factor in ladder if value * factor >= 0.9995), ladder[-1])
     return f"{value * factor:.3g} {name}"
 
 
@@ -109,19 +110,23 @@ def plot(result: Mapping[str, Any], file: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    mpl.rcParams["svg.hashsalt"] = "efftrain"  # the same file from the same numbers
-    figure = Figure(figsize=(14, 7), layout="constrained")
+    mpl.rcParams |= {"svg.hashsalt": "efftrain", "svg.fonttype": "none"}  # the same file from the same numbers, in text
+    figure = Figure(figsize=(14, 10), layout="constrained")
     for place, (axis, panel) in enumerate(zip(AXES, figure.subplots(2, 4).flat, strict=False)):
         curves = [curve for curve in result["curves"] if curve["axis"] == axis]
         largest = max(curve["sizes"][-1] / curve["sizes"][0] for curve in curves)
         panel.plot([1, largest], [1, largest], color="0.8", linewidth=6, zorder=0, label="n")
-        for curve in curves:
+        for color, curve in zip(mpl.colormaps["tab20"].colors, curves, strict=False):
             x = np.asarray(curve["sizes"]) / curve["sizes"][0]
             y = np.asarray(curve["values"]) / curve["values"][0]
             style = "-" if curve["unit"] == "ms" else "--"
-            panel.plot(x, y, style, marker="o", markersize=3, label=f"{curve['technique']}: {curve['quantity']}"[:44])
-        panel.set(xscale="log", yscale="log", title=f"with {axis}")
-        panel.set_ylabel("times the smallest's" if place % 4 == 0 else "")
-        panel.legend(fontsize=5)
+            panel.plot(
+                x, y, style, color=color, marker="o", markersize=3, label=f"{curve['technique']}: {curve['quantity']}"
+            )
+        panel.set(xscale="log", yscale="log", title=f"with {axis}", ylabel="" if place % 4 else "times the smallest's")
+        for one in (panel.xaxis, panel.yaxis):
+            one.set_ticks([1, 2, 4, 8, 16, 32], [1, 2, 4, 8, 16, 32])
+            one.set_ticks([], minor=True)
+        panel.legend(fontsize=6.5, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.08))
     figure.axes[-1].set_axis_off()
     figure.savefig(file, metadata={"Date": None})
