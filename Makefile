@@ -8,7 +8,9 @@ help:
 	@echo "make test         install what tests need, run them (no network, no GPU)"
 	@echo "make check        ruff, format check, mypy; rewrites nothing"
 	@echo "make fmt          rewrite files with ruff"
-	@echo "make bench        measure speed and memory beside the peers (CPU)"
+	@echo "make bench        measure speed and memory beside the peers (CPU, under 15 minutes)"
+	@echo "make bench-gpu    measure every operation beside the peers on a CUDA GPU"
+	@echo "make cost         measure how each technique's time and memory grow (CPU, under 5 minutes), write docs/cost.md"
 	@echo "make replicas     train the replicas of published results on CPU (20 minutes), write their table"
 	@echo "make docs         rewrite the generated tables in docs/"
 
@@ -44,11 +46,17 @@ fmt: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/run.py
 
+bench-gpu: $(VENV)/.dev
+	$(BIN)/python benchmarks/gpu.py
+
+cost: $(VENV)/.dev
+	$(BIN)/python benchmarks/cost.py
+
 replicas: $(VENV)/.dev
 	$(BIN)/python benchmarks/replicas.py
 
 docs: $(VENV)/.dev
 	$(BIN)/python docs/tables.py
 
-.PHONY: help quickstart test test-long check fmt bench replicas docs
+.PHONY: help quickstart test test-long check fmt bench bench-gpu cost replicas docs
 .DEFAULT_GOAL := help

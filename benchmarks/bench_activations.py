@@ -79,8 +79,8 @@ def rows(name: str, model: nn.Module, x: Tensor, rounds: int) -> list[Row]:
 
 def measure(quick: bool) -> list[Row]:
     torch.manual_seed(0)
-    size, rounds = ({"width": 8, "size": 16, "batch": 8}, 3) if quick else ({"width": 64, "size": 64, "batch": 32}, 7)
-    tokens = {"width": 32, "size": 16, "batch": 8} if quick else {"width": 256, "size": 256, "batch": 16}
+    size, rounds = ({"width": 8, "size": 16, "batch": 8}, 3) if quick else ({"width": 64, "size": 32, "batch": 16}, 7)
+    tokens = {"width": 32, "size": 16, "batch": 8} if quick else {"width": 256, "size": 256, "batch": 4}
     return [
         *rows("convolutional net", *convolutional(**size), rounds),
         *rows("transformer with ReLU", *transformer("relu", **tokens), rounds),

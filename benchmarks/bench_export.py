@@ -128,21 +128,21 @@ def converted(name: str, model: nn.Module, x: Tensor, rounds: int) -> Row:
     )
 
 
-def measure(quick: bool) -> list[Row]:
+def measure(quick: bool, more: int = 0) -> list[Row]:
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
-    width, channels, rounds = (128, 8, 2) if quick else (1024, 64, 20)
+    width, channels, rounds = (128, 8, 2) if quick else (1024, 64, 9)
     convolutions = f"net of 4 Conv2d with batch norm, {channels} to {2 * channels} channels, batch 8 of 32x32"
     rows = [
         export(f"net of 3 Linear({width}), batch 64", *linear_net(width), rounds),
-        export(f"{convolutions}, exactly as trained", *conv_net(channels), rounds),
+        *([export(f"{convolutions}, exactly as trained", *conv_net(channels), rounds)] if more else []),
         export(f"{convolutions}, with calibration", *conv_net(channels), rounds, True),
     ]
     shapes = ((channels, 56, 1), (channels, 28, 16), (4 * channels, 28, 1))
-    for number, (wide, size, batch) in enumerate(shapes[: 1 if quick else None]):
+    for number, (wide, size, batch) in enumerate(shapes[: None if more else 1]):
         residual = f"residual net of 10 Conv2d, {wide} to {2 * wide} channels, batch {batch} of {size}x{size}"
-        if number == 0:
+        if more and number == 0:
             rows.append(export(f"{residual}, exactly as trained", *residual_net(wide, size, batch), rounds))
         rows.append(export(f"{residual}, with calibration", *residual_net(wide, size, batch), rounds, True))
         rows.append(converted(residual, *residual_net(wide, size, batch), rounds))
@@ -150,4 +150,4 @@ def measure(quick: bool) -> list[Row]:
 
 
 if __name__ == "__main__":
-    main(measure)
+    main(measure, more=0)

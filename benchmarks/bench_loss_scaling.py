@@ -111,7 +111,7 @@ def host_reads() -> Row:
 
 
 def measure(quick: bool) -> list[Row]:
-    rounds = 5 if quick else 41
+    rounds = 5 if quick else 25
     return [
         cost(64, 32, 64, clip=False, rounds=rounds),
         cost(768, 4, 64, clip=False, rounds=rounds),

@@ -37,16 +37,20 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
 
 
-def transformer(width: int) -> nn.Sequential:
+def transformer(width: int, depth: int = 5) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[Block(width) for _ in range(5)])
+    return nn.Sequential(*[Block(width) for _ in range(depth)])
 
 
-def by_torchao(width: int) -> nn.Module:
+def by_torchao(width: int, scheme: str) -> nn.Module:
     model = transformer(width)
-    activations = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
-    weights = IntxFakeQuantizeConfig(torch.int8, "per_channel")
-    quantize_(model, QATConfig(activation_config=activations, weight_config=weights, step="prepare"))
+    weights = (
+        IntxFakeQuantizeConfig(torch.int8, "per_channel")
+        if scheme == "int8"
+        else IntxFakeQuantizeConfig(torch.int4, group_size=32)
+    )
+    tokens = None if scheme == "int4_weight" else IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
+    quantize_(model, QATConfig(activation_config=tokens, weight_config=weights, step="prepare"))
     return model
 
 
@@ -79,27 +83,6 @@ def step_of(
     return step
 
 
-def cost(width: int, tokens: int, rounds: int) -> Row:
-    times = interleaved(
-        {
-            "plain": step_of(transformer(width), width, tokens),
-            "torchao": step_of(by_torchao(width), width, tokens),
-            "torch.ao": step_of(by_torch_ao(width), width, tokens),
-            "ours": step_of(transformer(width), width, tokens, {"qat": {"scheme": "int8"}}),
-        },
-        rounds=rounds,
-        warmup=2,
-    )
-    peers = ", ".join(f"{name} {ratio(times, name, 'plain').text()}" for name in ("torchao", "torch.ao"))
-    return Row(
-        f"int8 quantization-aware training, one step at {tokens} tokens, 8.9 M parameters "
-        f"(plain: {milliseconds(times, 'plain')})",
-        f"{milliseconds(times, 'ours')}; activations per tensor, EMA ranges",
-        f"{peers}; torchao per token, torch.ao (fbgemm) per tensor",
-        ratio(times, "ours", "plain").text(),
-    )
-
-
 # scheme → largest ratio to the plain step at 256 and at 2048 tokens
 SCHEMES = {"int8": (1.28, 1.10), "int4_weight": (1.20, 1.04), "int8_dynamic_int4_weight": (1.33, 1.13)}
 
@@ -107,27 +90,57 @@ SCHEMES = {"int8": (1.28, 1.10), "int4_weight": (1.20, 1.04), "int8_dynamic_int4
 NEAR = 1.05  # largest ratio of a compiled step to the compiled plain one
 
 
-def cost_of_schemes(width: int, tokens: int, rounds: int, compiled: bool = False) -> list[Row]:
-    """Return a row for each scheme, beside the plain step of the same kind: both eager, or both compiled."""
-    torch._dynamo.reset()
-    recipes = {"plain": {}, **{scheme: {"qat": {"scheme": scheme}} for scheme in SCHEMES}}
-    steps = {name: step_of(transformer(width), width, tokens, recipe, compiled) for name, recipe in recipes.items()}
-    # the second step of a run has ranges for the first time and is compiled anew
-    times = interleaved(steps, rounds=rounds, warmup=3 if compiled else 2)
+def cost(width: int, tokens: int, rounds: int) -> list[Row]:
+    """Return a row for each scheme: a step beside the plain one, torchao's of the same scheme, and torch.ao's."""
+    steps = {"plain": step_of(transformer(width), width, tokens)}
+    steps["torch.ao"] = step_of(by_torch_ao(width), width, tokens)
+    for scheme in SCHEMES:
+        steps[scheme] = step_of(transformer(width), width, tokens, {"qat": {"scheme": scheme}})
+        steps[f"torchao {scheme}"] = step_of(by_torchao(width, scheme), width, tokens)
+    times = interleaved(steps, rounds=rounds)
+    parameters = 5 * 12 * width**2 / 1e6
     rows = []
     for scheme, targets in SCHEMES.items():
-        target, found = NEAR if compiled else targets[tokens > 256], ratio(times, scheme, "plain")
+        peer, found = f"torchao {scheme}", ratio(times, scheme, "plain")
+        others = [f"torchao {milliseconds(times, peer)}, {ratio(times, peer, 'plain').text()}"]
+        if scheme == "int8":
+            # ours has a range a tensor for activations, as torch.ao; torchao one a token
+            others.append(
+                f"torch.ao (fbgemm) {milliseconds(times, 'torch.ao')}, {ratio(times, 'torch.ao', 'plain').text()}"
+            )
+        target = targets[tokens > 256]
         rows.append(
             Row(
-                f"{scheme} quantization-aware training{', torch.compile' if compiled else ''}, one step at {tokens} "
-                f"tokens (plain{', compiled too' if compiled else ''}: {milliseconds(times, 'plain')})",
+                f"{scheme} quantization-aware training, one step at {tokens} tokens, {parameters:.1f} M parameters "
+                f"(plain: {milliseconds(times, 'plain')})",
                 milliseconds(times, scheme),
-                ratio=found.text(3),
+                "; ".join(others),
+                found.text(3),
                 target=f"<= {target:.2f}",
                 met=found.median <= target,
             )
         )
     return rows
+
+
+def compiled_cost(width: int, tokens: int, rounds: int) -> list[Row]:
+    """Return a row for each scheme: a compiled step beside the compiled plain one, of two blocks to compile less."""
+    torch._dynamo.reset()
+    recipes = {"plain": {}, **{scheme: {"qat": {"scheme": scheme}} for scheme in SCHEMES}}
+    steps = {name: step_of(transformer(width, 2), width, tokens, recipe, True) for name, recipe in recipes.items()}
+    # the second step of a run has ranges for the first time and is compiled anew
+    times = interleaved(steps, rounds=rounds, warmup=3)
+    return [
+        Row(
+            f"{scheme} quantization-aware training, torch.compile, one step of two blocks at {tokens} tokens "
+            f"(plain, compiled too: {milliseconds(times, 'plain')})",
+            milliseconds(times, scheme),
+            ratio=ratio(times, scheme, "plain").text(3),
+            target=f"<= {NEAR:.2f}",
+            met=ratio(times, scheme, "plain").median <= NEAR,
+        )
+        for scheme in SCHEMES
+    ]
 
 
 CONVERTED = {
@@ -140,8 +153,9 @@ CONVERTED = {
 
 def inference(width: int, tokens: int, rounds: int, compiled: bool) -> list[Row]:
     """Return a row for each converted model, beside the same model in fp32 and bf16."""
+    depth = 2 if compiled else 5
     inputs = torch.randn(tokens // 64, 64, width)
-    plain = transformer(width).eval()
+    plain = transformer(width, depth).eval()
     models: dict[str, tuple[nn.Module, torch.dtype]] = {
         "fp32": (plain, torch.float32),
         "bf16": (copy.deepcopy(plain).bfloat16(), torch.bfloat16),
@@ -159,7 +173,7 @@ def inference(width: int, tokens: int, rounds: int, compiled: bool) -> list[Row]
         against = {peer: ratio(times, name, peer) for peer in ("fp32", "bf16")}
         rows.append(
             Row(
-                f"{name} inference at {tokens} tokens, 8.9 M parameters, "
+                f"{name} inference at {tokens} tokens, {12 * depth * width**2 / 1e6:.1f} M parameters, "
                 f"{'torch.compile with freezing' if compiled else 'eager'} ({'; '.join(sorted(kernels))})",
                 f"{milliseconds(times, name)}; {10 * torch.log10(exact.square().mean() / noise).item():.0f} dB to fp32",
                 f"fp32 {milliseconds(times, 'fp32')}, bf16 {milliseconds(times, 'bf16')}",
@@ -183,19 +197,16 @@ def forward_of(model: nn.Module, inputs: Tensor, compiled: bool) -> Callable[[],
     return forward
 
 
-def measure(quick: bool) -> list[Row]:
+def measure(quick: bool, more: int = 0) -> list[Row]:
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     if quick:
-        return [cost(96, 128, rounds=2), *inference(96, 128, rounds=2, compiled=False)]
-    rows = [cost(384, 256, rounds=15), cost(384, 2048, rounds=5)]
-    for compiled in (False, True):
-        rows += [*cost_of_schemes(384, 256, 15, compiled), *cost_of_schemes(384, 2048, 5, compiled)]
-    for tokens in (64, 512):
-        for compiled in (False, True):
-            rows += inference(384, tokens, rounds=15, compiled=compiled)
-    return rows
+        return [*cost(96, 128, rounds=2), *inference(96, 128, rounds=2, compiled=False)]
+    rows = [*cost(384, 256, rounds=9), *cost(384, 2048, rounds=3), *compiled_cost(384, 256, rounds=15)]
+    for tokens, compiled in ((512, False), (512, True), *(((64, False), (64, True)) if more else ())):
+        rows += inference(384, tokens, rounds=15, compiled=compiled)
+    return rows + (compiled_cost(384, 2048, rounds=5) if more else [])
 
 
 if __name__ == "__main__":
-    main(measure)
+    main(measure, more=0)

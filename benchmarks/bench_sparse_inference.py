@@ -64,11 +64,11 @@ def model(width: int, depth: int, sparsity: float, batch: int, rounds: int) -> R
     )
 
 
-def measure(quick: bool, threads: int = 1) -> list[Row]:
+def measure(quick: bool, threads: int = 1, more: int = 0) -> list[Row]:
     torch.set_num_threads(threads)
     # processor time of one thread leaves other programs out; of several it would be added up
     clock = time.process_time if threads == 1 else time.perf_counter
-    sizes = (64, 128) if quick else (256, 1024, 4096)
+    sizes = (64, 128) if quick else (256, 1024, 4096)[: 3 if more else 2]
     rows = [layer(size, batch, clock) for size in sizes for batch in BATCHES]
     rows += [layer(sizes[1], batch, clock, torch.bfloat16) for batch in BATCHES]
     if threads == 1:
@@ -79,4 +79,4 @@ def measure(quick: bool, threads: int = 1) -> list[Row]:
 
 
 if __name__ == "__main__":
-    main(measure, threads=1)
+    main(measure, threads=1, more=0)

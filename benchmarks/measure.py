@@ -15,14 +15,25 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-LIBRARIES = ("torch", "transformers", "accelerate", "pytorch-lightning", "torchao", "numpy", "safetensors")
+RESULTS = Path(__file__).parent / "results"
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "pytorch-lightning",
+    "torchao",
+    "triton",
+    "liger-kernel",
+    "numpy",
+    "safetensors",
+)
 MIB = float(1 << 20)
 
 
@@ -56,24 +67,46 @@ class Row:
     memory: str = ""
     target: str = ""
     met: bool | None = None
+    roofline: str = ""
+    """Where memory bounds the operation: its share of the bandwidth that a copy reaches on the same device."""
 
 
 Times = dict[str, list[float]]
 
 
-def in_turn(variants: Mapping[str, Callable[[], float]], *, rounds: int) -> Times:
-    """Return the seconds that each variant reports, one entry a round. Every round starts with another variant."""
+SECONDS = 10.0  # of CPU time for one comparison: a slow machine makes fewer rounds, not a longer benchmark
+FEWEST = 3
+
+
+def in_turn(variants: Mapping[str, Callable[[], float]], *, rounds: int, seconds: float = SECONDS) -> Times:
+    """Return the seconds that each variant reports, one entry a round. Every round starts with another variant.
+
+    After three rounds no new one is begun once `seconds` of this process's time are spent.
+    """
     names = list(variants)
     times: Times = {name: [] for name in names}
+    gc.collect()
+    gc.freeze()  # what lives on need not be searched again before every call
+    begun = time.process_time()
     for i in range(rounds):
+        if i >= FEWEST and time.process_time() - begun > seconds:
+            break
         first = i % len(names)
         for name in names[first:] + names[:first]:
             gc.collect()
             times[name].append(variants[name]())
+    gc.unfreeze()
     return times
 
 
-def interleaved(variants: Mapping[str, Callable[[], Any]], *, rounds: int, calls: int = 1, warmup: int = 1) -> Times:
+def interleaved(
+    variants: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    calls: int = 1,
+    warmup: int = 1,
+    seconds: float = SECONDS,
+) -> Times:
     """Return CPU seconds a call, one entry a round, after some calls that are not measured."""
 
     def timed(call: Callable[[], Any]) -> float:
@@ -85,7 +118,7 @@ def interleaved(variants: Mapping[str, Callable[[], Any]], *, rounds: int, calls
     for call in variants.values():
         for _ in range(warmup):
             call()
-    return in_turn({name: partial(timed, call) for name, call in variants.items()}, rounds=rounds)
+    return in_turn({name: partial(timed, call) for name, call in variants.items()}, rounds=rounds, seconds=seconds)
 
 
 def ratio(times: Times, name: str, base: str) -> Spread:
@@ -96,6 +129,20 @@ def ratio(times: Times, name: str, base: str) -> Spread:
 def added(times: Times, name: str, base: str) -> Spread:
     """Return the seconds that `name` takes more than `base`: the paired differences of the rounds."""
     return Spread.of([a - b for a, b in zip(times[name], times[base], strict=True)])
+
+
+@cache
+def copy_bandwidth() -> float:
+    """Return the bytes a second that a copy reads and writes, of tensors that fit no cache."""
+    source = torch.ones(1 << 26)
+    target = torch.empty_like(source)
+    times = interleaved({"copy": lambda: target.copy_(source)}, rounds=9, seconds=1.0)
+    return 2 * source.nbytes / statistics.median(times["copy"])
+
+
+def share_of_copy(moved: int, seconds: Sequence[float]) -> str:
+    """Return how near an operation that has to move so many bytes comes to a copy."""
+    return f"{moved / statistics.median(seconds) / copy_bandwidth():.2f} of a copy"
 
 
 def milliseconds(times: Times, name: str) -> str:
@@ -174,17 +221,31 @@ def table(rows: Iterable[Row]) -> str:
     """Return the rows as a Markdown table."""
     verdict = {True: "yes", False: "**no**", None: ""}
     lines = [
-        "| what | ours | peer | ratio to plain: median [quartiles] | memory | target | met |",
-        "|---|---|---|---|---|---|---|",
+        "| what | ours | peer | ratio to plain: median [quartiles] | memory | roofline | target | met |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        cells = (row.what, row.ours, row.peer, row.ratio, row.memory, row.target, verdict[row.met])
+        cells = (row.what, row.ours, row.peer, row.ratio, row.memory, row.roofline, row.target, verdict[row.met])
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
+def write(rows: Sequence[Row], on: str, method: str, *, suffix: str = "") -> Path:
+    """Write one result file, named after the day and the device that `on` begins with, and return it."""
+    slug = re.sub(r"[^a-z0-9]+", "-", on.split(":")[0].split(",")[0].lower()).strip("-")
+    file = RESULTS / f"{today()}-{slug}{f'-{suffix}' if suffix else ''}.md"
+    installed = ", ".join(f"{name} {number}" for name, number in versions().items())
+    text = f"# Benchmarks, {today()}\n\nDevice: {on}. {installed}.\n\n{method}\n\n{table(rows)}\n"
+    RESULTS.mkdir(exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
 def main(measure: Callable[..., list[Row]], **options: int) -> None:
-    """Run one benchmark as a program: ``--quick`` for a look, ``--json FILE`` for `run.py`, and options of its own."""
+    """Run one benchmark as a program: ``--quick`` for a look, ``--json FILE`` for `run.py`, and options of its own.
+
+    ``--more 1``, where a benchmark has it, adds the rows that ``make bench`` has no time for.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="few rounds, small models: to see that it runs")
     parser.add_argument("--json", type=Path, help="write the rows here")

@@ -5,26 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-from measure import Row, device, python, table, today, versions
+from measure import Row, device, python, write
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
 NAMES = (
     "pruning", "sparse_inference", "soup", "loss_scaling", "overhead", "quantization", "distillation", "export",
-    "activations",
-    "checkpointing",
+    "activations", "checkpointing", "ops",
 )  # fmt: skip
 
 METHOD = """\
 One thread of CPU time (`time.process_time`), never wall time. Variants run in one process, in turn, and start each
 round with another one; a ratio is the median of the rounds' paired ratios, with its quartiles. Memory is torch's
-allocator's or `RssAnon`, which leaves mapped files out. Written by `make bench`; other machines will differ.
+allocator's or `RssAnon`, which leaves mapped files out. Roofline: the bytes that one pass has to move over the time, as
+a share of what a copy reaches on this machine. Written by `make bench`; other machines will differ.
 Unstructured sparsity makes files smaller, not dense products faster."""
 
 
@@ -50,30 +49,24 @@ def main() -> int:
         parser.error(f"NAME must be one of {', '.join(NAMES)}, got {unknown[0]}")
     rows: list[Row] = []
     failed = []
+    begun = time.monotonic()
+    seconds = {}
     for name in names:
         print(f"== {name}", flush=True)
+        start = time.monotonic()
         try:
             rows += measured(name, arguments.quick)
         except subprocess.CalledProcessError as error:
             failed.append(name)
             print(f"benchmark {name} failed: {error}", file=sys.stderr, flush=True)
+        seconds[name] = round(time.monotonic() - start)
+        print(f"== {name}: {seconds[name]} s", flush=True)
+    took = f"Took {time.monotonic() - begun:.0f} s: {', '.join(f'{name} {taken}' for name, taken in seconds.items())}."
+    print(f"\n{took}")
     if rows and not arguments.quick:
-        print(f"\nwrote {write(rows, names)}")
+        suffix = "" if set(names) == set(NAMES) else "-".join(names)
+        print(f"wrote {write(rows, f'{device()}, CPU, one thread', f'{METHOD} {took}', suffix=suffix)}")
     return 1 if failed else 0
-
-
-def write(rows: list[Row], names: list[str] | tuple[str, ...]) -> Path:
-    processor = device()
-    slug = re.sub(r"[^a-z0-9]+", "-", processor.lower()).strip("-")
-    suffix = "" if set(names) == set(NAMES) else "-" + "-".join(names)
-    file = RESULTS / f"{today()}-{slug}{suffix}.md"
-    installed = ", ".join(f"{name} {number}" for name, number in versions().items())
-    text = (
-        f"# Benchmarks, {today()}\n\nDevice: {processor}, CPU, one thread. {installed}.\n\n{METHOD}\n\n{table(rows)}\n"
-    )
-    RESULTS.mkdir(exist_ok=True)
-    file.write_text(text, encoding="utf-8")
-    return file
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def main() -> None:
     if program == "make":
         result = make(folder, int(sys.argv[3]), int(sys.argv[4]))
     else:
-        paths = sorted(folder.glob("*.pt"))
+        paths = sorted(folder.glob("*.pt"))[: int(sys.argv[4]) if len(sys.argv) > 4 else None]
         scores = json.loads((folder / SCORES).read_text())
         known = [scores[path.name] for path in paths] if sys.argv[3] == "known" else None
         start = time.process_time()

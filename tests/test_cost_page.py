@@ -1,0 +1,56 @@
+"""The page of costs holds the committed numbers, and its fits find what was put in."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def benchmarks():
+    sys.path.insert(0, str(ROOT / "benchmarks"))  # as for a script
+    try:
+        import cost_curves
+        import cost_page
+
+        yield {"curves": cost_curves.CURVES, "page": cost_page}
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def result():
+    return json.loads((ROOT / "benchmarks" / "results" / "cost.json").read_text(encoding="utf-8"))
+
+
+def test_the_page_is_the_generated_one(benchmarks, result):
+    text = (ROOT / "docs" / "cost.md").read_text(encoding="utf-8")
+    assert text == benchmarks["page"].page(result), "run `python benchmarks/cost.py --page`"
+
+
+def test_every_curve_was_measured_at_all_its_sizes(benchmarks, result):
+    measured = [
+        (curve["technique"], curve["quantity"], curve["axis"], tuple(curve["sizes"])) for curve in result["curves"]
+    ]
+    assert measured == [(c.technique, c.quantity, c.axis, c.sizes) for c in benchmarks["curves"]], "run `make cost`"
+    for curve in result["curves"]:
+        assert len(curve["sizes"]) == len(curve["values"]) >= 3
+        assert curve["axis"] in benchmarks["page"].AXES
+
+
+def test_fits_find_the_law(benchmarks):
+    page, n = benchmarks["page"], np.array([3, 30, 300])
+    assert page.power_law(n, 5 * n**1.5) == pytest.approx((5, 1.5))
+    assert page.line(n, 7 + 0.25 * n) == pytest.approx((7, 0.25))
+    assert page.fit_text({"law": "power", "unit": "ms", "sizes": n, "values": 2 * n**0.5}) == "n^0.50"
+    assert page.fit_text({"law": "line", "unit": "MiB", "sizes": n, "values": 4 + n / 1024}) == "4 MiB + 1 KiB·n"
+    assert page.fit_text({"law": "line", "unit": "MiB", "sizes": n, "values": 0 * n + 4.0}) == "4 MiB, flat"
+
+
+def test_masks_take_a_byte_a_weight_however_few_there_are(benchmarks):
+    (curve,) = [curve for curve in benchmarks["curves"] if curve.quantity == "masks held"]
+    assert curve.measure(1 << 14) == pytest.approx(2**14 / 2**20, rel=0.02)
