@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from eff_kernels.distillation import kd_rows_
-from eff_kernels.fp8 import Block, block_amax, block_scale, cast
+from eff_kernels.fp8 import Block, quantize
 from gpu_ops import E4M3, activations, shape_of
 from operations import At, Call, Case
 from torch import Tensor
@@ -26,20 +26,24 @@ from shared_core.numerics.rounding import stochastic_round_
 NAMES = {(0, 0): "one scale", (1, 0): "a scale a row", (1, 128): "a scale a 1x128", (128, 128): "a scale a 128x128"}
 
 
-def fp8_cast(at: At, block: Block) -> Case:
+def fp8_cast(at: At, block: Block, both: bool = False) -> Case:
     x, name = activations(at), NAMES[block]
     if at.small == 2:
         block = tuple(min(size, 16) for size in block)  # type: ignore[assignment]
-    rows, columns = (size or length for size, length in zip(block, x.shape, strict=True))
 
-    def plain(x: Tensor) -> tuple[Tensor, Tensor]:
+    def one(x: Tensor) -> tuple[Tensor, Tensor]:
+        rows, columns = (size or length for size, length in zip(block, x.shape, strict=True))
         blocks = x.view(x.shape[0] // rows, rows, -1, columns).float()
         scale = blocks.abs().amax((1, 3), keepdim=True) / 448
         return (blocks / scale).clamp(-448, 448).to(E4M3).view_as(x).float(), scale[:, 0, :, 0]
 
-    def ours() -> tuple[Tensor, Tensor]:
-        made = cast(x, block_scale(block_amax(x, block), E4M3, "exact"), E4M3, block)
-        return made.codes, made.scale
+    def plain(x: Tensor) -> tuple[Tensor, ...]:
+        return (*one(x), *one(x.t().contiguous())) if both else one(x)
+
+    def ours() -> tuple[Tensor, ...]:
+        made = quantize(x, E4M3, block, "exact", both=both)
+        matrices = (made.matrix, made.transposed) if both else (made.matrix,)
+        return tuple(part for matrix in matrices for part in (matrix.codes, matrix.scale))
 
     def torchao(x: Tensor) -> tuple[Tensor, Tensor]:
         axis = {"scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": -1} if block[0] else {}
@@ -47,15 +51,15 @@ def fp8_cast(at: At, block: Block) -> Case:
         return made._data, made._scale.reciprocal().view(-1, 1)
 
     peers: dict[str, Callable[..., Any]] = {"eager": plain, **at.compiled("compiled", plain)}
-    if not block[1]:
+    if not block[1] and not both:
         peers |= {"torchao": torchao, **at.compiled("torchao compiled", torchao)}
     whole = block == (0, 0)
     return Case(
-        f"cast to e4m3, {name}, {shape_of(x)}",
+        f"cast to e4m3, {name}{', and its transpose' if both else ''}, {shape_of(x)}",
         ours,
         {name: partial(peer, x) for name, peer in peers.items()},
         # one scale for all needs a second pass
-        moved=(5 if whole else 3) * x.numel(),
+        moved=((5 if whole else 3) + both) * x.numel(),
     )
 
 
@@ -143,7 +147,7 @@ def distillation_rows(at: At) -> Case:
 
 
 CASTS: tuple[Callable[[At], Case], ...] = (
-    *(partial(fp8_cast, block=block) for block in NAMES),
+    *(partial(fp8_cast, block=block, both=both) for block in NAMES for both in (False, True)),
     partial(microscaling, element="fp8_e4m3"),
     partial(microscaling, element="fp4_e2m1"),
     nvfp4,

@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from eff_kernels.loss_scaling import count_magnitudes
+from eff_kernels.masks import pack_bits, unpack_bits
+from eff_kernels.optimizer import masked_adamw_
 from eff_kernels.pruning import apply_mask_
 from eff_kernels.quantization import fake_quantize, fake_quantize_symmetric
 from eff_kernels.quantization_group import fake_quantize_fp8, fake_quantize_groups
 from eff_kernels.quantization_learned import lsq_fake_quantize
+from eff_kernels.unscaling import unscale_and_count_
 from operations import At, Call, Case
 from torch import Tensor, nn
 from torchao.quantization import PerRow
@@ -22,7 +25,6 @@ from torchao.quantization.qat import Float8FakeQuantizeConfig, Float8FakeQuantiz
 from torchao.quantization.qat.fake_quantizer import IntxFakeQuantizer
 
 from shared_core import Recipe, Session
-from shared_core.packed_masks import pack_mask, unpack_mask
 from shared_core.pruning import nm_mask, prune_masks
 
 E4M3 = torch.float8_e4m3fn
@@ -184,7 +186,7 @@ def lsq(at: At, channels: bool) -> Case:
     )
 
 
-def magnitudes(at: At) -> Case:
+def magnitudes(at: At, unscaled: bool = False) -> Case:
     """Return the count of gradients by power of two, of zeros and of what underflows, and the largest."""
     width, layers = at.size(4096, 1024, 16), at.size(16, 8, 3)
     grads = [at.randn(width, width, dtype=torch.float32) for _ in range(layers)]
@@ -200,16 +202,30 @@ def magnitudes(at: At) -> Case:
             found.append((histogram, zeros, (magnitude < threshold).sum() - zeros, magnitude.amax()))
         return found
 
+    # a factor of 1, so that repeated calls see the same numbers
+    found_inf, factor = torch.zeros(1, device=at.device), torch.ones(1, device=at.device)
+
     def ours() -> list[Tensor]:
-        counts = count_magnitudes(grads, threshold)
+        if unscaled:
+            counts = unscale_and_count_(grads, found_inf, factor, threshold)
+        else:
+            counts = count_magnitudes(grads, threshold)
         return [counts.histogram, counts.zeros, counts.small, counts.amax]
 
     def columns(function: Callable[..., Any]) -> Call:
-        return lambda: [torch.stack(parts) for parts in zip(*function(grads), strict=True)]
+        def call() -> list[Tensor]:
+            if unscaled:
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+            return [torch.stack(parts) for parts in zip(*function(grads), strict=True)]
+
+        return call
 
     peers = {"eager": columns(plain), **{name: columns(f) for name, f in at.compiled("compiled", plain).items()}}
     return Case(
-        f"telemetry of {layers} gradients, {shape_of(grads[0])}", ours, peers, moved=sum(grad.nbytes for grad in grads)
+        f"{'unscaling, check and ' if unscaled else ''}telemetry of {layers} gradients, {shape_of(grads[0])}",
+        ours,
+        peers,
+        moved=(2 if unscaled else 1) * sum(grad.nbytes for grad in grads),
     )
 
 
@@ -261,11 +277,21 @@ def masked_adamw(at: At) -> Case:
     parameters = list(peer_model.parameters())
     torch._foreach_mul_([parameter.detach() for parameter in parameters], floats)
 
-    def ours() -> list[Tensor]:
+    fused = [parameter.detach().clone() for parameter in our_model.parameters()]
+    grads = [parameter.grad for parameter in peer_model.parameters() if parameter.grad is not None]
+    first, second = ([torch.zeros_like(weight) for weight in fused] for _ in range(2))
+    steps, masks = [torch.zeros((), device=at.device) for _ in fused], [weight != 0 for weight in fused]
+
+    def in_two() -> list[Tensor]:
         session.before_optimizer_step()
         optimizer.step()
         session.after_optimizer_step()
         return list(our_model.parameters())
+
+    def ours() -> list[Tensor]:
+        options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
+        masked_adamw_(fused, grads, first, second, steps, masks, **options)
+        return fused
 
     @torch.no_grad()
     def masked() -> list[Tensor]:
@@ -277,7 +303,7 @@ def masked_adamw(at: At) -> Case:
     return Case(
         f"AdamW step that keeps masks, {layers} weights, {shape_of(parameters[0])}",
         ours,
-        {"fused AdamW and _foreach_mul_ by float masks": masked},
+        {"fused AdamW and our masks after it": in_two, "fused AdamW and _foreach_mul_ by float masks": masked},
         moved=29 * numel,
         tolerance=1e-4,
     )
@@ -340,8 +366,8 @@ def packing(at: At) -> Case:
         return packed, ((packed.unsqueeze(1) & powers) != 0).view_as(mask)
 
     def ours() -> tuple[Tensor, Tensor]:
-        packed = pack_mask(mask)
-        return packed, unpack_mask(packed, mask.shape)
+        packed = pack_bits(mask)
+        return packed, unpack_bits(packed, mask.shape)
 
     peers = {"eager": plain, **at.compiled("compiled", plain)}
     return Case(
@@ -361,6 +387,7 @@ OPERATIONS: tuple[Callable[[At], Case], ...] = (
     partial(lsq, channels=False),
     partial(lsq, channels=True),
     magnitudes,
+    partial(magnitudes, unscaled=True),
     masking,
     masked_adamw,
     two_four,

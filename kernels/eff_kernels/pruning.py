@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from eff_kernels.digits import kth_smallest_key
+from eff_kernels.eager_cuda import compiles_for
 from eff_kernels.masks import unpack_bits
 from eff_kernels.tensor_table import runs_in_one_launch
-from eff_kernels.eager_cuda import compiles_for
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # torch widens a bool operand into a temporary of the other's type; in pieces of 2 MiB that stays in cache
