@@ -17,8 +17,8 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from bookkeeping import RECIPES, TENSORS, PlainLoop, arithmetic
-from measure import Row, Spread, Times, added, cpu_seconds, in_turn, interleaved, main, python
+from bookkeeping import RECIPES, TENSORS, PlainLoop, arithmetic, timed
+from measure import Row, Spread, Times, added, cpu_seconds, in_turn, main, python
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -48,8 +48,8 @@ class Classifier(nn.Module):
 
 
 def median_step(starts: list[float]) -> float:
-    """Return the CPU seconds of the median step, from when each one started, the first ones left out."""
-    return statistics.median(end - start for start, end in pairwise(starts[WARMUP:]))
+    """Return the CPU seconds of the median step, from when each one started."""
+    return statistics.median(end - start for start, end in pairwise(starts))
 
 
 class Stopwatch(TrainerCallback):
@@ -57,6 +57,9 @@ class Stopwatch(TrainerCallback):
         self.starts: list[float] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.tick()
+
+    def tick(self) -> None:
         self.starts.append(time.process_time())
 
 
@@ -79,14 +82,14 @@ def hf_step(folder: str, steps: int, plugin: Callable[[Trainer], Any] | None) ->
         plugin(trainer)
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train()
-    return median_step(watch.starts)
+    return median_step(watch.starts[WARMUP:])
 
 
 class TimedModule(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layers = network()
-        self.starts: list[float] = []
+        self.watch = Stopwatch()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
@@ -95,7 +98,7 @@ class TimedModule(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-5)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.starts.append(time.process_time())
+        self.watch.tick()
 
 
 def lightning_step(folder: str, steps: int, callback: Callable[[], pl.Callback] | None) -> float:
@@ -115,7 +118,7 @@ def lightning_step(folder: str, steps: int, callback: Callable[[], pl.Callback] 
     module = TimedModule()
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.fit(module, DataLoader(data, batch_size=BATCH))
-    return median_step(module.starts)
+    return median_step(module.watch.starts[WARMUP:])
 
 
 def microseconds(spread: Spread) -> Spread:
@@ -161,21 +164,18 @@ def bookkeeping(rounds: int, calls: int) -> list[Row]:
     reads: dict[str, int] = {}
     for key in ("", *RECIPES):
         loop, alone = PlainLoop(key), arithmetic(key)
-
-        def verbs(loop: PlainLoop = loop) -> float:
-            return statistics.median(loop.step() for _ in range(calls))
-
-        times = in_turn({"verbs": verbs}, rounds=rounds)
-        times |= interleaved({"alone": alone or (lambda: None)}, rounds=rounds, calls=calls)
+        times: Times = {"verbs": [], "alone": []}
+        for _ in range(rounds):
+            pairs = [(loop.step(), timed(alone)) for _ in range(calls)]  # by turns, as caches are cold after a step
+            for name, values in zip(times, zip(*pairs, strict=True), strict=True):
+                times[name].append(statistics.median(values))
         rest, verbs_us = microseconds(added(times, "verbs", "alone")), 1e6 * statistics.median(times["verbs"])
         reads[key] = loop.host_reads()
         rows.append(
             Row(
                 f"bookkeeping of {key or 'an empty session'}, plain loop, {TENSORS} tensors",
                 f"{rest.text(0)} µs a step",
-                f"its verbs {verbs_us:.0f} µs, of which arithmetic {1e6 * statistics.median(times['alone']):.0f} µs"
-                if alone
-                else "",
+                f"its verbs {verbs_us:.0f} µs, of which arithmetic {1e6 * statistics.median(times['alone']):.0f} µs",
                 target=f"<= {BOOKKEEPING_US:.0f} µs",
                 met=rest.median <= BOOKKEEPING_US,
             )

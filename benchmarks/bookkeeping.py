@@ -125,13 +125,20 @@ class PlainLoop:
         return watch.count
 
 
-def arithmetic(key: str) -> Callable[[], object] | None:
-    """Return what a technique computes in its verbs, alone, on tensors of the same sizes; None if next to nothing."""
+def timed(call: Callable[[], object]) -> float:
+    """Return the CPU seconds of a call."""
+    start = time.process_time_ns()
+    call()
+    return (time.process_time_ns() - start) / 1e9
+
+
+def arithmetic(key: str) -> Callable[[], object]:
+    """Return what a technique computes in its verbs, alone, on tensors of the same sizes; nothing for most of them."""
     tensors = [block.linear.weight.detach().clone() for block in network()]
     makers = {
         "prune": _masking, "share": _sharing, "average": _averaging, "primary_weights": _widening, "distill": _teaching
     }  # fmt: skip
-    return makers[key](tensors) if key in makers else None
+    return makers[key](tensors) if key in makers else lambda: None
 
 
 def _masking(tensors: list[Tensor]) -> Callable[[], object]:

@@ -19,6 +19,7 @@ NAMES = (
     "pruning", "sparse_inference", "soup", "loss_scaling", "overhead", "quantization", "distillation", "export",
     "activations",
     "checkpointing",
+    "training",
 )  # fmt: skip
 
 METHOD = """\
