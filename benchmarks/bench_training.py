@@ -136,7 +136,7 @@ def lightning_step(folder: str, data: TensorDataset, steps: int, name: str) -> f
 
 
 def rows(where: str, step: Callable[[int, str], float], *, rounds: int, steps: int) -> list[Row]:
-    step(1, "plain")  # what torch makes once is no variant's
+    step(2, "plain")  # what torch makes once is no variant's
     peaks = {name: peak_allocated(partial(step, 2, name)) / MIB for name in VARIANTS}
     times = in_turn({name: partial(step, steps, name) for name in VARIANTS}, rounds=rounds)
     found = []

@@ -19,6 +19,8 @@ from shared_core.saved_activations.host import CudaLane, HostMover
 from shared_core.saved_activations.ledger import Ledger
 from shared_core.technique import Context, Technique
 
+_PLAIN = (torch.Tensor, nn.Parameter)  # what FSDP2 shards has no storage of its own
+
 
 class CompressedActivations(Technique):
     """Packs the tensors that a training forward saves for backward, through autograd's own hooks.
@@ -88,7 +90,7 @@ class CompressedActivations(Technique):
         self._seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
         owned = (tensors for module in self._modules for tensors in (module._parameters, module._buffers))
         held = (tensor for tensors in owned for tensor in tensors.values())
-        weights = {tensor.untyped_storage()._cdata for tensor in held if type(tensor) in (torch.Tensor, nn.Parameter)}
+        weights = {tensor.untyped_storage()._cdata for tensor in held if tensor is not None and type(tensor) in _PLAIN}
         if self._mover is not None:
             self._mover.start()
         ledger = Ledger(self.config, self.counts, weights=weights, mover=self._mover, generator=self._generator_on)
