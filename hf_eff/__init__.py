@@ -1,7 +1,8 @@
 """Efficient-training techniques in the Hugging Face Trainer. Names load on first use: `eff run` must stay cheap."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from shared_core.lazy_exports import export_lazily
 
 if TYPE_CHECKING:
     from hf_eff._attach import attach as attach
@@ -29,39 +30,4 @@ if TYPE_CHECKING:
     from hf_eff.weight_average import WeightAverage as WeightAverage
     from hf_eff.weight_sharing import WeightSharing as WeightSharing
 
-_HOMES = {
-    "ActivationCheckpointing": "activation_checkpointing",
-    "CompressedActivations": "saved_activations",
-    "DifferentialPrivacy": "privacy",
-    "Distillation": "distillation",
-    "EffCallback": "_technique_callback",
-    "EffFlags": "training_args",
-    "EffTrainer": "trainer",
-    "EffTrainerMixin": "trainer",
-    "EffTrainingArguments": "training_args",
-    "Fp8": "fp8",
-    "GradientCompression": "gradient_compression",
-    "LossScaling": "loss_scaling",
-    "LotteryTicket": "ticket",
-    "LowRank": "low_rank",
-    "MatmulPrecision": "matmul_precision",
-    "ModelSoup": "soup",
-    "PrimaryWeights": "primary_weights",
-    "Pruning": "pruning",
-    "QLora": "lora",
-    "QuantizationAwareTraining": "quantization",
-    "attach": "_attach",
-    "with_eff": "training_args",
-    "WeightAverage": "weight_average",
-    "WeightSharing": "weight_sharing",
-}
-
-__all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'hf_eff' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"hf_eff.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+export_lazily(__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from hf_eff._window import Window
 from shared_core.errors import CompatibilityError
-from shared_core.privacy import DifferentialPrivacy
 from shared_core.privacy.sampling import check_loader, loader_options
 from shared_core.session import Session
 
 if TYPE_CHECKING:
     from transformers import Trainer
+
+    from shared_core.privacy import DifferentialPrivacy
 
 
 def check_trainer(trainer: Trainer) -> None:
@@ -50,8 +51,7 @@ class PoissonData:
 
     @property
     def _technique(self) -> DifferentialPrivacy | None:
-        found = self.session.techniques.get("dp")
-        return found if isinstance(found, DifferentialPrivacy) else None
+        return cast("DifferentialPrivacy | None", self.session.techniques.get("dp"))
 
     def loader(self, method: Callable[[], Any]) -> Any:
         """Return the trainer's loader with batches drawn for it."""

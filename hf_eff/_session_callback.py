@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -20,12 +20,14 @@ from hf_eff._window import Window
 from hf_eff._wrapped import Wrapped
 from shared_core import compatibility
 from shared_core.errors import CheckpointError, TrainingError
-from shared_core.loss_scaling import LossScaler, LossScaling
 from shared_core.recipe import Recipe
 from shared_core.resuming import fit_to
 from shared_core.session import Session
 from shared_core.state_file import load_state, save_state
 from shared_core.technique import overrides
+
+if TYPE_CHECKING:
+    from shared_core.loss_scaling import LossScaling
 
 
 class SessionCallback(TrainerCallback):
@@ -297,7 +299,7 @@ class SessionCallback(TrainerCallback):
         """Remember the scale where a skipped step would be hidden: torch's scaler leaves it to a fused optimizer."""
         scaler = self._trainer.accelerator.scaler
         hidden = hasattr(inner_optimizer(self._trainer.optimizer), "_step_supports_amp_scaling")
-        watch = scaler is not None and hidden and not isinstance(scaler, LossScaler)
+        watch = scaler is not None and hidden and self._own_scaler is None  # ours tells
         self._scale_before = scaler.get_scale() if watch else None
 
     def on_optimizer_step(
@@ -322,8 +324,8 @@ class SessionCallback(TrainerCallback):
             optimizer._is_overflow = self._discarded = True
 
     def _put_scaler(self) -> None:
-        technique = self.session.techniques.get("loss_scale")
-        if not isinstance(technique, LossScaling):
+        technique = cast("LossScaling | None", self.session.techniques.get("loss_scale"))
+        if technique is None:
             return
         trainer, accelerator = self._trainer, cast(Any, self._trainer.accelerator)
         if self._own_scaler is None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from hf_eff._window import Window
-from shared_core.distillation import Distillation
 from shared_core.errors import ConfigError
 from shared_core.ranks import all_reduce_
 from shared_core.session import Session
 
 if TYPE_CHECKING:
     from transformers import Trainer
+
+    from shared_core.distillation import Distillation
 
 _NO_LABELS = torch.empty(0, dtype=torch.int64)
 
@@ -38,8 +39,7 @@ class UnlabelledExamples:
     @property
     def distillation(self) -> Distillation | None:
         """The technique, None where nothing is distilled."""
-        found = self.session.techniques.get("distill")
-        return found if isinstance(found, Distillation) else None
+        return cast("Distillation | None", self.session.techniques.get("distill"))
 
     @property
     def field(self) -> str | None:

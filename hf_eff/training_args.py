@@ -53,7 +53,7 @@ def _fields() -> list[tuple[str, Any, Any]]:
     fields: list[tuple[str, Any, Any]] = []
     for flag, (key, option) in flags().items():
         config_class: type[TechniqueConfig] = ROOMS[key].config_class
-        hint = typing.get_type_hints(config_class)[option.name]
+        hint = config_class.hints()[option.name]
         text = str(option.metadata["help"])
         if option.name == config_class.switch:
             text += f" Switches {key} on."

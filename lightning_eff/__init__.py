@@ -1,8 +1,9 @@
 """Efficient training in PyTorch Lightning: a callback per technique, one for a whole recipe, a precision plugin."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_eff._registering import register_strategies
+from shared_core.lazy_exports import export_lazily
 
 if TYPE_CHECKING:
     from lightning_eff._session_callback import EffCallback as EffCallback
@@ -27,43 +28,6 @@ if TYPE_CHECKING:
     from lightning_eff.weight_average import WeightAverage as WeightAverage
     from lightning_eff.weight_sharing import WeightSharing as WeightSharing
 
-_HOME = {
-    "ActivationCheckpointing": "activation_checkpointing",
-    "CompressedActivations": "saved_activations",
-    "DifferentialPrivacy": "privacy",
-    "Distillation": "distillation",
-    "EffCallback": "_session_callback",
-    "EffDDPStrategy": "strategies",
-    "EffFSDPStrategy": "strategies",
-    "Fp8": "fp8",
-    "Fp8Precision": "fp8",
-    "GradientCompression": "gradient_compression",
-    "LossScalingPrecision": "loss_scaling",
-    "LotteryTicket": "ticket",
-    "LowRank": "low_rank",
-    "MatmulPrecision": "matmul_precision",
-    "ModelSoup": "soup",
-    "PrimaryWeights": "primary_weights",
-    "Pruning": "pruning",
-    "QLora": "lora",
-    "QuantizationAwareTraining": "quantization",
-    "WeightAverage": "weight_average",
-    "WeightSharing": "weight_sharing",
-}
-__all__ = sorted(_HOME)
-
-
 register_strategies()
 
-
-def __getattr__(name: str) -> Any:
-    # Every Trainer of the environment loads an entry point of this package, and must not pay for what it does not use.
-    import importlib
-
-    if name not in _HOME:
-        raise AttributeError(f"module 'lightning_eff' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"lightning_eff.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+export_lazily(__name__)

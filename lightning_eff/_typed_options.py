@@ -17,7 +17,7 @@ _Class = TypeVar("_Class", bound=type)
 def _parameters(
     config: type[TechniqueConfig], defaults: dict[str, Any]
 ) -> typing.Iterator[tuple[inspect.Parameter, str]]:
-    hints = typing.get_type_hints(config)
+    hints = config.hints()
     for field in dataclasses.fields(config):
         default = defaults.get(field.name, field.default)
         parameter = inspect.Parameter(

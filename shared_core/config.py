@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -38,7 +39,7 @@ class TechniqueConfig:
 
     def __post_init__(self) -> None:
         """Coerce every option to its annotation, check its bounds, then check them against each other."""
-        hints = typing.get_type_hints(type(self))
+        hints = self.hints()
         for field in dataclasses.fields(self):
             where = f"{self.key}.{field.name}"
             value = coerce(getattr(self, field.name), hints[field.name], where)
@@ -53,6 +54,12 @@ class TechniqueConfig:
 
     def validate(self) -> None:
         """Raise `ConfigError` where options contradict each other."""
+
+    @classmethod
+    @functools.cache
+    def hints(cls) -> dict[str, Any]:
+        """Return the type of each option."""
+        return typing.get_type_hints(cls)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:

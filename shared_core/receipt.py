@@ -9,17 +9,18 @@ import platform
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from shared_core.atomic import atomic_write
 from shared_core.hardware import matmul_environment
 from shared_core.rooms import ROOMS
 from shared_core.strict_json import json_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 RECEIPT_FILE = "eff_receipt.json"
 VARIABLE = "EFF_RECEIPT"
@@ -81,6 +82,8 @@ class Receipt:
 
     def table(self) -> Table:
         """Return one row a technique: its headline figures, and the time that its own code took."""
+        from rich.table import Table
+
         steps = self.values["steps"]
         title = f"efftrain receipt: {steps['applied']} steps applied, {steps['skipped']} skipped"
         table = Table(title=title, title_justify="left")
@@ -93,6 +96,8 @@ class Receipt:
 
     def text(self, width: int = 110) -> str:
         """Return the table, and the notes under it, as plain text."""
+        from rich.console import Console
+
         console = Console(width=width, record=True, file=io.StringIO())
         console.print(self.table())
         for note in self.values["notes"]:

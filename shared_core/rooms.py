@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from shared_core.config import TechniqueConfig
 from shared_core.errors import ConfigError, nearest
-from shared_core.technique import Technique
+
+if TYPE_CHECKING:
+    from shared_core.technique import Technique  # it imports torch, for which `eff prune --help` must not wait
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +74,14 @@ def room(key: str) -> Room:
     return ROOMS[key]
 
 
-def flags() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
-    """Return every flag, ``prune_sparsity`` → (``prune``, its field), in the order of the table."""
+def flags(*keys: str) -> dict[str, tuple[str, dataclasses.Field[Any]]]:
+    """Return every flag, ``prune_sparsity`` → (``prune``, its field), in the order of the table.
+
+    Args:
+        keys: Of the techniques whose flags are wanted; none: all.
+    """
     return {
-        f"{room.key}_{field.name}": (room.key, field)
-        for room in ROOMS.values()
-        for field in dataclasses.fields(room.config_class)
+        f"{key}_{field.name}": (key, field)
+        for key in keys or ROOMS
+        for field in dataclasses.fields(ROOMS[key].config_class)
     }

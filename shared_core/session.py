@@ -190,14 +190,14 @@ class Session:
         for remark in compatibility.remarks(self.recipe):
             self.note(remark)
 
-    @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """Surround the forward and the loss of a training micro-batch; nothing happens before `begin`."""
+    def forward(self) -> contextlib.AbstractContextManager[Any]:
+        """Return what surrounds the forward and the loss of a training micro-batch; nothing before `begin`."""
+        if not self._driven["forward"] or not self._begun or self._finished:
+            return contextlib.nullcontext()
         with contextlib.ExitStack() as stack:
-            if self._begun and not self._finished:
-                for _, technique in self._driven["forward"]:
-                    stack.enter_context(technique.forward(self._attached("forward")))
-            yield
+            for _, technique in self._driven["forward"]:
+                stack.enter_context(technique.forward(self._attached("forward")))
+            return stack.pop_all()
 
     def loss(self, task_loss: Tensor, normalise: Callable[[Tensor, Tensor | int], Tensor] | None = None) -> Tensor:
         """Return the loss to train on.
@@ -385,8 +385,11 @@ class Session:
             return
         context = self._attached(verb)
         for key, technique in self._driven[verb]:
-            with self._timed(key):
+            start = time.perf_counter()  # not `_timed`: a generator costs more than some verbs
+            try:
                 getattr(technique, verb)(context, *told)
+            finally:
+                self._seconds[key] += time.perf_counter() - start
 
     @contextlib.contextmanager
     def _timed(self, key: str) -> Iterator[None]:

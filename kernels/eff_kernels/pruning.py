@@ -114,7 +114,8 @@ def rank_below_(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def _pieces(bits: Tensor, mask: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    if bits.is_cpu and bits.shape == mask.shape and bits.is_contiguous() and mask.is_contiguous():
+    is_large = bits.numel() > _APPLY_PIECE and bits.is_cpu
+    if is_large and bits.shape == mask.shape and bits.is_contiguous() and mask.is_contiguous():
         return zip(torch.split(bits.view(-1), _APPLY_PIECE), torch.split(mask.view(-1), _APPLY_PIECE), strict=True)
     return [(bits, mask)]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shared_core.activation_checkpointing.budget import parse_budget
-from shared_core.activation_checkpointing.policies import BUDGET, check_policy
 from shared_core.config import TechniqueConfig, option
+
+BUDGET = "budget:"
+"""Before the memory that a plan keeps within."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +40,14 @@ class CheckpointingConfig(TechniqueConfig):
     @property
     def budget(self) -> tuple[float, str]:
         """The number that a budget names, and of what: fraction, bytes, least."""
+        from shared_core.activation_checkpointing.budget import parse_budget
+
         parsed = parse_budget(self.policy)
         return parsed.value, parsed.unit
 
     def validate(self) -> None:
         """Refuse a policy that does not exist."""
+        # not above: it imports FSDP2 and the compiler, seconds that those who only list the options must not wait
+        from shared_core.activation_checkpointing.policies import check_policy
+
         check_policy(self.policy)

@@ -12,13 +12,13 @@ from torch import nn
 
 from shared_core.activation_checkpointing.blocks import find_blocks
 from shared_core.activation_checkpointing.budget import parse_budget, plan_segments
+from shared_core.activation_checkpointing.config import BUDGET
 from shared_core.activation_checkpointing.segments import Handle, apply_segments
 from shared_core.activation_checkpointing.selective import selective_contexts
 from shared_core.errors import ConfigError, MatchError, nearest
 from shared_core.module_match import own_class, plain_name
 
 POLICIES = ("block", "sublayer", "sqrt", "stage", "every_k", "selective")
-BUDGET = "budget:"
 
 
 def apply_policy(

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_core.activation_checkpointing.config import CheckpointingConfig
 from shared_core.activation_checkpointing.lazy_budget import LazyBudget
-from shared_core.activation_checkpointing.policies import BUDGET, apply_policy, chosen_blocks
+from shared_core.activation_checkpointing.policies import apply_policy, chosen_blocks
 from shared_core.activation_checkpointing.segments import Handle, apply_segments
 from shared_core.errors import TrainingError
 from shared_core.technique import Context, Technique
@@ -52,7 +52,7 @@ class ActivationCheckpointing(Technique):
     def attach(self, model: nn.Module, context: Context) -> None:
         """Wrap the blocks; a budget looks at the first micro-batches of training for that."""
         config = self.config
-        if config.policy.startswith(BUDGET):
+        if config.has_budget:
             self._model = model
             self._budget = LazyBudget(model, config.policy, chosen_blocks(model, config.include), self._wrap)
             # a loop that does not surround its forward with the session's calls the model at least

@@ -65,7 +65,7 @@ def command_with_options(module: str, config_name: str, left_out: Callable[[], t
 
 
 def _parameters(config: Any, left_out: tuple[str, ...]) -> list[Any]:
-    rows = {row["flag"]: row for row in describe_flags()}
+    rows = {row["flag"]: row for row in describe_flags(config.key)}
     flags = []
     for field in dataclasses.fields(config):
         if field.name in left_out:

@@ -10,14 +10,18 @@ from typing import Annotated, Any
 import typer
 
 
-def describe_flags() -> list[dict[str, str]]:
-    """Return one row a flag: flag, type, default (empty: none, ``"required"``: it is the switch), help."""
+def describe_flags(*keys: str) -> list[dict[str, str]]:
+    """Return one row a flag: flag, type, default (empty: none, ``"required"``: it is the switch), help.
+
+    Args:
+        keys: Of the techniques; none: of all.
+    """
     from shared_core.rooms import ROOMS
-    from shared_core.rooms import flags as all_flags
+    from shared_core.rooms import flags as flags_of
 
     rows = []
-    for flag, (key, field) in all_flags().items():
-        hint = typing.get_type_hints(ROOMS[key].config_class)[field.name]
+    for flag, (key, field) in flags_of(*keys).items():
+        hint = ROOMS[key].config_class.hints()[field.name]
         no_default = field.default is dataclasses.MISSING
         default = "required" if no_default else "" if field.default in ((), None) else _text(field.default)
         kind = _type_text(field.metadata.get("flag_type", hint))

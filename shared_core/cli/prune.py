@@ -29,7 +29,7 @@ _SHRINKABLE = ("neuron", "channel", "head")
 
 
 def _during_training() -> tuple[str, ...]:
-    from shared_core.pruning.post_training import DURING_TRAINING
+    from shared_core.pruning.config import DURING_TRAINING
 
     return DURING_TRAINING
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from eff_kernels.distillation import DIVERGENCES as CHUNKED_DIVERGENCES
 from torch import nn
 
 from shared_core.config import TechniqueConfig, option
@@ -209,8 +208,10 @@ class DistillConfig(TechniqueConfig):
             return
         if len(self.teachers) > 1 or self.cache is not None:
             raise self._error("teacher", "must be one model with chunked, whose head is multiplied chunk by chunk")
-        if self.divergence not in CHUNKED_DIVERGENCES:
-            raise self._error("divergence", f"must be one of {', '.join(CHUNKED_DIVERGENCES)} with chunked")
+        from eff_kernels.distillation import DIVERGENCES  # registering its operator with torch takes time
+
+        if self.divergence not in DIVERGENCES:
+            raise self._error("divergence", f"must be one of {', '.join(DIVERGENCES)} with chunked")
         if self.confidence:
             raise self._error("confidence", "must be 0 with chunked, which knows no teacher's probabilities beforehand")
 

@@ -1,6 +1,13 @@
 """FP8 training: linear layers whose three products per step are multiplied in 8-bit floating point, or narrower."""
 
-from shared_core.fp8.config import Fp8Config as Fp8Config
-from shared_core.fp8.convert import convert_to_fp8 as convert_to_fp8
-from shared_core.fp8.linear import Fp8Linear as Fp8Linear
-from shared_core.fp8.technique import Fp8Training as Fp8Training
+from typing import TYPE_CHECKING
+
+from shared_core.lazy_exports import export_lazily
+
+if TYPE_CHECKING:
+    from shared_core.fp8.config import Fp8Config as Fp8Config
+    from shared_core.fp8.convert import convert_to_fp8 as convert_to_fp8
+    from shared_core.fp8.linear import Fp8Linear as Fp8Linear
+    from shared_core.fp8.technique import Fp8Training as Fp8Training
+
+export_lazily(__name__)

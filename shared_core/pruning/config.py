@@ -17,6 +17,11 @@ UNITS = ("neuron", "channel", "filter", "head", "layer")
 """Granularities that prune output units whole."""
 TRACED = ("neuron", "channel", "head")
 """Those of them that prune what belongs together through the whole network, found by tracing one micro-batch."""
+DURING_TRAINING = (
+    "schedule", "initial_sparsity", "begin", "end", "every", "dynamic", "drop_share", "sr_ste", "regularizer",
+    "regularizer_strength",
+)  # fmt: skip
+"""Options that say what happens while a model trains."""
 _ONLY_WITH = {
     "n_m": ("granularity", "n_m"),
     "block": ("granularity", "block"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.pruning.calibration import Calibration, Loss
-from shared_core.pruning.config import GATHERED, TRACED, UNITS, PruneConfig
+from shared_core.pruning.config import DURING_TRAINING, GATHERED, TRACED, UNITS, PruneConfig
 from shared_core.pruning.cost_watch import CostWatch
 from shared_core.pruning.mask_store import MaskStore
 from shared_core.pruning.report import NOTES, UNITS_NOTE, weights_report
@@ -25,12 +25,6 @@ from shared_core.pruning.unit_pruning import UnitPruning
 from shared_core.ranks import local_part, world_size
 from shared_core.sharded import is_sharded
 from shared_core.technique import Context
-
-DURING_TRAINING = (
-    "schedule", "initial_sparsity", "begin", "end", "every", "dynamic", "drop_share", "sr_ste", "regularizer",
-    "regularizer_strength",
-)  # fmt: skip
-"""Options that say what happens while a model trains."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,11 @@
 """Saved activations: what autograd keeps for backward, packed smaller or kept on the host."""
 
-from shared_core.saved_activations.config import ActivationsConfig as ActivationsConfig
-from shared_core.saved_activations.technique import CompressedActivations as CompressedActivations
+from typing import TYPE_CHECKING
+
+from shared_core.lazy_exports import export_lazily
+
+if TYPE_CHECKING:
+    from shared_core.saved_activations.config import ActivationsConfig as ActivationsConfig
+    from shared_core.saved_activations.technique import CompressedActivations as CompressedActivations
+
+export_lazily(__name__)

@@ -19,6 +19,8 @@ from shared_core.saved_activations.host import CudaLane, HostMover
 from shared_core.saved_activations.ledger import Ledger
 from shared_core.technique import Context, Technique
 
+_PLAIN = (torch.Tensor, nn.Parameter)  # what FSDP2 shards has no storage of its own
+
 
 class CompressedActivations(Technique):
     """Packs the tensors that a training forward saves for backward, through autograd's own hooks.
@@ -51,6 +53,7 @@ class CompressedActivations(Technique):
         super().__init__(config)
         self.counts = Counts()
         self._mover: HostMover | None = None
+        self._modules: list[nn.Module] = []
         self._micro_batch = 0
         self._seed = 0
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -71,6 +74,7 @@ class CompressedActivations(Technique):
         Raises:
             CompatibilityError: If the model is not on a GPU.
         """
+        self._modules = list(context.model.modules())  # going through a model takes longer than through its tensors
         if self.config.offload:
             device = next(context.model.parameters()).device
             if device.type != "cuda":
@@ -84,9 +88,9 @@ class CompressedActivations(Technique):
         self._generators.clear()
         text = f"{context.generator.initial_seed()}/{context.step}/{self._micro_batch}/{rank()}"
         self._seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
-        model = context.model
-        held = (tensor for group in (model.parameters(), model.buffers()) for tensor in group)
-        weights = {tensor.untyped_storage()._cdata for tensor in held if type(tensor) in (torch.Tensor, nn.Parameter)}
+        owned = (tensors for module in self._modules for tensors in (module._parameters, module._buffers))
+        held = (tensor for tensors in owned for tensor in tensors.values())
+        weights = {tensor.untyped_storage()._cdata for tensor in held if tensor is not None and type(tensor) in _PLAIN}
         if self._mover is not None:
             self._mover.start()
         ledger = Ledger(self.config, self.counts, weights=weights, mover=self._mover, generator=self._generator_on)

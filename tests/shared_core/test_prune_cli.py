@@ -16,7 +16,8 @@ from shared_core.cli import app
 from shared_core.cli.prune import REPORT_FILE
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.pruning import PruneConfig
-from shared_core.pruning.post_training import DURING_TRAINING, prune
+from shared_core.pruning.config import DURING_TRAINING
+from shared_core.pruning.post_training import prune
 
 TASK = """
 import torch

@@ -27,8 +27,9 @@ class StandIn:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model, self._modules = model, list(model.modules())
         self.parameters = {name: value for name, value in model.named_parameters() if is_trained(value)}
+        self._trained = {id(parameter) for parameter in self.parameters.values()}
         self.norms = {
             name: buffer
             for name, buffer in model.named_buffers()
@@ -37,6 +38,16 @@ class StandIn:
         """Mean, variance and count of batches of every batch norm; the count is not averaged."""
         self._aside: dict[str, Tensor] = {}
         self._exchanged: set[str] = set()
+
+    def newly_trained_or_frozen(self) -> list[str]:
+        """Return the names of the parameters that became trainable since then, or no longer are."""
+        # every step asks: names, which take long to put together, are looked up where there is a difference alone
+        held = (parameter for module in self._modules for parameter in module._parameters.values())
+        trained = {id(parameter) for parameter in held if parameter is not None and is_trained(parameter)}
+        if trained == self._trained:
+            return []
+        names = {name for name, parameter in self._model.named_parameters() if is_trained(parameter)}
+        return sorted(names ^ self.parameters.keys())
 
     def live(self) -> dict[str, Tensor]:
         """Return what is averaged, as it is in the model now."""

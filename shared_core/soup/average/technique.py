@@ -118,9 +118,7 @@ class WeightAverage(Technique):
             return
         if not self._running.kept:
             self._stand_in = StandIn(context.model)
-        trained = {name for name, parameter in context.model.named_parameters() if is_trained(parameter)}
-        odd = sorted(trained ^ self._stand_in.parameters.keys())
-        if odd:
+        if odd := self._stand_in.newly_trained_or_frozen():
             raise TrainingError(
                 "average: trainable parameters must stay the same from the first update on, got a difference at "
                 f"{odd[0]}; begin after the last (un)freezing"

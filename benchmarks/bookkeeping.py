@@ -1,0 +1,185 @@
+"""What the verbs of a session take in a step of a plain loop at 100 tensors, beside the technique's own arithmetic."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from eff_kernels.pruning import apply_mask_
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shared_core import Recipe, Session
+from shared_core.distillation import kd_loss
+from shared_core.pruning.compression.sharing import put_values_, share_values, summed_by_code
+
+TENSORS, WIDTH, BATCH = 100, 16, 4
+# What was to be done once is done after a few steps: masks are made, ranges are known, averages are kept.
+RECIPES: dict[str, dict[str, Any]] = {
+    "matmul": {"precision": "high"},
+    "low_rank": {"rank": 4, "force": True, "min_size": 1},
+    "lora": {"rank": 2, "base": "none"},
+    "primary_weights": {"kind": "fp32_copy"},
+    "prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 1},
+    "share": {"bits": 3, "begin": 1, "min_size": 1},
+    "qat": {"scheme": "int8", "begin": 0, "freeze_observers": 2},
+    "fp8": {"recipe": "tensorwise"},
+    "checkpointing": {"policy": "block", "include": ["*.linear"]},
+    "activations": {"pack": "int8", "group_size": WIDTH, "min_size": 1},
+    "distill": {"temperature": 2.0},
+    "loss_scale": {"kind": "dynamic", "init_scale": 16.0},
+    "average": {"kind": "ema", "decay": 0.9},
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.01 * self.linear(x).relu()
+
+
+def network() -> nn.Sequential:
+    """Return a model of 100 small tensors."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(TENSORS)))
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what makes a host wait for its device."""
+
+    WAITING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in self.WAITING
+        return func(*args, **(kwargs or {}))
+
+
+class PlainLoop:
+    """A training loop with one technique, or with an empty session.
+
+    Args:
+        key: Of the technique; empty for none.
+    """
+
+    def __init__(self, key: str = "") -> None:
+        options = dict(RECIPES.get(key, {}))
+        if key == "distill":
+            options["teacher"] = network()
+        dtype = torch.bfloat16 if key == "primary_weights" else torch.float32
+        self._model = network().to(dtype)
+        self._inputs = torch.randn(BATCH, WIDTH, dtype=dtype)
+        self._session = Session(Recipe.from_dict({key: options} if key else {}))
+        self._session.attach(self._model)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-4)
+        scaling: Any = self._session.techniques.get("loss_scale")
+        self._scaler = scaling.make_scaler("cpu") if scaling else torch.amp.GradScaler("cpu", enabled=False)
+        self._session.begin([self._optimizer], total_steps=1_000_000)
+        for _ in range(5):
+            self.step()
+
+    def step(self, watch: HostReads | None = None) -> float:
+        """Return the CPU seconds of the verbs in one step.
+
+        Args:
+            watch: Sees the operators of the verbs; then nothing is timed.
+        """
+        nanoseconds = 0
+
+        def run(verb: Callable[..., Any], *told: Any) -> Any:
+            nonlocal nanoseconds
+            if watch is not None:
+                with watch:
+                    return verb(*told)
+            start = time.process_time_ns()
+            result = verb(*told)
+            nanoseconds += time.process_time_ns() - start
+            return result
+
+        surrounding = run(self._session.forward)
+        run(surrounding.__enter__)
+        loss = run(self._session.loss, self._model(self._inputs).float().square().mean())
+        run(surrounding.__exit__, None, None, None)
+        self._scaler.scale(loss).backward()
+        self._scaler.unscale_(self._optimizer)
+        run(self._session.before_optimizer_step)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        run(self._session.after_optimizer_step)
+        self._optimizer.zero_grad()
+        return nanoseconds / 1e9
+
+    def host_reads(self) -> int:
+        """Return how often the verbs of a step wait for what the device computes."""
+        watch = HostReads()
+        self.step(watch)
+        return watch.count
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Return the CPU seconds of a call."""
+    start = time.process_time_ns()
+    call()
+    return (time.process_time_ns() - start) / 1e9
+
+
+def arithmetic(key: str) -> Callable[[], object]:
+    """Return what a technique computes in its verbs, alone, on tensors of the same sizes; nothing for most of them."""
+    tensors = [block.linear.weight.detach().clone() for block in network()]
+    makers = {
+        "prune": _masking, "share": _sharing, "average": _averaging, "primary_weights": _widening, "distill": _teaching
+    }  # fmt: skip
+    return makers[key](tensors) if key in makers else lambda: None
+
+
+def _masking(tensors: list[Tensor]) -> Callable[[], object]:
+    masks = [tensor > 0 for tensor in tensors]
+    return lambda: [apply_mask_(tensors, masks) for _ in ("gradients", "weights")]
+
+
+def _sharing(tensors: list[Tensor]) -> Callable[[], object]:
+    shared = [share_values(tensor, 3) for tensor in tensors]
+
+    def share() -> None:
+        for tensor, each in zip(tensors, shared, strict=True):
+            summed_by_code(tensor, each.codes, 8)
+            put_values_(tensor, each.codes, each.values)
+
+    return share
+
+
+def _averaging(tensors: list[Tensor]) -> Callable[[], object]:
+    return partial(torch._foreach_lerp_, [tensor.clone() for tensor in tensors], tensors, 0.1)
+
+
+def _widening(tensors: list[Tensor]) -> Callable[[], object]:
+    narrow = [tensor.bfloat16() for tensor in tensors]
+
+    def widen() -> None:
+        for weight, primary in zip(narrow, tensors, strict=True):
+            weight.to(torch.float32)  # the gradient
+            torch.equal(primary.to(torch.bfloat16), weight)  # whether somebody else changed it
+            weight.copy_(primary)
+
+    return widen
+
+
+def _teaching(tensors: list[Tensor]) -> Callable[[], object]:
+    teacher, inputs = network(), torch.randn(BATCH, WIDTH)
+
+    def teach() -> None:
+        student = torch.randn(BATCH, WIDTH, requires_grad=True)
+        with torch.no_grad():
+            logits = teacher(inputs)
+        kd_loss(student, logits, temperature=2.0)
+
+    return teach

@@ -1,0 +1,70 @@
+"""What an import or a `--help` must not load: time to start, checked without a clock."""
+
+import subprocess
+import sys
+
+import pytest
+
+from shared_core import quantization
+
+HEAVY = (
+    "torchao", "bitsandbytes", "peft", "onnx", "onnxscript", "matplotlib", "opacus", "sklearn", "scipy", "rich",
+    "executorch", "torch._dynamo", "torch._inductor",
+)  # fmt: skip
+
+
+def loaded(code):
+    """Return the names of the modules that a program has loaded at its end."""
+    program = f"{code}\nimport sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_front_ends_load_nothing_before_they_are_used():
+    names = loaded("import hf_eff, lightning_eff")
+    assert not names & {"torch", "transformers", "pytorch_lightning", "lightning", *HEAVY}
+
+
+def test_session_and_flags_of_all_techniques_load_neither_techniques_nor_libraries():
+    # what every script with a trainer of ours imports beside that trainer's own library
+    code = "import shared_core.session, shared_core.compatibility, shared_core.rooms as r; r.flags()"
+    added = loaded(f"import torch; {code}") - loaded("import torch")
+    assert "shared_core.pruning.config" in added
+    assert not added & set(HEAVY)
+    techniques = {name for name in added if name.startswith("shared_core.") and name.endswith(".technique")}
+    techniques -= {"shared_core.technique"}  # their base
+    assert not techniques
+    assert not {name for name in added if name.startswith("eff_kernels.")} - {"eff_kernels.fp8"}
+
+
+@pytest.mark.parametrize("command", [(), ("prune",), ("low-rank",), ("run",), ("quantize",)], ids=" ".join)
+def test_help_waits_for_no_framework(command):
+    help_of = [*command, "--help"]
+    names = loaded(f"from shared_core.cli import app; app({help_of}, standalone_mode=False)")
+    assert not names & {"torch", "transformers", "pytorch_lightning", "lightning"}
+
+
+def test_a_function_is_not_hidden_by_the_module_that_it_is_named_after():
+
+    assert quantization.convert is sys.modules["shared_core.quantization.convert"].convert
+
+
+def test_lazy_packages_tell_their_names(tmp_path, monkeypatch):
+    package = tmp_path / "lazy_one"
+    package.mkdir()
+    (package / "numbers_here.py").write_text("two = 2\n")
+    (package / "__init__.py").write_text(
+        "from typing import TYPE_CHECKING\n"
+        "from shared_core.lazy_exports import export_lazily\n"
+        "if TYPE_CHECKING:\n    from lazy_one.numbers_here import two as two\n"
+        "export_lazily(__name__)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import lazy_one
+
+    assert "lazy_one.numbers_here" not in sys.modules
+    assert "two" in dir(lazy_one)
+    assert lazy_one.__all__ == ["two"]
+    assert lazy_one.two == 2
+    with pytest.raises(AttributeError, match="module 'lazy_one' has no attribute 'three'"):
+        _ = lazy_one.three
