@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_eff.auto_callback import VARIABLE
+from shared_core.atomic import folder_aside
 
 if TYPE_CHECKING:
     from shared_core.recipe import Recipe
@@ -24,7 +25,7 @@ class LightningFrontEnd:
 
     def install(self, recipe: Recipe) -> None:
         """Write the recipe to a file and name it in the environment, which child processes inherit."""
-        folder = Path(tempfile.mkdtemp(prefix="eff_recipe_"))
+        folder = folder_aside(tempfile.gettempdir())
         atexit.register(_remove, folder, os.getpid())
         path = folder / "recipe.yaml"
         path.write_text(recipe.to_yaml(), encoding="utf-8")

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shared_core.atomic import atomic_folder, atomic_write
+from shared_core.atomic import atomic_folder, atomic_write, make_folder
 from shared_core.errors import CheckpointError
 from shared_core.soup.adapter_average import AdapterWeights
 from shared_core.soup.sources import (
@@ -105,7 +105,7 @@ def save_soup(
             if beside is not None:
                 beside(folder)
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     with atomic_write(target) as temporary:
         if like.kind == SAFETENSORS:
             save_file({key: state_dict[key] for key in like.specs}, temporary, metadata={"format": "pt"})
