@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightning_eff._wrapped import Wrapped
-from shared_core.atomic import atomic_write, is_stray, make_folder
+from shared_core.atomic import atomic_write, make_folder
 from shared_core.errors import CheckpointError
 
 
@@ -61,9 +61,7 @@ def _resume(
     if reason is None:
         original(path, *args, **more)
         return
-    others = [
-        other for other in file.parent.glob("*.ckpt") if other.is_file() and other != file and not is_stray(other)
-    ]
+    others = [other for other in file.parent.glob("*.ckpt") if other.is_file() and other != file]
     others.sort(key=lambda other: other.stat().st_mtime, reverse=True)
     whole = next((other for other in others if damage(other) is None), None)
     if whole is None or file.absolute() not in _found_by_lightning(trainer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import socket
@@ -42,8 +43,7 @@ def atomic_write(path: Path | str) -> Iterator[Path]:
         temporary = folder / path.name
         yield temporary
         fsync(temporary)
-        os.replace(temporary, path)
-        fsync(path.parent)
+        _replace(temporary, path)
 
 
 @contextlib.contextmanager
@@ -62,8 +62,7 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
         yield temporary
         for inner in (*temporary.rglob("*"), temporary):
             fsync(inner)
-        os.replace(temporary, path)
-        fsync(path.parent)
+        _replace(temporary, path)
 
 
 @contextlib.contextmanager
@@ -123,12 +122,21 @@ def named_failure(path: Path, what_became: str) -> Iterator[None]:
 
 
 def fsync(path: Path) -> None:
-    """Return when a file, or what a folder lists, is on disk."""
+    """Return when a file, or what a folder lists, is on disk; some file systems cannot tell that of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
     finally:
         os.close(descriptor)
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    os.replace(temporary, path)
+    with named_failure(path.parent, f"{path.name} is in place, but would not survive a loss of power"):
+        fsync(path.parent)
 
 
 def is_stray(path: Path) -> bool:

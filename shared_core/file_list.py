@@ -20,6 +20,8 @@ def begin_list(folder: Path) -> None:
         CheckpointError: If it cannot be written.
     """
     clean_strays(make_folder(folder))
+    for litter in folder.glob(".tmp??????"):  # of safetensors (0.8), killed
+        litter.unlink()
     write_object(folder / LIST_FILE, {"complete": False})
 
 
