@@ -3,9 +3,6 @@
 import json
 import os
 import random
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -16,7 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from shared_core import Recipe, Session, compatibility
-from shared_core.atomic import atomic_folder, atomic_write, clean_strays
+from shared_core.atomic import atomic_folder, atomic_write
 from shared_core.cli import app
 from shared_core.cli.run import recipe_of, take_flags
 from shared_core.errors import (
@@ -271,23 +268,6 @@ def test_atomic_folder_refuses_a_full_folder_and_leaves_nothing_on_failure(tmp_p
         atomic_folder(tmp_path / "out"),
     ):
         pass
-
-
-def test_a_killed_writer_leaves_the_old_file_and_its_litter_is_cleaned(tmp_path):
-    target = tmp_path / "file"
-    target.write_text("old")
-    code = textwrap.dedent(f"""
-        import os, signal
-        from shared_core.atomic import atomic_write
-        with atomic_write({str(target)!r}) as temporary:
-            temporary.write_text("half")
-            os.kill(os.getpid(), signal.SIGKILL)
-    """)
-    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == -9
-    assert target.read_text() == "old"
-    assert len(list(tmp_path.iterdir())) == 2
-    assert clean_strays(tmp_path) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_plain_keys_name_what_differs():
