@@ -98,7 +98,7 @@ def save_whole(trainer: Trainer, method: Callable[..., None], model: Any, trial:
                 _wait_for_others()
                 return
             begin_list(folder)
-            state.save_to_json = write_state_and_list  # type: ignore[method-assign]
+            vars(state)["save_to_json"] = write_state_and_list
             method(model, trial)
     except BaseException:
         if trainer.args.should_save and is_new:

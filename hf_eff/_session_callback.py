@@ -120,7 +120,7 @@ class SessionCallback(TrainerCallback):
             self._attach()
             self._unlabelled.check()
             resume = args[0] if args else kwargs.pop("resume_from_checkpoint", None)
-            clean_run(self._trainer.args.output_dir)
+            clean_run(str(self._trainer.args.output_dir))
             path = self._resolve(resume, args[1] if len(args) > 1 else kwargs.get("trial"))
             if args:
                 output = method(path, *args[1:], **kwargs)

@@ -42,18 +42,25 @@ def finish_list(folder: Path, patterns: Iterable[str]) -> None:
     write_object(folder / LIST_FILE, {"complete": True, "files": listed})
 
 
+def is_unfinished(folder: Path) -> bool:
+    """Return whether what began to write a folder did not come to its end.
+
+    Raises:
+        CheckpointError: If the list is damaged.
+    """
+    return (folder / LIST_FILE).exists() and read_object(folder / LIST_FILE).get("complete") is not True
+
+
 def damage_by_list(folder: Path) -> str | None:
     """Return what a folder lacks of its list, None if nothing, or if it has none.
 
     Raises:
         CheckpointError: If the list is damaged.
     """
-    if not (folder / LIST_FILE).exists():
-        return None
-    known = read_object(folder / LIST_FILE)
-    if known.get("complete") is not True or not isinstance(known.get("files"), dict):
+    if is_unfinished(folder):
         return "it was not saved completely"
-    for name, expected in known["files"].items():
+    known = read_object(folder / LIST_FILE) if (folder / LIST_FILE).exists() else {}
+    for name, expected in known.get("files", {}).items():
         file = folder / name
         if not file.is_file():
             return f"{name} is missing"

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 # What a model needs beside its weights: config, tokenizer, processor. Not its training state, nor code.
 _SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".md"})
-_LEFT_BEHIND = frozenset({"trainer_state.json", "model.safetensors.index.json", "pytorch_model.bin.index.json"})
+_LEFT_BEHIND = frozenset({
+    "trainer_state.json", "eff_files.json", "model.safetensors.index.json", "pytorch_model.bin.index.json"
+})  # fmt: skip
 WEIGHTS_FILE = "model.safetensors"
 
 

@@ -8,9 +8,11 @@ from promise_drivers import difference, run_hf, run_lightning
 from promise_table import NUM_STEPS, recipe_of
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from hf_eff._checkpoints import newest_whole
+from hf_eff._checkpoints import damage, newest_whole
 from lightning_eff import _whole_files
 from shared_core.errors import CheckpointError
+from shared_core.file_list import begin_list
+from shared_core.soup.sources import open_ingredient
 
 RECIPE = recipe_of("prune")
 DAMAGE = {
@@ -56,6 +58,15 @@ def test_a_folder_is_passed_over_for_the_state_of_another_step(hf_run, tmp_path)
     shutil.rmtree(tmp_path / first.name)
     with pytest.raises(CheckpointError, match="of another checkpoint"):
         newest_whole(tmp_path)
+
+
+def test_a_folder_that_was_not_finished_is_no_ingredient_of_a_soup(hf_run, tmp_path):
+    folder = shutil.copytree(hf_run.checkpoints[4], tmp_path / "checkpoint-4")
+    open_ingredient(folder).close()
+    begin_list(folder)
+    assert damage(folder) == "it was not saved completely"
+    with pytest.raises(CheckpointError, match="must be complete"):
+        open_ingredient(folder)
 
 
 def test_a_file_of_lightning_is_checked(tmp_path):

@@ -13,7 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from shared_core import Recipe, Session, compatibility
-from shared_core.atomic import atomic_folder, atomic_write
+from shared_core.atomic import atomic_folder, atomic_write, clean_strays, folder_aside, is_stray
 from shared_core.cli import app
 from shared_core.cli.run import recipe_of, take_flags
 from shared_core.errors import (
@@ -268,6 +268,20 @@ def test_atomic_folder_refuses_a_full_folder_and_leaves_nothing_on_failure(tmp_p
         atomic_folder(tmp_path / "out"),
     ):
         pass
+
+
+def test_strays_are_those_of_ended_processes(tmp_path):
+    alive = folder_aside(tmp_path)
+    mark, host, process, started, _ = alive.name.rsplit("-", 4)
+    # a later process has the number of the one that was killed
+    reused = tmp_path / f"{mark}-{host}-{process}-{int(started) - 1}-x"
+    foreign, forgotten = tmp_path / f"{mark}-0-{process}-{started}-x", tmp_path / f"{mark}-1-{process}-{started}-x"
+    for folder in (reused, foreign, forgotten):
+        folder.mkdir()
+    os.utime(forgotten, (0, 0))
+    assert clean_strays(tmp_path) == 2
+    assert sorted(tmp_path.iterdir()) == sorted([alive, foreign])
+    assert is_stray(alive / "a.ckpt")
 
 
 def test_plain_keys_name_what_differs():

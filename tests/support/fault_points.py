@@ -10,13 +10,14 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 SLOW = pytest.mark.slow
 QUICK_POINTS, ALL_POINTS = 5, 50
 """Moments at which every writer is killed: in every run of the tests, others each day, and in the long ones."""
-_OF_FILES = ("posix", "_io", "safetensors._safetensors_rust", "torch._C")
+_OF_FILES = {"posix", "_io", "safetensors._safetensors_rust", "torch._C"}
 _CALLS = {"fsync", "replace", "rename", "mkdir", "open", "fdopen"}
 LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -26,19 +27,14 @@ def dice():
     return random.Random(datetime.date.today().toordinal())
 
 
-def _concerns_files(function):
-    owner = getattr(function, "__self__", None)
-    names = (getattr(function, "__module__", None), type(owner).__module__, getattr(owner, "__name__", None))
-    return any(str(name).startswith(_OF_FILES) for name in names)
-
-
 def _count_calls(then):
     """Call `then` with the number of each call of C code that may touch files."""
     calls = 0
 
     def profile(frame, event, function):
         nonlocal calls
-        if event == "c_call" and _concerns_files(function):
+        owner = getattr(function, "__self__", None)
+        if event == "c_call" and (owner.__name__ if type(owner) is ModuleType else type(owner).__module__) in _OF_FILES:
             calls += 1
             then(calls)
 
