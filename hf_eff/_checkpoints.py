@@ -83,27 +83,31 @@ def save_whole(trainer: Trainer, method: Callable[..., None], model: Any, trial:
         CheckpointError: If it cannot be written; of a new folder nothing is left.
     """
     folder = checkpoint_folder(trainer._get_output_dir(trial), trainer.state.global_step)
-    state, is_new = trainer.state, not folder.exists()
+    state, is_new, is_whole = trainer.state, not folder.exists(), False
     write_state = state.save_to_json
 
     def write_state_and_list(path: str) -> None:
+        nonlocal is_whole
         write_state(path)  # the last file of the trainer's own
         _wait_for_others()
         finish_list(folder, _LISTED)
+        is_whole = True
 
+    if not trainer.args.should_save:
+        method(model, trial)
+        _wait_for_others()
+        return
     try:
-        with named_failure(folder, "it is not complete"):
-            if not trainer.args.should_save:
-                method(model, trial)
-                _wait_for_others()
-                return
-            begin_list(folder)
-            vars(state)["save_to_json"] = write_state_and_list
-            method(model, trial)
+        begin_list(folder)
+        vars(state)["save_to_json"] = write_state_and_list
+        method(model, trial)
     except BaseException:
-        if trainer.args.should_save and is_new:
+        if is_whole:  # what came after, such as a push to the Hub, failed
+            raise
+        if is_new:
             shutil.rmtree(folder, ignore_errors=True)
-        raise
+        with named_failure(folder, "what was written of it is removed" if is_new else "it is not complete"):
+            raise
     finally:
         vars(state).pop("save_to_json", None)
 

@@ -76,7 +76,9 @@ def moments(calls, size, points, chance):
     """
     number = max(points // 2, 1)
     step = calls / number
-    found = [("call", 1 + int(step * place + chance.random() * step)) for place in range(number)]
+    found = [("call", 1 + int(step * place + chance.random() * step)) for place in range(number - 1)] + [
+        ("call", calls)
+    ]
     found += [("byte", chance.randrange(size)) for _ in range(points // 3)]
     return found + [("clock", chance.random() * 0.01) for _ in range(points - len(found))]
 
