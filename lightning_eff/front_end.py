@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_eff.auto_callback import VARIABLE
-from shared_core.atomic import folder_aside
 
 if TYPE_CHECKING:
     from shared_core.recipe import Recipe
@@ -25,6 +24,8 @@ class LightningFrontEnd:
 
     def install(self, recipe: Recipe) -> None:
         """Write the recipe to a file and name it in the environment, which child processes inherit."""
+        from shared_core.atomic import folder_aside
+
         folder = folder_aside(tempfile.gettempdir())
         atexit.register(_remove, folder, os.getpid())
         path = folder / "recipe.yaml"

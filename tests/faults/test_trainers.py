@@ -120,7 +120,7 @@ class Full(Callback, TrainerCallback):
     """The disk is full from the fourth step on."""
 
     def __init__(self):
-        self.limit = longest_file(4000)
+        self.limit = longest_file(12_000)  # also for what is printed, which goes into a file
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 4:

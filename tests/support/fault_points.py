@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from types import ModuleType
 
@@ -49,6 +50,8 @@ def in_child(work):
         try:
             work()
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -76,10 +79,8 @@ def moments(calls, size, points, chance):
     """
     number = max(points // 2, 1)
     step = calls / number
-    found = [("call", 1 + int(step * place + chance.random() * step)) for place in range(number - 1)] + [
-        ("call", calls)
-    ]
-    found += [("byte", chance.randrange(size)) for _ in range(points // 3)]
+    found = [("call", 1 + int(step * place + chance.random() * step)) for place in range(number - 1)]
+    found += [("call", calls)] + [("byte", chance.randrange(size)) for _ in range(points // 3)]
     return found + [("clock", chance.random() * 0.01) for _ in range(points - len(found))]
 
 
