@@ -95,7 +95,11 @@ class LightningServices:
     def _saved_by_this_run(self, path: Path) -> SavedCheckpoint | None:
         if not path.is_file():
             return None
-        told = _read(path).get(RUN_KEY)
+        try:
+            told = _read(path).get(RUN_KEY)
+        except CheckpointError as error:  # of a run that was killed; this one should not end for it
+            self.say(f"efftrain: left out of the soup: {error}")
+            return None
         if not isinstance(told, dict) or told.get("id") != self.run:
             return None
         return SavedCheckpoint(path, int(told["step"]), told["metrics"].get(self._metric))

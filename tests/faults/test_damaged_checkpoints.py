@@ -10,9 +10,10 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 
 from hf_eff._checkpoints import damage, newest_whole
 from lightning_eff import _whole_files
+from lightning_eff._services import LightningServices
 from shared_core.errors import CheckpointError
 from shared_core.file_list import begin_list
-from shared_core.soup.sources import open_ingredient
+from shared_core.soup.sources import RUN_KEY, open_ingredient
 
 RECIPE = recipe_of("prune")
 DAMAGE = {
@@ -76,6 +77,16 @@ def test_a_file_of_lightning_is_checked(tmp_path):
         assert _whole_files.damage(file) is None
         does(file)
         assert how == "missing" or _whole_files.damage(file) is not None, how
+
+
+def test_a_damaged_file_does_not_end_a_run_that_makes_a_soup(tmp_path, capsys):
+    file = tmp_path / "a.ckpt"
+    torch.save({RUN_KEY: {"id": "run", "step": 3, "metrics": {}}}, file)
+    services = LightningServices(None, "run")
+    assert services._saved_by_this_run(file).step == 3
+    DAMAGE["truncated"](file)
+    assert services._saved_by_this_run(file) is None
+    assert f"left out of the soup: checkpoint: {file}" in capsys.readouterr().out
 
 
 def test_lightning_goes_on_from_the_newest_whole_file(tmp_path, capsys):
