@@ -38,7 +38,7 @@ def finish_list(folder: Path, patterns: Iterable[str]) -> None:
     for path in (*folder.rglob("*"), folder):
         fsync(path)
     files = sorted(file for pattern in patterns for file in folder.rglob(pattern))
-    listed = {str(file.relative_to(folder)): [file.stat().st_size, _checksum(file)] for file in files}
+    listed = {file.relative_to(folder).as_posix(): [file.stat().st_size, _checksum(file)] for file in files}
     write_object(folder / LIST_FILE, {"complete": True, "files": listed})
 
 
