@@ -6,7 +6,9 @@ which a crash leaves half-written, and nothing waits for the disk.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +50,9 @@ def damage(file: Path) -> str | None:
         with zipfile.ZipFile(file) as archive:
             # without this option of torch the checksums are not computed
             wrong = archive.testzip() if torch.serialization.get_crc32_options() else None
-    except Exception as error:  # zipfile raises whatever the damage makes it
+        with contextlib.suppress(pickle.UnpicklingError):  # of a class that the user may allow
+            torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # both raise whatever the damage makes it
         return f"it is truncated or no checkpoint ({error})"
     return None if wrong is None else f"{wrong} in it is damaged"
 

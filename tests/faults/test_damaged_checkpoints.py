@@ -1,5 +1,6 @@
 """R5: the newest checkpoint is damaged: the run goes on from the newest whole one, and says which and why."""
 
+import random
 import shutil
 
 import pytest
@@ -77,6 +78,17 @@ def test_a_file_of_lightning_is_checked(tmp_path):
         assert _whole_files.damage(file) is None
         does(file)
         assert how == "missing" or _whole_files.damage(file) is not None, how
+
+
+def test_any_bit_of_a_lightning_file_is_found_or_changes_nothing(tmp_path):
+    file, chance = tmp_path / "a.ckpt", random.Random(0)
+    weight = torch.randn(100)
+    torch.save({"state_dict": {"w": weight}}, file)
+    content = file.read_bytes()
+    for _ in range(300):
+        place = chance.randrange(len(content))
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1 << chance.randrange(8)]) + content[place + 1 :])
+        assert _whole_files.damage(file) or torch.equal(torch.load(file)["state_dict"]["w"], weight), place
 
 
 def test_a_damaged_file_does_not_end_a_run_that_makes_a_soup(tmp_path, capsys):
