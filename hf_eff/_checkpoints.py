@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from shared_core.atomic import clean_strays, named_failure
 from shared_core.errors import CheckpointError
+from shared_core.file_list import begin_list, damage_by_list, finish_list
 from shared_core.plain_checkpoint import write_deployment
+from shared_core.ranks import world_size
 from shared_core.session import Session
 from shared_core.soup.sources import open_ingredient, read_json, storage_key
 from shared_core.state_file import STATE_FILE, load_state
 
 _STATE = "trainer_state.json"
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+_LISTED = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.distcp", ".metadata")
 
 
 def step_of(folder: Path | str) -> int | None:
@@ -43,13 +49,16 @@ def checkpoint_folder(run: Path | str, step: int) -> Path:
 def damage(folder: Path) -> str | None:
     """Return why a run with techniques cannot go on from this checkpoint, None if it can.
 
-    Weights are checked by their headers, files of ``torch.save`` by their zip directory, which a truncated one lacks.
+    Files are compared with the list of them. Where there is none, weights are checked by their headers, files of
+    ``torch.save`` by their zip directory, which a truncated one lacks.
     """
     if not folder.is_dir():
         return "is no folder"
     shards = sorted(folder.glob(f"{FSDP_MODEL_NAME}_*/.metadata"))  # written last
     shards += folder.glob("global_step*/*model_states.pt")  # DeepSpeed's, beside which stage 3 saves no model
     try:
+        if reason := damage_by_list(folder):
+            return reason
         if not shards and not any((folder / name).exists() for name in _ADAPTER_FILES):
             open_ingredient(folder).close()
         for adapter in filter(Path.exists, (folder / name for name in _ADAPTER_FILES)):
@@ -65,6 +74,53 @@ def damage(folder: Path) -> str | None:
         if file.is_file() and file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file):
             return f"{file.name} is truncated or not a checkpoint"
     return None
+
+
+def save_whole(trainer: Trainer, method: Callable[..., None], model: Any, trial: Any) -> None:
+    """Let the trainer save a checkpoint, and list what is in it before an older one is deleted.
+
+    Raises:
+        CheckpointError: If it cannot be written; of a new folder nothing is left.
+    """
+    folder = checkpoint_folder(trainer._get_output_dir(trial), trainer.state.global_step)
+    state, is_new, is_whole = trainer.state, not folder.exists(), False
+    write_state = state.save_to_json
+
+    def write_state_and_list(path: str) -> None:
+        nonlocal is_whole
+        write_state(path)  # the last file of the trainer's own
+        _wait_for_others()
+        finish_list(folder, _LISTED)
+        is_whole = True
+
+    if not trainer.args.should_save:
+        method(model, trial)
+        _wait_for_others()
+        return
+    try:
+        begin_list(folder)
+        vars(state)["save_to_json"] = write_state_and_list
+        method(model, trial)
+    except BaseException:
+        if is_whole:  # what came after, such as a push to the Hub, failed
+            raise
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        with named_failure(folder, "what was written of it is removed" if is_new else "it is not complete"):
+            raise
+    finally:
+        vars(state).pop("save_to_json", None)
+
+
+def _wait_for_others() -> None:
+    if world_size() > 1:
+        dist.barrier()
+
+
+def clean_run(run: Path | str) -> None:
+    """Remove what a killed run left of files that it was writing."""
+    for folder in (Path(run), *Path(run).glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
+        clean_strays(folder)
 
 
 def complete_saved(folder: str, session: Session, model: nn.Module | None) -> None:

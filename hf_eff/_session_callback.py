@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_eff._checkpoints import complete_saved, damage, load_renamed_, newest_whole, step_of
+from hf_eff._checkpoints import clean_run, complete_saved, damage, load_renamed_, newest_whole, save_whole, step_of
 from hf_eff._poisson import PoissonData
 from hf_eff._services import TrainerServices
 from hf_eff._surroundings import check_outputs, check_sharding, inner_optimizer, is_peft, surroundings
@@ -97,7 +97,7 @@ class SessionCallback(TrainerCallback):
             "_get_grad_norm": self._before_norm,
             "evaluate": functools.partial(self._within, "evaluating"),
             "predict": functools.partial(self._within, "evaluating"),
-            "_save_checkpoint": functools.partial(self._within, "saving"),
+            "_save_checkpoint": functools.partial(self._within, "saving", functools.partial(save_whole, trainer)),
             "save_model": self._save_model,
             "_save": self._save,
             "_load_from_checkpoint": self._load_from_checkpoint,
@@ -122,6 +122,7 @@ class SessionCallback(TrainerCallback):
             self._attach()
             self._unlabelled.check()
             resume = args[0] if args else kwargs.pop("resume_from_checkpoint", None)
+            clean_run(str(self._trainer.args.output_dir))
             path = self._resolve(resume, args[1] if len(args) > 1 else kwargs.get("trial"))
             if args:
                 output = method(path, *args[1:], **kwargs)

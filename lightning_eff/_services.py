@@ -96,7 +96,11 @@ class LightningServices:
         file = path / LIGHTNING_META if path.is_dir() else path
         if not file.is_file():
             return None
-        told = _read(file).get(RUN_KEY)
+        try:
+            told = _read(file).get(RUN_KEY)
+        except CheckpointError as error:  # of a run that was killed; this one should not end for it
+            self.say(f"efftrain: left out of the soup: {error}")
+            return None
         if not isinstance(told, dict) or told.get("id") != self.run:
             return None
         return SavedCheckpoint(path, int(told["step"]), told["metrics"].get(self._metric))

@@ -17,6 +17,7 @@ from lightning_eff._poisson import check_loss, wrap_loaders
 from lightning_eff._resume import ExactResume
 from lightning_eff._saved_weights import bake_saved, restore_raw
 from lightning_eff._services import LightningServices
+from lightning_eff._whole_files import whole_files
 from lightning_eff._wrapped import Wrapped
 from lightning_eff.loss_scaling import use_scaling_precision
 from shared_core.compatibility import check
@@ -115,6 +116,7 @@ class EffCallback(Callback):
             around += (("configure_gradient_clipping", self._clip_gradients),)
         if (private := self.session.techniques.get("dp")) is not None:
             self._wrapped += wrap_loaders(trainer, private)
+        self._wrapped += whole_files(trainer, self.session.note)
         self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
         self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
         self._wrapped.append(Wrapped(pl_module, "training_step", self._training_step, keep_signature=True))

@@ -24,7 +24,9 @@ class LightningFrontEnd:
 
     def install(self, recipe: Recipe) -> None:
         """Write the recipe to a file and name it in the environment, which child processes inherit."""
-        folder = Path(tempfile.mkdtemp(prefix="eff_recipe_"))
+        from shared_core.atomic import folder_aside
+
+        folder = folder_aside(tempfile.gettempdir())
         atexit.register(_remove, folder, os.getpid())
         path = folder / "recipe.yaml"
         path.write_text(recipe.to_yaml(), encoding="utf-8")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shared_core.atomic import atomic_write
+from shared_core.atomic import atomic_write, named_failure
 from shared_core.errors import CheckpointError, TrainingError
 
 
@@ -60,12 +60,15 @@ def locked(file: Path, where: str, what: str) -> Iterator[int]:
 
     Raises:
         TrainingError: If somebody works in the file's folder now.
+        CheckpointError: If the folder cannot be written.
     """
     busy = (
         f"{where}: {file.parent} must be free, but a {what}, or a training that a killed one left behind, is working "
         "on it; wait for it, or stop it"
     )
-    with exclusive(os.open(file, os.O_RDWR | os.O_CREAT, 0o644), busy) as descriptor:
+    with named_failure(file, "nothing was written"):
+        opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    with exclusive(opened, busy) as descriptor:
         yield descriptor
 
 

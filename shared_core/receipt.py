@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shared_core.atomic import atomic_write
+from shared_core.atomic import atomic_write, make_folder
 from shared_core.hardware import matmul_environment
 from shared_core.rooms import ROOMS
 from shared_core.strict_json import json_text
@@ -66,8 +66,7 @@ class Receipt:
         The file that the environment variable ``EFF_RECEIPT`` names gets the same: whoever runs a script that nobody
         edits need not know where it writes.
         """
-        path = Path(folder) / RECEIPT_FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = make_folder(folder) / RECEIPT_FILE
         for file in (path, *map(Path, filter(None, [os.environ.get(VARIABLE)]))):
             with atomic_write(file) as temporary:
                 temporary.write_text(json_text(self.values) + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shared_core.atomic import atomic_write
 from shared_core.errors import ConfigError
 from shared_core.recipe import Recipe
 
@@ -94,7 +95,8 @@ class TrainingCommand:
             ConfigError: If the command cannot be started.
         """
         file = file.resolve()
-        file.write_text(recipe.to_yaml(), encoding="utf-8")
+        with atomic_write(file) as temporary:
+            temporary.write_text(recipe.to_yaml(), encoding="utf-8")
         arguments = list(self.arguments)
         for sign, value in {**stands_for, "{recipe}": str(file)}.items():
             arguments = [argument.replace(sign, value) for argument in arguments]

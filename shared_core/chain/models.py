@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shared_core.atomic import is_stray
 from shared_core.errors import CheckpointError
 from shared_core.journal_file import read_object
 from shared_core.receipt import figures
@@ -42,7 +43,7 @@ def find_model(folder: Path, pattern: str | None = None) -> Path:
         state = _state(checkpoints[-1])
         best = folder / Path(str(state.get("best_model_checkpoint"))).name
         return best if best in checkpoints else checkpoints[-1]
-    files = {file: load_torch_file(file) for file in folder.rglob("*.ckpt")}
+    files = {file: load_torch_file(file) for file in folder.rglob("*.ckpt") if not is_stray(file)}
     if files:
         newest = max(files, key=lambda file: (_steps(files[file]), file.stat().st_mtime))
         best = Path(str(_monitor(files[newest]).get("best_model_path")))

@@ -12,7 +12,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from shared_core.atomic import clean_strays
+from shared_core.atomic import clean_strays, make_folder
 from shared_core.chain.models import count_parameters, find_model, model_metrics
 from shared_core.chain.plan import Stage, plan_stages
 from shared_core.chain.table import ChainRow, ChainTable, table_of
@@ -117,8 +117,7 @@ class TeacherChain:
             TrainingError: If it was not distilled, or somebody works on this chain now.
             CheckpointError: If it left no model.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        clean_strays(self.folder)
+        clean_strays(make_folder(self.folder))
         with locked(self.folder / _LOCK_FILE, "chain", "chain") as lock:
             self._rows = self._finished_rows()
             self._write()
@@ -144,7 +143,7 @@ class TeacherChain:
         log, receipt = self._beside(stage, "log"), self._beside(stage, "receipt.json")
         if out.exists() and not resume:
             shutil.rmtree(out)
-        out.mkdir(exist_ok=True)
+        make_folder(out)
         receipt.unlink(missing_ok=True)
         previous = None if stage.number == 1 else self.folder / self._rows[-1].model
         teacher = stage.teacher if previous is None else str(previous.resolve())

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 # What a model needs beside its weights: config, tokenizer, processor. Not its training state, nor code.
 _SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".md"})
-_LEFT_BEHIND = frozenset({"trainer_state.json", "model.safetensors.index.json", "pytorch_model.bin.index.json"})
+_LEFT_BEHIND = frozenset({
+    "trainer_state.json", "eff_files.json", "model.safetensors.index.json", "pytorch_model.bin.index.json"
+})  # fmt: skip
 WEIGHTS_FILE = "model.safetensors"
 
 
@@ -40,13 +42,14 @@ def compress(
     that were trained with --share_bits have so few values already and are stored without loss. The ratio counts every
     byte of the file.
     """
+    from shared_core.atomic import make_folder
     from shared_core.pruning.compression.container import FREE_BYTES, FREE_RATIO
     from shared_core.pruning.compression.reader import CompressedFile
     from shared_core.pruning.compression.writer import compress as write
 
     if out.exists():
         raise CheckpointError(f"eff compress: --out must not exist yet, got {out}; remove it or choose another")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     files = _files(model)
     done = write(_tensors(model), out, bits=bits, bits_of=_bits_of(bits_of or []), min_size=min_size, files=files)
     started = time.perf_counter()

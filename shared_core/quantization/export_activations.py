@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shared_core.atomic import scratch_folder
 from shared_core.errors import ConfigError
 from shared_core.quantization.export_check import feeds, session_of
 from shared_core.quantization.range_estimator import RangeEstimator
@@ -67,8 +67,8 @@ def _observed(file: Path, names: list[str], calibration: Iterable[Any]) -> dict[
     model.graph.output.extend(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in names)
     observers = {name: make_observer("mse", qmin=0, qmax=255) for name in names}
     batches = 0
-    with tempfile.TemporaryDirectory(prefix="eff-onnx-") as folder:
-        probe = Path(folder) / "probe.onnx"
+    with scratch_folder() as folder:
+        probe = folder / "probe.onnx"
         onnx.save(model, probe)
         session = session_of(probe, optimise=False)
         for batch in calibration:

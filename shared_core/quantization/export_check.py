@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shared_core.atomic import scratch_folder
 from shared_core.errors import CompatibilityError
 from shared_core.quantization.export_layers import input_qparams
 from shared_core.quantization.graph import call_model
@@ -101,8 +101,8 @@ def _run(file: Path, inputs: Any) -> tuple[list[Any], list[Any]]:
     )
     num_outputs = len(model.graph.output)
     model.graph.output.extend(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.UINT8, None) for name in wanted)
-    with tempfile.TemporaryDirectory(prefix="eff-onnx-") as folder:
-        probe = Path(folder) / "probe.onnx"
+    with scratch_folder() as folder:
+        probe = folder / "probe.onnx"
         onnx.save(model, probe)
         session = session_of(probe, optimise=False)
         found = session.run(None, feeds(session, inputs))
@@ -181,8 +181,8 @@ def integer_nodes(file: Path) -> dict[str, int]:
     """Return operator → how many of them onnxruntime runs on integers once it has optimised the file."""
     import onnx
 
-    with tempfile.TemporaryDirectory(prefix="eff-onnx-") as folder:
-        target = Path(folder) / "optimised.onnx"
+    with scratch_folder() as folder:
+        target = folder / "optimised.onnx"
         session_of(file, optimise=True, save=target)
         nodes = onnx.load(target, load_external_data=False).graph.node
     kinds = Counter(node.op_type for node in nodes)

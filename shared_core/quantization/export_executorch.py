@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.util
-import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shared_core.atomic import atomic_write
+from shared_core.atomic import atomic_write, scratch_folder
 from shared_core.errors import CompatibilityError, MatchError, MissingExtraError
 from shared_core.quantization.export_codes import Quantized
 from shared_core.quantization.export_executorch_layers import program_layer, set_output_range
@@ -115,8 +114,8 @@ def export_executorch(
                 layer.by_operators = False
             edge, integer = _lowered(exported, example_inputs, layers)
         buffer = edge.to_executorch().buffer
-    with tempfile.TemporaryDirectory(prefix="eff-executorch-") as folder:
-        file = Path(folder) / "model.pte"
+    with scratch_folder() as folder:
+        file = folder / "model.pte"
         file.write_bytes(buffer)
         change = _compare(file, reference, example_inputs) if verify else None
         with atomic_write(path) as temporary:

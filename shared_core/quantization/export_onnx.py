@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shared_core.atomic import atomic_write
+from shared_core.atomic import atomic_write, scratch_folder
 from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
 from shared_core.quantization.export_activations import quantize_activations
 from shared_core.quantization.export_check import check_file, integer_nodes, relative_change
@@ -109,6 +108,7 @@ def export_onnx(
     Source: the ONNX operators QuantizeLinear and DequantizeLinear, opset 21.
 
     Example:
+        >>> import tempfile
         >>> from shared_core.quantization import apply_ranges
         >>> net = nn.Sequential(nn.Linear(2, 1))
         >>> _ = net[0].weight.data.fill_(0.5)
@@ -123,8 +123,8 @@ def export_onnx(
     activations: tuple[str, ...] = ()
     change: float | None = None
     difference = moved = None
-    with tempfile.TemporaryDirectory(prefix="eff-onnx-") as folder:
-        file = Path(folder) / "model.onnx"
+    with scratch_folder() as folder:
+        file = folder / "model.onnx"
         for exact_bias in (False, True):
             exported, left = _exportable(reference, names, example_inputs, exact_bias)
             _export(exported, example_inputs, file, opset, dynamic_batch)
@@ -137,7 +137,7 @@ def export_onnx(
                 if exact_bias:
                     raise
         if calibration is not None:
-            exact, file = file, Path(folder) / "integer.onnx"
+            exact, file = file, folder / "integer.onnx"
             activations = quantize_activations(exact, file, calibration)
             change = relative_change(file, exact, example_inputs)
         nodes = integer_nodes(file) if runs else {}

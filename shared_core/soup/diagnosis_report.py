@@ -7,6 +7,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
+from shared_core.atomic import atomic_write
 from shared_core.soup.diagnosis import ALPHAS, Diagnosis
 from shared_core.soup.path_report import check_matplotlib
 
@@ -57,5 +58,6 @@ def diagnosis_plot(found: Diagnosis, file: str | Path) -> Path:
     matrix.set_xticks(range(len(labels)), labels, rotation=45, ha="right")
     matrix.set_yticks(range(len(labels)), labels)
     figure.colorbar(image, ax=matrix, label="L2 distance")
-    figure.savefig(file)
+    with atomic_write(file) as temporary:
+        figure.savefig(temporary)
     return Path(file)

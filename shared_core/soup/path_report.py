@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 from torch import Tensor
 
+from shared_core.atomic import atomic_write
 from shared_core.errors import ConfigError, MissingExtraError
 from shared_core.soup.adapter_average import AdapterWeights
 from shared_core.soup.greedy import SoupResult
@@ -94,7 +95,8 @@ def path_plot(result: SoupResult, file: str | Path) -> Path:
     axes.set_xticks(range(len(rows)), [Path(row["name"]).name for row in rows], rotation=45, ha="right")
     axes.set_ylabel("held-out metric")
     axes.legend()
-    figure.savefig(file)
+    with atomic_write(file) as temporary:
+        figure.savefig(temporary)
     return Path(file)
 
 

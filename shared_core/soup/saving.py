@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shared_core.atomic import atomic_folder, atomic_write
+from shared_core.atomic import atomic_folder, atomic_write, make_folder
 from shared_core.errors import CheckpointError
+from shared_core.file_list import LIST_FILE
 from shared_core.soup.adapter_average import AdapterWeights
 from shared_core.soup.sources import (
     ADAPTER,
@@ -34,7 +35,9 @@ _LEFT_BEHIND = frozenset({
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".onnx", ".gguf",
     ".distcp",
 })  # fmt: skip
-_TRAINING_FILES = ("trainer_state.json", ".metadata", "model.safetensors.index.json", "pytorch_model.bin.index.json")
+_TRAINING_FILES = (
+    "trainer_state.json", LIST_FILE, "model.safetensors.index.json", "pytorch_model.bin.index.json"
+)  # fmt: skip
 # What a Lightning checkpoint needs to be loaded; optimizers and callbacks belong to one run and are dropped.
 _KEPT_KEYS = ("epoch", "global_step", "pytorch-lightning_version", "hparams_name", "hyper_parameters",
               "hparams_type", "datamodule_hparams_name", "datamodule_hyper_parameters")  # fmt: skip
@@ -105,7 +108,7 @@ def save_soup(
             if beside is not None:
                 beside(folder)
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     with atomic_write(target) as temporary:
         if like.kind == SAFETENSORS:
             save_file({key: state_dict[key] for key in like.specs}, temporary, metadata={"format": "pt"})
@@ -131,7 +134,8 @@ def _kept(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Path, folder: Path) -> None:
     for file in source.iterdir():
-        if file.is_file() and file.suffix not in _LEFT_BEHIND and file.name not in _TRAINING_FILES:
+        left_behind = file.suffix in _LEFT_BEHIND or file.name in _TRAINING_FILES or file.name.startswith(".")
+        if file.is_file() and not left_behind:
             shutil.copyfile(file, folder / file.name)
     if like.kind == DISTRIBUTED:
         _write_distributed(state_dict, source, folder)

@@ -3,9 +3,6 @@
 import json
 import os
 import random
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -16,7 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from shared_core import Recipe, Session, compatibility
-from shared_core.atomic import atomic_folder, atomic_write, clean_strays
+from shared_core.atomic import atomic_folder, atomic_write, clean_strays, folder_aside, is_stray
 from shared_core.cli import app
 from shared_core.cli.run import recipe_of, take_flags
 from shared_core.errors import (
@@ -273,21 +270,18 @@ def test_atomic_folder_refuses_a_full_folder_and_leaves_nothing_on_failure(tmp_p
         pass
 
 
-def test_a_killed_writer_leaves_the_old_file_and_its_litter_is_cleaned(tmp_path):
-    target = tmp_path / "file"
-    target.write_text("old")
-    code = textwrap.dedent(f"""
-        import os, signal
-        from shared_core.atomic import atomic_write
-        with atomic_write({str(target)!r}) as temporary:
-            temporary.write_text("half")
-            os.kill(os.getpid(), signal.SIGKILL)
-    """)
-    assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == -9
-    assert target.read_text() == "old"
-    assert len(list(tmp_path.iterdir())) == 2
-    assert clean_strays(tmp_path) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+def test_strays_are_those_of_ended_processes(tmp_path):
+    alive = folder_aside(tmp_path)
+    mark, host, process, started, _ = alive.name.rsplit("-", 4)
+    # a later process has the number of the one that was killed
+    reused = tmp_path / f"{mark}-{host}-{process}-{int(started) - 1}-x"
+    foreign, forgotten = tmp_path / f"{mark}-0-{process}-{started}-x", tmp_path / f"{mark}-1-{process}-{started}-x"
+    for folder in (reused, foreign, forgotten):
+        folder.mkdir()
+    os.utime(forgotten, (0, 0))
+    assert clean_strays(tmp_path) == 2
+    assert sorted(tmp_path.iterdir()) == sorted([alive, foreign])
+    assert is_stray(alive / "a.ckpt")
 
 
 def test_plain_keys_name_what_differs():

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -79,59 +77,6 @@ def test_stopped_at_any_rename_and_gone_on_with_it_is_the_same_to_the_bit(tmp_pa
         assert contents(folder) == contents(whole)
         if stop_at > 5:
             assert teacher.calls < 12  # what was there was not asked again
-
-
-KILLED_AT_RANDOM = """
-import os, random, signal, sys, time
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-sys.path.insert(0, {tests!r})
-from test_teacher_cache_writing import SETTINGS, Teacher, batches
-from shared_core.distillation.cache import TeacherCache, write_teacher_cache
-from shared_core.errors import CheckpointError
-
-class Slow(Teacher):
-    def forward(self, input_ids, attention_mask=None):
-        time.sleep(0.002)
-        return super().forward(input_ids, attention_mask)
-
-dice, folder, kills = random.Random(int(sys.argv[2])), Path(sys.argv[1]), 0
-Slow.__name__ = "Teacher"
-write_teacher_cache(Slow(), batches(), folder.with_name("warm"), **SETTINGS)  # what is imported late is imported now
-while True:
-    child = os.fork()
-    if child == 0:
-        write_teacher_cache(Slow(), batches(), folder, **SETTINGS, resume=True)
-        os._exit(0)
-    end = time.monotonic() + dice.uniform(0.001, 0.05 + 0.005 * kills)
-    while time.monotonic() < end and os.waitpid(child, os.WNOHANG) == (0, 0):
-        time.sleep(0.0005)
-    try:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        kills += 1
-    except (ProcessLookupError, ChildProcessError):
-        pass
-    try:
-        TeacherCache.open(folder)
-        break
-    except CheckpointError:
-        pass
-print(kills)
-"""
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_killed_at_random_moments_it_ends_as_if_it_never_was(tmp_path, whole, seed):
-    code = KILLED_AT_RANDOM.format(tests=os.path.dirname(__file__))
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "killed"), str(seed)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) >= 1
-    write_teacher_cache(Teacher(), batches(), tmp_path / "killed", **SETTINGS, resume=True)
-    assert contents(tmp_path / "killed") == contents(whole)
 
 
 def test_going_on_with_a_finished_one_asks_nothing_and_new_examples_are_added(tmp_path, whole):

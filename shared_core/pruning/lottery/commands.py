@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from shared_core.atomic import make_folder
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.recipe import Recipe
 from shared_core.training_command import TrainingCommand
@@ -44,7 +45,7 @@ class RoundCommand:
         Raises:
             TrainingError: If the command fails.
         """
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         stands_for = {"{round}": out.name, "{out}": str(out.resolve())}
         recipe = recipe.merged(self.recipe)
         with self.command.start(recipe, out / "recipe.yaml", stands_for, lock, stdout=stdout) as process:

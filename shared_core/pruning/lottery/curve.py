@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from rich.table import Table
 
+from shared_core.atomic import atomic_write
 from shared_core.errors import ConfigError, MissingExtraError, nearest
 
 _SMALLER_IS_BETTER = frozenset({"loss", "perplexity", "ppl", "error", "err", "wer", "cer", "mae", "mse", "rmse", "nll"})
@@ -113,7 +114,8 @@ class TicketCurve:
         axes.set_xlabel("weights left (%)")
         axes.set_ylabel(self.metric or "")
         axes.legend()
-        figure.savefig(file)
+        with atomic_write(file) as temporary:
+            figure.savefig(temporary)
         return Path(file)
 
 

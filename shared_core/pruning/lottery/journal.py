@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from shared_core.atomic import clean_strays
+from shared_core.atomic import clean_strays, make_folder
 from shared_core.errors import CheckpointError
 from shared_core.journal_file import check_same, locked, read_object, write_object
 from shared_core.pruning.lottery.run_folder import RESULT_FILE, TICKET_FILE
@@ -30,8 +30,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path | str, plan: Mapping[str, Any]) -> None:
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder = make_folder(folder)
         clean_strays(self.folder)
         file = self.folder / JOURNAL_FILE
         plan = json.loads(json.dumps({"format": _FORMAT, **plan}))

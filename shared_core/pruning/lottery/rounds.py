@@ -214,5 +214,5 @@ class LotteryTicket:
         for name, text in (("curve.json", curve.json()), ("curve.csv", curve.csv())):
             with atomic_write(folder / name) as temporary:
                 temporary.write_text(text, encoding="utf-8")
-        with contextlib.suppress(ImportError), atomic_write(folder / "curve.png") as temporary:
-            curve.plot(temporary)
+        with contextlib.suppress(ImportError):
+            curve.plot(folder / "curve.png")

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from shared_core.errors import CheckpointError
+from shared_core.file_list import is_unfinished
 from shared_core.soup.sources.adapter import ADAPTER_CONFIG, open_adapter
 from shared_core.soup.sources.distributed import index_folder, open_distributed
 from shared_core.soup.sources.files import MappedSafetensors, load_torch_file, open_safetensors, read_config, read_json
@@ -62,6 +63,8 @@ def _weights_of(content: Mapping[str, Any]) -> Mapping[str, Tensor]:
 
 
 def _open_folder(folder: Path) -> Ingredient:
+    if is_unfinished(folder):
+        raise CheckpointError(f"{folder}: folder must be complete, but its writer was stopped; leave it out")
     found = next((folder / name for name in _WEIGHT_FILES if (folder / name).exists()), None)
     if found is None:
         sharded = index_folder(folder)
