@@ -1,5 +1,6 @@
 """Where ingredients come from: Hugging Face folders, Lightning, distributed and plain checkpoints, adapters."""
 
+from shared_core.soup.sources.distributed import check_indexes as check_indexes
 from shared_core.soup.sources.files import load_torch_file as load_torch_file
 from shared_core.soup.sources.files import read_json as read_json
 from shared_core.soup.sources.ingredient import ADAPTER as ADAPTER
