@@ -14,6 +14,7 @@ from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from shared_core.atomic import clean_strays, named_failure
@@ -22,7 +23,7 @@ from shared_core.file_list import begin_list, damage_by_list, finish_list
 from shared_core.plain_checkpoint import write_deployment
 from shared_core.ranks import world_size
 from shared_core.session import Session
-from shared_core.soup.sources import open_ingredient, read_json, storage_key
+from shared_core.soup.sources import check_indexes, load_torch_file, open_ingredient, read_json, storage_key
 from shared_core.state_file import STATE_FILE, load_state
 
 _STATE = "trainer_state.json"
@@ -50,7 +51,8 @@ def damage(folder: Path) -> str | None:
     """Return why a run with techniques cannot go on from this checkpoint, None if it can.
 
     Files are compared with the list of them. Where there is none, weights are checked by their headers, files of
-    ``torch.save`` by their zip directory, which a truncated one lacks.
+    ``torch.save`` by their zip directory, which a truncated one lacks. Those and indexes are checked for what they
+    would unpickle.
     """
     if not folder.is_dir():
         return "is no folder"
@@ -68,11 +70,19 @@ def damage(folder: Path) -> str | None:
         if not (folder / STATE_FILE).is_file():
             return f"it has no {STATE_FILE}, so it was saved without these techniques, or not completely"
         load_state(folder)
+        check_indexes(folder)
+        for file in (
+            *sorted(folder.glob("*.pt*")),
+            folder / f"{FSDP_MODEL_NAME}.bin",
+            folder / f"{OPTIMIZER_NAME}.bin",
+        ):
+            if file.is_file() and file.suffix in (".pt", ".pth", ".bin"):
+                if not zipfile.is_zipfile(file):
+                    return f"{file.name} is truncated or not a checkpoint"
+                with safe_globals():  # type: ignore[no-untyped-call]  # of the generators' states
+                    load_torch_file(file)
     except CheckpointError as error:
         return str(error)
-    for file in (*sorted(folder.glob("*.pt*")), folder / f"{FSDP_MODEL_NAME}.bin", folder / f"{OPTIMIZER_NAME}.bin"):
-        if file.is_file() and file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file):
-            return f"{file.name} is truncated or not a checkpoint"
     return None
 
 

@@ -46,7 +46,7 @@ class ImageExamples:
         self._processor: Any = None
         if not isinstance(self._images, _Pixels):
             try:
-                self._processor = cast(Any, AutoImageProcessor).from_pretrained(folder)
+                self._processor = cast(Any, AutoImageProcessor).from_pretrained(folder, trust_remote_code=False)
             except Exception as error:  # transformers raises OSError, ValueError, ImportError and more
                 first_line = (str(error).splitlines() or [type(error).__name__])[0]
                 raise CheckpointError(

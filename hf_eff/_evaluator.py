@@ -77,7 +77,7 @@ class FolderEvaluator:
     ) -> None:
         self.task, self._folder, self._batch_size, self._device = task, folder, batch_size, device
         try:
-            self._config = AutoConfig.from_pretrained(folder)
+            self._config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"eff soup: --task: {folder} must hold a config of transformers, got {error}"
@@ -213,7 +213,7 @@ class FolderEvaluator:
 
     def _tokenizer(self) -> Any:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self._folder)
+            tokenizer = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
             # in a folder without its files transformers 5 makes one up, to which every word is unknown
             if len(tokenizer) <= len(tokenizer.all_special_tokens):
                 raise ValueError("no word in its vocabulary")

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from shared_core.distillation.cache.fingerprints import tokenizer_vocabulary
 from shared_core.errors import CheckpointError, ConfigError
+from shared_core.plain_checkpoint import check_values
 from shared_core.same_class_teacher import is_bare_weights, teacher_from_weights
 
 
@@ -34,7 +35,7 @@ def load_teacher(name: str, student: nn.Module) -> nn.Module:
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         try:
-            config = AutoConfig.from_pretrained(name)
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
             teacher, loading = _class_of(config, student, name).from_pretrained(
                 name, config=config, output_loading_info=True
             )
@@ -51,6 +52,7 @@ def load_teacher(name: str, student: nn.Module) -> nn.Module:
             f"distill: teacher's files must hold every weight, got {name!r} without {sorted(lacking)[0]} "
             f"({len(lacking)} in all); it would teach from random weights"
         )
+    check_values(teacher, dict(teacher.named_parameters()), f"distill: teacher {name!r}")
     return teacher.to(device)  # type: ignore[no-any-return]
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shared_core.errors import CheckpointError
 from shared_core.session import Session
 from shared_core.sharded import fill_parameters_, is_sharded
-from shared_core.soup.sources import RAW_KEY
+from shared_core.soup.sources import RAW_KEY, check_indexes
 
 _BAKED_ALONE = "eff_baked_names"
 """Names that only baked weights have: a factorised layer's."""
@@ -40,6 +43,22 @@ def latent_weights(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     alone = checkpoint.get(_BAKED_ALONE, ())
     kept = {name: value for name, value in checkpoint["state_dict"].items() if name not in alone}
     return {**kept, **checkpoint.get(RAW_KEY, {})}
+
+
+def load_checked(load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what the strategy loads from a checkpoint; an error of ours where that is more than plain values.
+
+    Raises:
+        CheckpointError: If it names code, in an index of shards too, which torch (2.13) unpickles whatever it holds.
+    """
+    if Path(path).is_dir():
+        check_indexes(Path(path))
+    try:
+        return load(path, *args, **kwargs)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"resume: {path} must hold only tensors and plain values, got {str(error)[:300]}; no code was run"
+        ) from error
 
 
 def restore_raw(module: nn.Module, checkpoint: dict[str, Any]) -> None:

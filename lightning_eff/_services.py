@@ -24,6 +24,8 @@ from shared_core.soup.sources import LIGHTNING_META, RUN_KEY, DistributedWeights
 from shared_core.state_file import rng_state, set_rng_state
 from shared_core.technique import SavedCheckpoint
 
+_INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
+
 
 class LightningServices:
     """Evaluates, calibrates, and reads checkpoints through the Trainer of a running ``fit``.
@@ -61,12 +63,16 @@ class LightningServices:
         student_name = next(name for name, module in model.named_modules() if module is student)
         if not path.is_file():
             raise CheckpointError(f"distill: teacher must be an existing file, got {path}")
+        weights = load_torch_file(path)
+        instantiator = weights.get("hyper_parameters", {}).get("_instantiator")
+        if instantiator not in (None, *_INSTANTIATORS):  # Lightning imports what it names, and calls it
+            raise CheckpointError(f"distill: teacher {path} must be built by Lightning, got {instantiator!r}; not run")
         try:
             teacher = type(model).load_from_checkpoint(path, map_location="cpu", weights_only=True)
         except Exception as error:
             prefix = f"{student_name}." if student_name else ""
-            weights = load_torch_file(path).get("state_dict", {})
-            own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+            found = weights.get("state_dict", {})
+            own = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
             try:
                 return same_class_teacher(own, student, str(path))
             except CheckpointError as other:

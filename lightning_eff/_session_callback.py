@@ -15,7 +15,7 @@ from lightning_eff._joining import as_recipe, joined_recipe
 from lightning_eff._namespaces import Callback
 from lightning_eff._poisson import check_loss, wrap_loaders
 from lightning_eff._resume import ExactResume
-from lightning_eff._saved_weights import bake_saved, restore_raw
+from lightning_eff._saved_weights import bake_saved, load_checked, restore_raw
 from lightning_eff._services import LightningServices
 from lightning_eff._whole_files import whole_files
 from lightning_eff._wrapped import Wrapped
@@ -119,6 +119,7 @@ class EffCallback(Callback):
         self._wrapped += whole_files(trainer, self.session.note)
         self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
         self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
+        self._wrapped.append(Wrapped(trainer.strategy, "load_checkpoint", load_checked))
         self._wrapped.append(Wrapped(pl_module, "training_step", self._training_step, keep_signature=True))
 
     def _configure_model(self, original: Callable[[], None]) -> None:

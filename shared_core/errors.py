@@ -5,9 +5,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_LONGEST = 2000
+
 
 class EffError(Exception):
-    """Base of all errors raised on purpose: the message says where, what, and what to do."""
+    """Base of all errors raised on purpose: the message says where, what, and what to do.
+
+    A value in it may be anything that a file holds: what is too long to be read is cut, what no terminal takes escaped.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        text = str(message).encode("utf-8", "backslashreplace").decode()
+        super().__init__(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 700]} […] {text[-600:]}")
 
 
 class ConfigError(EffError, ValueError):

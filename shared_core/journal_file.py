@@ -11,6 +11,7 @@ from typing import Any
 
 from shared_core.atomic import atomic_write, named_failure
 from shared_core.errors import CheckpointError, TrainingError
+from shared_core.parsing import parse_json
 
 
 def read_object(file: Path, advice: str = "remove it") -> dict[str, Any]:
@@ -24,7 +25,7 @@ def read_object(file: Path, advice: str = "remove it") -> dict[str, Any]:
         CheckpointError: If it cannot be read or holds something else.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: file must be JSON, got {error}; it is damaged, {advice}") from error
     if not isinstance(content, dict):

@@ -94,3 +94,28 @@ def unlike(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], 
     missing = [name for name, value in own.items() if name not in weights and value.data_ptr() not in given]
     others = [name for name, value in weights.items() if name not in own or own[name].shape != value.shape]
     return missing, others
+
+
+def check_values(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
+    """Refuse weights that a model cannot compute with: not finite, or integers for numbers and the other way round.
+
+    Raises:
+        CheckpointError: Naming the weight.
+
+    Example:
+        >>> check_values(nn.Linear(2, 1), {"bias": torch.tensor([float("nan")])}, "teacher")
+        Traceback (most recent call last):
+        shared_core.errors.CheckpointError: teacher: bias must be finite, got nan; the run that saved it had diverged
+    """
+    for name, own in model.named_parameters(remove_duplicate=False):
+        value = weights.get(name)
+        if value is None or not value.numel():
+            continue
+        if value.is_floating_point() != own.is_floating_point():
+            raise CheckpointError(f"{where}: {name} must be of {own.dtype}, got {value.dtype}; it is another's")
+        if value.is_floating_point() and value.itemsize > 1:
+            largest = torch.linalg.vector_norm(value.detach(), float("inf"))
+            if not torch.isfinite(largest):
+                raise CheckpointError(
+                    f"{where}: {name} must be finite, got {float(largest)}; the run that saved it had diverged"
+                )

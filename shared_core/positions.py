@@ -75,8 +75,9 @@ def parse_position(value: Position, where: str = "position") -> ParsedPosition:
             parsed = ParsedPosition(value, "step")
         else:
             parsed = ParsedPosition(value, "fraction")
-    except ValueError:
+        finite = math.isfinite(parsed.value)
+    except (ValueError, OverflowError):  # the latter of whole numbers beyond every float
         raise error from None
-    if not (math.isfinite(parsed.value) and parsed.value >= 0) or (parsed.unit == "fraction" and parsed.value > 1):
+    if not (finite and parsed.value >= 0) or (parsed.unit == "fraction" and parsed.value > 1):
         raise error
     return parsed

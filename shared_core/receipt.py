@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from shared_core.atomic import atomic_write, make_folder
 from shared_core.hardware import matmul_environment
+from shared_core.parsing import parse_json
 from shared_core.rooms import ROOMS
 from shared_core.strict_json import json_text
 
@@ -77,7 +77,7 @@ class Receipt:
     @classmethod
     def read(cls, folder: Path | str) -> Receipt:
         """Return the receipt that `write` left in `folder`."""
-        return cls(json.loads((Path(folder) / RECEIPT_FILE).read_text(encoding="utf-8")))
+        return cls(parse_json((Path(folder) / RECEIPT_FILE).read_text(encoding="utf-8")))
 
     def table(self) -> Table:
         """Return one row a technique: its headline figures, and the time that its own code took."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 
 from shared_core.config import TechniqueConfig
 from shared_core.errors import ConfigError, nearest
+from shared_core.parsing import parse_json, parse_yaml
 from shared_core.rooms import ROOMS, flags, room
 from shared_core.technique import in_order
 
@@ -60,12 +62,12 @@ class Recipe(Mapping[str, TechniqueConfig]):
     @classmethod
     def from_yaml(cls, source: str | Path) -> Recipe:
         """Return the recipe in a YAML file, or in a YAML text (which has a colon followed by space or a line end)."""
-        return cls.from_dict(_mapping(yaml.safe_load, source, yaml.YAMLError))
+        return cls.from_dict(_mapping(parse_yaml, source))
 
     @classmethod
     def from_json(cls, source: str | Path) -> Recipe:
         """Return the recipe in a JSON file, or in a JSON text (which starts with a brace)."""
-        return cls.from_dict(_mapping(json.loads, source, json.JSONDecodeError))
+        return cls.from_dict(_mapping(functools.partial(parse_json, unique=True), source))
 
     @classmethod
     def from_flags(cls, values: Mapping[str, Any]) -> Recipe:
@@ -148,17 +150,17 @@ class Recipe(Mapping[str, TechniqueConfig]):
         return f"Recipe.from_dict({self.to_dict()!r})"
 
 
-def _mapping(read: Any, source: str | Path, bad: type[Exception]) -> Mapping[str, Any]:
+def _mapping(read: Callable[[str], Any], source: str | Path) -> Mapping[str, Any]:
     text = str(source)
     if isinstance(source, Path) or not ("\n" in text or ": " in text or text.lstrip().startswith("{")):
         try:
             text = Path(source).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # the latter of another encoding, and of a name with a NUL
             raise ConfigError(f"recipe: {source} must be a readable text file, got {error}") from error
     try:
         values = read(text)
-    except bad as error:
-        raise ConfigError(f"recipe: must be valid text, got {str(error).splitlines()[0]}") from error
+    except ValueError as error:
+        raise ConfigError(f"recipe: must be valid text, got {str(error)[:300]}") from error
     if values is None:
         return {}
     if not isinstance(values, Mapping):

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError
-from shared_core.plain_checkpoint import unlike
+from shared_core.plain_checkpoint import check_values, unlike
 from shared_core.soup.sources import open_ingredient
 
 
@@ -63,5 +63,6 @@ def same_class_teacher(weights: Mapping[str, Tensor], student: nn.Module, source
             f"missing {missing[:3]} and others {others[:3]}; a teacher of another size needs a class that can be "
             "built: a Transformers folder, a .ckpt with hyperparameters, or the module itself"
         )
+    check_values(teacher, weights, f"distill: teacher {source}")
     teacher.load_state_dict(dict(weights), strict=False)
     return teacher

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shared_core.atomic import atomic_write
 from shared_core.errors import CheckpointError
+from shared_core.parsing import parse_json
 
 STATE_FILE = "eff_state.safetensors"
 _FORMAT = 1
@@ -78,7 +79,7 @@ def load_state(folder: Path | str) -> dict[str, Any]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if int(metadata["eff_format"]) > _FORMAT:
             raise CheckpointError(f"state: {path} was written by a newer efftrain; update it to read this file")
-        state = _join(json.loads(metadata["state"]), tensors)
+        state = _join(parse_json(metadata["state"]), tensors)
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise CheckpointError(f"state: {path} must be a whole state file, got {error}; the file is damaged") from error
     return dict(state)

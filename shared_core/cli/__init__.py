@@ -65,3 +65,6 @@ def main() -> None:
     except EffError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2 if isinstance(error, ConfigError | CheckpointError | ValueError) else 1)
+    except OSError as error:  # a name too long for the file system, a full disk, a folder of somebody else's
+        typer.echo(f"error: {EffError(str(error))}", err=True)
+        sys.exit(1)

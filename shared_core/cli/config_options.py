@@ -47,7 +47,7 @@ def command_with_options(module: str, config_name: str, left_out: Callable[[], t
             """Take a switch alone for true, as `eff run` does."""
             switches = {name for option in options() if option.metavar == "true | false" for name in option.opts}
             spelled = []
-            for arg, following in zip(args, [*args[1:], ""], strict=True):
+            for arg, following in zip(args, [*args[1:], ""], strict=False):
                 spelled += [arg, "true"] if arg in switches and following not in ("true", "false") else [arg]
             return super().parse_args(ctx, spelled)
 

@@ -97,6 +97,8 @@ def load_weights(model: nn.Module, path: Path, where: str) -> str:
     Raises:
         CheckpointError: If it is missing, damaged, or of another model.
     """
+    from shared_core.plain_checkpoint import check_values, unlike
+
     state_dict = state_dict_of(path, where)
     names = list(model.state_dict())
     first = next((key for key in state_dict if names and key.endswith(names[0])), "")
@@ -109,14 +111,14 @@ def load_weights(model: nn.Module, path: Path, where: str) -> str:
             f"{where}: {path} must hold the weights of the model, got {tuple(own[other].shape)} for {other} of shape "
             f"{tuple(shapes[other])}; build the model that was trained"
         )
-    missing, unexpected = model.load_state_dict(own, strict=False)
-    tied = {value.data_ptr() for key, value in model.state_dict().items() if key in own}
-    missing = [key for key in missing if model.state_dict()[key].data_ptr() not in tied]
+    missing, unexpected = unlike(model, own)
     if missing or unexpected:
         raise CheckpointError(
             f"{where}: {path} must hold the weights of the model, got missing {missing[:5]} and unexpected "
             f"{unexpected[:5]}; build the model that was trained"
         )
+    check_values(model, own, f"{where}: {path}")
+    model.load_state_dict(own, strict=False)
     return prefix
 
 

@@ -45,7 +45,9 @@ def plan(
     from shared_core.scale import plan as plan_run
 
     if (params is None) == (config is None):
-        raise ConfigError("plan: give either --params or --config, got " + ("neither" if params is None else "both"))
+        raise ConfigError(
+            "plan: either --params or --config must be given, got " + ("neither" if params is None else "both")
+        )
     for name, value in (("memory", memory), ("bandwidth", bandwidth)):
         if value is not None and not value > 0:
             raise ConfigError(f"plan: {name} must be above 0, got {value}")

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shared_core.errors import ConfigError, MatchError
-from shared_core.sharded import fill_
+from shared_core.sharded import fill_, is_sharded
 
 EVEN = "even"
 """Layers spread evenly over the teacher's, its first and its last among them."""
@@ -109,10 +110,15 @@ def copy_layers_(student: nn.Module, teacher: nn.Module, layers: str = EVEN) -> 
         elif stack is None:
             left.append(name)
         else:
-            found = "none of that name" if source is None else f"{source.dtype} {tuple(source.shape)}"
+            found = (
+                "none of that name"
+                if source is None
+                else f"{type(source).__name__} {source.dtype} {tuple(source.shape)}"
+            )
             raise ConfigError(
                 f"distill: init_layers needs layers of the student's widths, got {found} in the teacher for {name} "
-                f"{tuple(tensor.shape)}; take a student that is shallower, not narrower, with float weights in both"
+                f"{tuple(tensor.shape)}; take a student that is shallower, not narrower, with float weights in both "
+                "(teacher_dtype too)"
             )
     for name, source in sources.items():
         fill_(ours[name], source)
@@ -138,4 +144,6 @@ def _renamed(name: str, stack: str, chosen: list[int]) -> str:
 
 
 def _fits(tensor: Tensor, source: Tensor) -> bool:
+    if is_traceable_wrapper_subclass(source) and not is_sharded(source):
+        return False  # codes, of teacher_dtype or of the teacher's own
     return source.shape == tensor.shape and source.is_floating_point() == tensor.is_floating_point()

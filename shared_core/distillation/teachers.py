@@ -95,7 +95,8 @@ class StudentAverage(Teachers):
         """Move the average one step towards the student."""
         (average,) = self.modules
         for mean, now in zip(average.parameters(), student.parameters(), strict=True):
-            local_part(mean).lerp_(local_part(now.detach()).to(mean.dtype), 1 - self._decay)
+            if mean.is_floating_point():  # the frozen base of QLoRA is codes
+                local_part(mean).lerp_(local_part(now.detach()).to(mean.dtype), 1 - self._decay)
         for copied, buffer in zip(average.buffers(), student.buffers(), strict=True):
             copied.copy_(buffer)
         reshard_(average)

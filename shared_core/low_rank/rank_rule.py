@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shared_core.errors import ConfigError
+from shared_core.parsing import parse_json
 
 _SHARES = ("energy", "budget", "sensitivity")
 
@@ -70,7 +70,7 @@ def read_report(path: str) -> dict[str, Mapping[str, Any]]:
         ConfigError: If it cannot be read, or tells none.
     """
     try:
-        layers = json.loads(Path(path).read_text(encoding="utf-8"))["layers"]
+        layers = parse_json(Path(path).read_text(encoding="utf-8"))["layers"]
         return {str(each["name"]): {"rank": int(each["rank"]), "scheme": str(each["scheme"])} for each in layers}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError
 from shared_core.fast_paths import fast_paths_off
-from shared_core.low_rank.layers import LowRankLayer, put_in_
+from shared_core.low_rank.layers import LowRankLayer, put_in_, replace_
 from shared_core.low_rank.matrices import CHANNEL, LINEAR, SPATIAL, is_transposed
-from shared_core.plain_checkpoint import unlike
+from shared_core.plain_checkpoint import check_values, unlike
 
 _FIRST, _SECOND = ".first.weight", ".second.weight"
 WEIGHTS_FILE = "low_rank.safetensors"
@@ -45,17 +45,28 @@ def load(model: nn.Module, weights: Path | str | Mapping[str, Tensor]) -> nn.Mod
     """
     state = dict(weights) if isinstance(weights, Mapping) else _own_names(model, _read(Path(weights)))
     structure = read_structure(model, state)
-    for layer in put_in_(model, structure).values():
+    layers = put_in_(model, structure)
+    try:
+        _check(model, state)
+    except CheckpointError:
+        for layer in layers.values():
+            replace_(model, layer, layer.dense)
+        raise
+    for layer in layers.values():
         layer.release()
     fast_paths_off(model, (LowRankLayer,))
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+def _check(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     missing, others = unlike(model, state)
     if missing or others:
         raise CheckpointError(
             f"low_rank: weights must be those of a factorised {type(model).__name__}, got missing {missing[:3]} and "
             f"others {others[:3]}; build the model as it was before it was factorised"
         )
-    model.load_state_dict(state, strict=False)
-    return model
+    check_values(model, state, "low_rank")
 
 
 def read_structure(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:

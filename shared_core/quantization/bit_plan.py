@@ -13,6 +13,7 @@ import yaml
 
 from shared_core.atomic import atomic_write
 from shared_core.errors import ConfigError, MatchError, nearest
+from shared_core.parsing import parse_yaml
 
 _FORMAT = "efftrain bit plan 1"
 _LARGEST_CODE = 8  # bits; wider layers stay in float
@@ -145,8 +146,8 @@ def _read(source: str | Path) -> tuple[str, dict[str, Any]]:
     where = "bit_plan" if "\n" in str(source) else f"bit_plan: {source}"
     try:
         text = str(source) if "\n" in str(source) else Path(source).read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = parse_yaml(text)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{where}: must be a YAML file with a plan, got {error}") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ConfigError(f"{where}: format must be {_FORMAT!r}; write the file with BitPlan.to_yaml")

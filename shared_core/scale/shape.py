@@ -111,11 +111,9 @@ class ModelShape:
         layers = _size(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
         vocab = _size(config, "vocab_size")
         heads = _size(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
-        inner = next(
-            (config[name] for name in ("intermediate_size", "n_inner", "hidden_dim") if config.get(name)), 4 * hidden
-        )
-        head_size = config.get("head_dim") or hidden // heads
-        attention = 2 * hidden * head_size * (heads + (config.get("num_key_value_heads") or heads))
+        inner = _size(config, "intermediate_size", "n_inner", "hidden_dim", default=4 * hidden)
+        head_size = _size(config, "head_dim", default=hidden // heads)
+        attention = 2 * hidden * head_size * (heads + _size(config, "num_key_value_heads", default=heads))
         is_gated = config.get("hidden_act") in _GATED or str(config.get("model_type")).startswith("gemma")
         params_of_blocks = layers * (attention + (3 if is_gated else 2) * hidden * inner)
         embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings", True) else 2)
@@ -139,12 +137,11 @@ def _config_of(path: Path) -> Mapping[str, Any]:
     return read_object(path / "config.json" if path.is_dir() else path, "give a model's config.json, or --params")
 
 
-def _size(config: Mapping[str, Any], *names: str) -> int:
-    for name in names:
-        value = config.get(name)
-        if isinstance(value, int) and value > 0:
-            return value
+def _size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    found = next((config[name] for name in names if config.get(name)), default)
+    if isinstance(found, int) and found > 0:
+        return found
     raise ConfigError(
-        f"plan: config must tell {names[0]} (or {', '.join(names[1:]) or 'nothing else'}), got none; "
-        "give --params instead"
+        f"plan: config must tell {names[0]} (or {', '.join(names[1:]) or 'nothing else'}), a number above 0, got "
+        f"{found!r:.80}; give --params instead"
     )

@@ -51,9 +51,10 @@ def expected_trace(pattern, scale, growth, backoff, interval):
     return trace
 
 
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("interval", "share"), [(1, 0.48), (3, 0.15), (7, 0.08), (2000, 0.0004)])
-def test_same_trace_as_torch_and_the_paper_over_ten_thousand_patterns(interval, share):
-    pattern = np.random.default_rng(interval).random(10_000) < share
+def test_same_trace_as_torch_and_the_paper_over_random_steps(interval, share, count):
+    pattern = np.random.default_rng(interval).random(count) < share
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     optimizers = [torch.optim.SGD([parameter], lr=1.0) for parameter in parameters]
     ours, theirs = (kind("cpu", growth_interval=interval) for kind in (LossScaler, GradScaler))
@@ -70,6 +71,28 @@ def test_same_trace_as_torch_and_the_paper_over_ten_thousand_patterns(interval, 
     assert torch.equal(parameters[0], parameters[1])
     assert ours.skipped_steps == pattern.sum()
     assert ours.num_steps == len(pattern)
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_same_trace_as_torch_over_random_patterns(count):
+    """Patterns of a dozen steps, each from another scale and with another interval; both ends of float32 are met."""
+    random = np.random.default_rng(0)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    for number in range(count):
+        options = {"init_scale": 2.0 ** int(random.integers(0, 127)), "growth_interval": int(random.integers(1, 5))}
+        scalers = [LossScaler("cpu", **options), GradScaler("cpu", **options)]
+        pattern = random.random(12) < random.random()
+        trace = []
+        for scaler in scalers:
+            scaler.scale(torch.ones(()))
+            for bad in pattern:
+                parameter.grad = torch.tensor([float("inf") if bad else 1.0])
+                scaler.step(optimizer)
+                scaler.update()
+                trace.append((scaler.get_scale(), scaler._get_growth_tracker()))
+        ours, theirs = trace[:12], trace[12:]
+        assert ours == theirs or min(theirs)[0] < 2**-14, (number, options, pattern)  # our floor
 
 
 @pytest.mark.parametrize("fused", [False, True])

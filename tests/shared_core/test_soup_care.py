@@ -6,7 +6,7 @@ from soup_runs import RunServices, a_run, same_bits
 from torch import nn
 
 from shared_core.errors import CheckpointError, TrainingError
-from shared_core.soup import ModelSoup, SoupConfig
+from shared_core.soup import ModelSoup, SoupConfig, greedy_soup, uniform_soup
 from shared_core.technique import Context
 
 
@@ -94,3 +94,9 @@ def test_whatever_ends_the_search_leaves_the_final_weights():
         with pytest.raises(end):
             technique.finish(model, context)
         assert all(torch.equal(value, final[name]) for name, value in model.state_dict().items())
+
+
+def test_one_checkpoint_is_its_own_soup():
+    one = {"w": torch.tensor([0.1, -0.0, 3e38]), "half": torch.tensor([0.1]).half(), "steps": torch.tensor(7)}
+    for soup in (uniform_soup([one]), greedy_soup([one], lambda weights: 0.5).state_dict):
+        assert all(torch.equal(soup[name], value) and soup[name].dtype == value.dtype for name, value in one.items())

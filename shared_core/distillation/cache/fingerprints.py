@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError
+from shared_core.parsing import parse_json
 
 _BYTES = 16
 _WEIGHTS = (".safetensors", ".bin")
@@ -143,7 +144,7 @@ def _json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: file must be JSON, got {error}; it is damaged") from error
     return content if isinstance(content, dict) else {}

@@ -14,6 +14,7 @@ import torch
 
 from shared_core.atomic import atomic_write
 from shared_core.errors import CheckpointError
+from shared_core.parsing import parse_json
 
 MANIFEST_FILE = "eff_teacher_cache.json"
 FORMAT = 1
@@ -90,8 +91,8 @@ class Manifest:
                 f"{MANIFEST_FILE} in it"
             )
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            content = parse_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise _damaged(path, str(error)) from error
         if not isinstance(content, dict):
             raise _damaged(path, type(content).__name__)

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Literal, get_args
 import torch
 
 from shared_core.errors import CheckpointError
+from shared_core.parsing import parse_json
 
 MAGIC = b"\x89EFF\r\n\x1a\n"  # as PNG's: shows a file that was mangled as text
 VERSION = 1
@@ -139,14 +140,14 @@ def read_index(file: BinaryIO, path: Path, max_bytes: int | None = None) -> Inde
     if zlib.crc32(content) != crc:
         raise damaged(path, "must hold an index with its CRC", f"another than {crc}")
     try:
-        values = json.loads(inflate(content, size))
+        values = parse_json(inflate(content, size))
         index = Index(
             tuple(_tensor_entry(item) for item in values.get("tensors", [])),
             {str(key): str(value) for key, value in values.get("ties", {}).items()},
             tuple(_file_entry(item) for item in values.get("files", [])),
         )
         _check(index, offset - HEADER.size)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, zlib.error) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, zlib.error) as error:
         raise damaged(path, "must hold a consistent index", f"{error}") from error
     total = sum(entry.num_bytes for entry in index.tensors) + sum(entry.size for entry in index.files)
     limit = FREE_BYTES + FREE_RATIO * length if max_bytes is None else max_bytes

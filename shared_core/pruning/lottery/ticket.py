@@ -18,6 +18,7 @@ from torch import Tensor
 from shared_core.atomic import atomic_write
 from shared_core.errors import CheckpointError
 from shared_core.packed_masks import pack_mask, packed_size, unpack_mask
+from shared_core.parsing import parse_json
 
 _FORMAT = 1
 _MASK, _WEIGHT = "mask.", "weight."
@@ -98,7 +99,7 @@ def read_ticket(path: Path | str) -> Ticket:
         raise CheckpointError(f"ticket: {path} must be a ticket file, but there is none; check the path")
     try:
         with safe_open(path, framework="pt") as file:
-            told = json.loads((file.metadata() or {})["eff_ticket"])
+            told = parse_json((file.metadata() or {})["eff_ticket"])
             names = list(file.keys())
             if int(told["format"]) > _FORMAT:
                 raise CheckpointError(f"ticket: {path} was written by a newer efftrain; update it to read this file")

@@ -2,6 +2,7 @@
 
 from shared_core.soup.sources.distributed import LIGHTNING_META as LIGHTNING_META
 from shared_core.soup.sources.distributed import DistributedWeights as DistributedWeights
+from shared_core.soup.sources.distributed import check_indexes as check_indexes
 from shared_core.soup.sources.files import load_torch_file as load_torch_file
 from shared_core.soup.sources.files import read_json as read_json
 from shared_core.soup.sources.ingredient import ADAPTER as ADAPTER

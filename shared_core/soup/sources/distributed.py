@@ -55,6 +55,38 @@ class _IndexUnpickler(pickle.Unpickler):
         return getattr(importlib.import_module(module), name)
 
 
+def check_indexes(folder: Path) -> None:
+    """Read every index in a checkpoint, in this folder and below, as nothing but what DCP writes.
+
+    torch (2.13) itself unpickles whatever an index holds.
+
+    Raises:
+        CheckpointError: If one is damaged or names code.
+    """
+    for file in folder.rglob(INDEX):
+        _read_index(file)
+
+
+def _read_index(file: Path) -> Any:
+    try:
+        with file.open("rb") as stream:
+            index = _IndexUnpickler(stream).load()
+            if type(index).__name__ != "Metadata":
+                raise TypeError(type(index).__name__)
+            return index
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle raises anything
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{file}: index must be whole, got {str(error)[:200] or type(error).__name__}; it is truncated or not a "
+        "distributed checkpoint, leave it out"
+    )
+
+
 def index_folder(folder: Path) -> Path | None:
     """Return the folder with the distributed checkpoint's index: itself, accelerate's in it, or None if neither."""
     return next((place for place in (folder, folder / _ACCELERATE_FOLDER) if (place / INDEX).is_file()), None)
@@ -73,8 +105,7 @@ class DistributedWeights(Mapping[str, Tensor]):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         try:
-            with (folder / INDEX).open("rb") as stream:
-                index = _IndexUnpickler(stream).load()
+            index = _read_index(folder / INDEX)
             paths = {key: (index.planner_data or {}).get(key, (key,)) for key in index.state_dict_metadata}
             tensors = {key for key, entry in index.state_dict_metadata.items() if hasattr(entry, "chunks")}
             self.root = _root([paths[key] for key in paths if key in tensors], folder)
@@ -91,11 +122,8 @@ class DistributedWeights(Mapping[str, Tensor]):
             self.specs = {name: self._spec(key) for name, key in self._keys.items()}
         except CheckpointError:
             raise
-        except Exception as error:  # a damaged pickle raises anything
-            raise CheckpointError(
-                f"{folder}/{INDEX}: index must be whole, got {str(error)[:200] or type(error).__name__}; it is "
-                "truncated or not a distributed checkpoint, leave it out"
-            ) from error
+        except Exception as error:  # of an index that lies
+            raise _damaged(folder / INDEX, error) from error
 
     def _spec(self, key: str) -> TensorSpec:
         entry = self._entries[key]

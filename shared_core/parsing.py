@@ -1,0 +1,86 @@
+"""YAML and JSON that anybody may have written: whatever the text, values or a `ValueError`, in bounded time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import yaml
+
+_MOST_VALUES = 1_000_000
+
+
+def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
+    """Return the value of a JSON text.
+
+    Args:
+        text: The text.
+        unique: Whether to refuse a name that an object has twice, of which the last would count.
+
+    Raises:
+        ValueError: If it is none, or nested too deeply.
+
+    Example:
+        >>> parse_json('{"a": 1, "a": 2}', unique=True)
+        Traceback (most recent call last):
+        ValueError: 'a' is given twice
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique if unique else None)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the plain value of a YAML text: no tag makes an object, no name may be given twice.
+
+    Raises:
+        ValueError: If it is none, nested too deeply, contains itself, or has aliases that make it endless.
+
+    Example:
+        >>> parse_yaml("prune: {sparsity: 0.5}")
+        {'prune': {'sparsity': 0.5}}
+    """
+    loader = None
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _size(node, {}) > _MOST_VALUES:
+            raise ValueError("it has more values than can be read")
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    except (RecursionError, TypeError, KeyError, IndexError, AttributeError) as error:  # as PyYAML 6 raises them
+        raise ValueError(f"it is nested too deeply or malformed ({type(error).__name__})") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} is given twice")
+        found[name] = value
+    return found
+
+
+def _size(node: yaml.Node, known: dict[int, int | None]) -> int:
+    """Return how many values a node has once its aliases are written out: each may double what is before it."""
+    if id(node) in known:
+        size = known[id(node)]
+        if size is None:
+            raise ValueError("it contains itself")
+        return size
+    known[id(node)], size = None, 1
+    if isinstance(node, yaml.MappingNode):
+        _unique((key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        size += sum(_size(key, known) + _size(value, known) for key, value in node.value)
+    elif isinstance(node, yaml.SequenceNode):
+        size += sum(_size(item, known) for item in node.value)
+    known[id(node)] = size
+    return size
