@@ -103,7 +103,7 @@ ROWS = [key for key in SCALED if key not in ("loss_scale", "soup")]  # which has
 HOWS = ("one", "all", "loss")
 
 
-@pytest.mark.parametrize(("key", "number"), zip(ROWS, range(len(ROWS)), strict=True))
+@pytest.mark.parametrize(("number", "key"), list(enumerate(ROWS)))
 def test_nothing_moves_in_a_bare_loop(key, number, skips, monkeypatch):
     # chunked logits take no hook
     how = "loss" if key == "distill-chunked" else HOWS[number % 3]
