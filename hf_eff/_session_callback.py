@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hf_eff._checkpoints import complete_saved, damage, load_renamed_, newest_whole, step_of
 from hf_eff._poisson import PoissonData
+from hf_eff._scaler_swap import ScalerSwap
 from hf_eff._services import TrainerServices
 from hf_eff._surroundings import check_outputs, check_sharding, inner_optimizer, is_peft, surroundings
 from hf_eff._unlabelled import UnlabelledExamples
@@ -20,7 +21,7 @@ from hf_eff._window import Window
 from hf_eff._wrapped import Wrapped
 from shared_core import compatibility
 from shared_core.errors import CheckpointError, TrainingError
-from shared_core.loss_scaling import LossScaler, LossScaling
+from shared_core.loss_scaling import LossScaler
 from shared_core.recipe import Recipe
 from shared_core.resuming import fit_to
 from shared_core.session import Session
@@ -43,7 +44,7 @@ class SessionCallback(TrainerCallback):
         self._window = Window(trainer)
         self._unlabelled = UnlabelledExamples(trainer, self._window)
         self._poisson = PoissonData(trainer, self._window)
-        self._own_scaler: tuple[Any, bool] | None = None
+        self._scaler = ScalerSwap(trainer)
         self._training = self._baking = self._complete = self._unscaled = False
         self._scale_before: float | None = None
         self._discarded = False
@@ -130,7 +131,7 @@ class SessionCallback(TrainerCallback):
             raise
         finally:
             self._training = self._complete = self._unscaled = False
-            self._give_back_scaler()
+            self._scaler.give_back()
         self._write_receipt()
         return output
 
@@ -157,7 +158,7 @@ class SessionCallback(TrainerCallback):
         if self.session.has_begun:
             self.session.detach()
         self._attach()
-        self._put_scaler()
+        self._scaler.put(self.session)
         resumed = kwargs.get("resume_from_checkpoint")
         self._resumed_from = Path(resumed) if resumed else None
         return method(*args, **kwargs)
@@ -320,30 +321,6 @@ class SessionCallback(TrainerCallback):
         elif not self.session.after_optimizer_step():
             # accelerate knows of its scaler's skips alone; the learning rate must not move on this one either
             optimizer._is_overflow = self._discarded = True
-
-    def _put_scaler(self) -> None:
-        technique = self.session.techniques.get("loss_scale")
-        if not isinstance(technique, LossScaling):
-            return
-        trainer, accelerator = self._trainer, cast(Any, self._trainer.accelerator)
-        if self._own_scaler is None:
-            self._own_scaler = (accelerator.scaler, accelerator.native_amp)
-        accelerator.scaler = technique.make_scaler(accelerator.device.type)
-        if trainer.optimizer is not None:
-            # an optimizer from an earlier `train` holds that run's scaler
-            trainer.optimizer = inner_optimizer(trainer.optimizer)
-        if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
-            accelerator.native_amp = True
-            self.session.note(
-                f"fp16 on {accelerator.device.type} runs under autocast because loss_scale is on; by itself the "
-                "trainer would train in fp32 here"
-            )
-
-    def _give_back_scaler(self) -> None:
-        if self._own_scaler is not None:
-            accelerator: Any = self._trainer.accelerator
-            accelerator.scaler, accelerator.native_amp = self._own_scaler
-            self._own_scaler = None
 
     # --- evaluation, saving, logging
 
