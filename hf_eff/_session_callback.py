@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_eff._checkpoints import complete_saved, damage, load_renamed_, newest_whole, step_of
+from hf_eff._given import GivenCallbacks
 from hf_eff._poisson import PoissonData
 from hf_eff._scaler_swap import ScalerSwap
 from hf_eff._services import TrainerServices
@@ -40,6 +41,7 @@ class SessionCallback(TrainerCallback):
     def __init__(self, trainer: Trainer, recipe: Recipe) -> None:
         self._trainer = trainer
         self.took_args_recipe = False
+        self.given = GivenCallbacks(trainer, self)
         self._services = TrainerServices(trainer)
         self._window = Window(trainer)
         self._unlabelled = UnlabelledExamples(trainer, self._window)
@@ -103,10 +105,8 @@ class SessionCallback(TrainerCallback):
             "_load_optimizer_and_scheduler": self._load_optimizer_and_scheduler,
             "_load_best_model": self._load_best_model,
         }
-        for name, outer in around.items():
-            setattr(trainer, name, Wrapped(getattr(trainer, name), outer))
-        accelerator: Any = trainer.accelerator
-        accelerator.unscale_gradients = Wrapped(accelerator.unscale_gradients, self._unscale_gradients)
+        self._wrapped = [Wrapped(trainer, name, outer) for name, outer in around.items()]
+        self._wrapped.append(Wrapped(trainer.accelerator, "unscale_gradients", self._unscale_gradients))
         # Rebound, not changed: this may run while the handler goes through its list. First, so that loggers see our
         # figures and other callbacks' last events see the finished model.
         trainer.callback_handler.callbacks = [self, *trainer.callback_handler.callbacks]
@@ -115,6 +115,8 @@ class SessionCallback(TrainerCallback):
 
     def train(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._training:
+            return method(*args, **kwargs)
+        if self.given.gone() and not self._let_go():
             return method(*args, **kwargs)
         self._training = True
         try:
@@ -126,6 +128,8 @@ class SessionCallback(TrainerCallback):
                 output = method(path, *args[1:], **kwargs)
             else:
                 output = method(**kwargs, **({} if path is None else {"resume_from_checkpoint": path}))
+            if not self.session.is_finished:
+                self.given.check(self.session.step)
         except BaseException:
             self.session.detach()
             raise
@@ -134,6 +138,18 @@ class SessionCallback(TrainerCallback):
             self._scaler.give_back()
         self._write_receipt()
         return output
+
+    def _let_go(self) -> bool:
+        """Return whether techniques are left without those of callbacks that were removed since the last training."""
+        left = self.given.left_of(self.session.recipe)
+        self.session.detach()
+        if left:
+            self._new_session(left)
+            return True
+        for wrapped in self._wrapped:
+            wrapped.undo()
+        self._trainer.remove_callback(self)
+        return False
 
     def _resolve(self, resume: Any, trial: Any) -> str | None:
         if resume is None or resume is False:
@@ -249,6 +265,7 @@ class SessionCallback(TrainerCallback):
         session = self.session
         if not (model.training and session.is_attached and session.has_begun):
             return method(model, inputs, *args, **kwargs)
+        self.given.check(self.session.step)
         with session.forward():
             return self._training_loss(method, model, inputs, *args, **kwargs)
 
