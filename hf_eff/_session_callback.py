@@ -16,7 +16,7 @@ from hf_eff._given import GivenCallbacks
 from hf_eff._poisson import PoissonData
 from hf_eff._scaler_swap import ScalerSwap
 from hf_eff._services import TrainerServices
-from hf_eff._surroundings import check_outputs, check_sharding, inner_optimizer, is_peft, surroundings
+from hf_eff._surroundings import check_outputs, check_sharding, forget_optimizer, inner_optimizer, is_peft, surroundings
 from hf_eff._unlabelled import UnlabelledExamples
 from hf_eff._window import Window
 from hf_eff._wrapped import Wrapped
@@ -46,7 +46,7 @@ class SessionCallback(TrainerCallback):
         self._window = Window(trainer)
         self._unlabelled = UnlabelledExamples(trainer, self._window)
         self._poisson = PoissonData(trainer, self._window)
-        self._scaler = ScalerSwap(trainer)
+        self._scaler, self._makes_optimizer = ScalerSwap(trainer), trainer.optimizer is None
         self._training = self._baking = self._complete = self._unscaled = False
         self._scale_before: float | None = None
         self._discarded = False
@@ -148,7 +148,8 @@ class SessionCallback(TrainerCallback):
             return True
         for wrapped in self._wrapped:
             wrapped.undo()
-        self._trainer.remove_callback(self)
+        handler = self._trainer.callback_handler
+        handler.callbacks = [callback for callback in handler.callbacks if callback is not self]
         return False
 
     def _resolve(self, resume: Any, trial: Any) -> str | None:
@@ -174,6 +175,8 @@ class SessionCallback(TrainerCallback):
         if self.session.has_begun:
             self.session.detach()
         self._attach()
+        if self._makes_optimizer:
+            forget_optimizer(self._trainer)  # it trains a second time
         self._scaler.put(self.session)
         resumed = kwargs.get("resume_from_checkpoint")
         self._resumed_from = Path(resumed) if resumed else None
