@@ -6,15 +6,17 @@ import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_eff._checkpoints import clean_run, complete_saved, damage, load_renamed_, newest_whole, save_whole, step_of
+from hf_eff._given import GivenCallbacks
 from hf_eff._poisson import PoissonData
+from hf_eff._scaler_swap import ScalerSwap
 from hf_eff._services import TrainerServices
-from hf_eff._surroundings import check_outputs, check_sharding, inner_optimizer, is_peft, surroundings
+from hf_eff._surroundings import check_outputs, check_sharding, forget_optimizer, inner_optimizer, is_peft, surroundings
 from hf_eff._unlabelled import UnlabelledExamples
 from hf_eff._window import Window
 from hf_eff._wrapped import Wrapped
@@ -25,9 +27,6 @@ from shared_core.resuming import fit_to
 from shared_core.session import Session
 from shared_core.state_file import load_state, save_state
 from shared_core.technique import overrides
-
-if TYPE_CHECKING:
-    from shared_core.loss_scaling import LossScaling
 
 
 class SessionCallback(TrainerCallback):
@@ -41,11 +40,12 @@ class SessionCallback(TrainerCallback):
     def __init__(self, trainer: Trainer, recipe: Recipe) -> None:
         self._trainer = trainer
         self.took_args_recipe = False
+        self.given = GivenCallbacks(trainer, self)
         self._services = TrainerServices(trainer)
         self._window = Window(trainer)
         self._unlabelled = UnlabelledExamples(trainer, self._window)
         self._poisson = PoissonData(trainer, self._window)
-        self._own_scaler: tuple[Any, bool] | None = None
+        self._scaler, self._makes_optimizer = ScalerSwap(trainer), trainer.optimizer is None
         self._training = self._baking = self._complete = self._unscaled = False
         self._scale_before: float | None = None
         self._discarded = False
@@ -104,10 +104,8 @@ class SessionCallback(TrainerCallback):
             "_load_optimizer_and_scheduler": self._load_optimizer_and_scheduler,
             "_load_best_model": self._load_best_model,
         }
-        for name, outer in around.items():
-            setattr(trainer, name, Wrapped(getattr(trainer, name), outer))
-        accelerator: Any = trainer.accelerator
-        accelerator.unscale_gradients = Wrapped(accelerator.unscale_gradients, self._unscale_gradients)
+        self._wrapped = [Wrapped(trainer, name, outer) for name, outer in around.items()]
+        self._wrapped.append(Wrapped(trainer.accelerator, "unscale_gradients", self._unscale_gradients))
         # Rebound, not changed: this may run while the handler goes through its list. First, so that loggers see our
         # figures and other callbacks' last events see the finished model.
         trainer.callback_handler.callbacks = [self, *trainer.callback_handler.callbacks]
@@ -116,6 +114,8 @@ class SessionCallback(TrainerCallback):
 
     def train(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._training:
+            return method(*args, **kwargs)
+        if self.given.gone() and not self._let_go():
             return method(*args, **kwargs)
         self._training = True
         try:
@@ -128,14 +128,29 @@ class SessionCallback(TrainerCallback):
                 output = method(path, *args[1:], **kwargs)
             else:
                 output = method(**kwargs, **({} if path is None else {"resume_from_checkpoint": path}))
+            if not self.session.is_finished:
+                self.given.check(self.session.step)
         except BaseException:
             self.session.detach()
             raise
         finally:
             self._training = self._complete = self._unscaled = False
-            self._give_back_scaler()
+            self._scaler.give_back()
         self._write_receipt()
         return output
+
+    def _let_go(self) -> bool:
+        """Return whether techniques are left without those of callbacks that were removed since the last training."""
+        left = self.given.left_of(self.session.recipe)
+        self.session.detach()
+        if left:
+            self._new_session(left)
+            return True
+        for wrapped in self._wrapped:
+            wrapped.undo()
+        handler = self._trainer.callback_handler
+        handler.callbacks = [callback for callback in handler.callbacks if callback is not self]
+        return False
 
     def _resolve(self, resume: Any, trial: Any) -> str | None:
         if resume is None or resume is False:
@@ -160,7 +175,9 @@ class SessionCallback(TrainerCallback):
         if self.session.has_begun:
             self.session.detach()
         self._attach()
-        self._put_scaler()
+        if self._makes_optimizer:
+            forget_optimizer(self._trainer)  # it trains a second time
+        self._scaler.put(self.session)
         resumed = kwargs.get("resume_from_checkpoint")
         self._resumed_from = Path(resumed) if resumed else None
         return method(*args, **kwargs)
@@ -251,6 +268,7 @@ class SessionCallback(TrainerCallback):
         session = self.session
         if not (model.training and session.is_attached and session.has_begun):
             return method(model, inputs, *args, **kwargs)
+        self.given.check(self.session.step)
         with session.forward():
             return self._training_loss(method, model, inputs, *args, **kwargs)
 
@@ -300,7 +318,7 @@ class SessionCallback(TrainerCallback):
         """Remember the scale where a skipped step would be hidden: torch's scaler leaves it to a fused optimizer."""
         scaler = self._trainer.accelerator.scaler
         hidden = hasattr(inner_optimizer(self._trainer.optimizer), "_step_supports_amp_scaling")
-        watch = scaler is not None and hidden and self._own_scaler is None  # ours tells
+        watch = scaler is not None and hidden and not self._scaler.is_ours  # ours tells
         self._scale_before = scaler.get_scale() if watch else None
 
     def on_optimizer_step(
@@ -323,30 +341,6 @@ class SessionCallback(TrainerCallback):
         elif not self.session.after_optimizer_step():
             # accelerate knows of its scaler's skips alone; the learning rate must not move on this one either
             optimizer._is_overflow = self._discarded = True
-
-    def _put_scaler(self) -> None:
-        technique = cast("LossScaling | None", self.session.techniques.get("loss_scale"))
-        if technique is None:
-            return
-        trainer, accelerator = self._trainer, cast(Any, self._trainer.accelerator)
-        if self._own_scaler is None:
-            self._own_scaler = (accelerator.scaler, accelerator.native_amp)
-        accelerator.scaler = technique.make_scaler(accelerator.device.type)
-        if trainer.optimizer is not None:
-            # an optimizer from an earlier `train` holds that run's scaler
-            trainer.optimizer = inner_optimizer(trainer.optimizer)
-        if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
-            accelerator.native_amp = True
-            self.session.note(
-                f"fp16 on {accelerator.device.type} runs under autocast because loss_scale is on; by itself the "
-                "trainer would train in fp32 here"
-            )
-
-    def _give_back_scaler(self) -> None:
-        if self._own_scaler is not None:
-            accelerator: Any = self._trainer.accelerator
-            accelerator.scaler, accelerator.native_amp = self._own_scaler
-            self._own_scaler = None
 
     # --- evaluation, saving, logging
 

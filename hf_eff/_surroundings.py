@@ -23,6 +23,15 @@ if TYPE_CHECKING:
     from shared_core.recipe import Recipe
 
 
+def forget_optimizer(trainer: Trainer) -> None:
+    """Have the trainer make its optimizer anew where the model has other parameters than when it made one."""
+    if trainer.optimizer is None:
+        return
+    held = {id(weight) for group in trainer.optimizer.param_groups for weight in group["params"]}
+    if any(weight.requires_grad and id(weight) not in held for weight in cast(Any, trainer.model).parameters()):
+        trainer.optimizer = None
+
+
 def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """Return the torch optimizer inside accelerate's wrappers."""
     while isinstance(optimizer, AcceleratedOptimizer):

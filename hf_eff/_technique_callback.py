@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_eff._attach import as_recipe, attach
+from hf_eff._attach import as_recipe, attach, session_callback_of
 from shared_core.errors import TrainingError
 from shared_core.recipe import Recipe
 
@@ -35,6 +35,8 @@ class EffCallback(TrainerCallback):
     def join(self, trainer: Trainer) -> None:
         """Attach to a trainer that has not trained yet."""
         self.session = attach(trainer, self.recipe)
+        if (driver := session_callback_of(trainer)) is not None:
+            driver.given.callbacks.append(self)
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Find the trainer that is being constructed, and attach all of its techniques at once."""
@@ -48,6 +50,8 @@ class EffCallback(TrainerCallback):
         session = attach(trainer, recipe)
         for callback in ours:
             callback.session = session
+        if (driver := session_callback_of(trainer)) is not None:
+            driver.given.callbacks += ours
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -8,17 +8,34 @@ from typing import Any
 
 
 class Wrapped:
-    """A bound method of the trainer with something around it; an instance, so that it can be pickled.
+    """A bound method of an object with something around it, in its place; an instance, so that it can be pickled.
 
     Args:
-        method: The trainer's own method, a subclass's included.
-        around: Called as ``around(method, *args, **kwargs)``.
+        owner: The trainer, or what belongs to it.
+        name: Its own method, a subclass's included.
+        around: Called as ``around(method, *args, **kwargs)`` until `undo`.
     """
 
-    def __init__(self, method: Callable[..., Any], around: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, method)
-        self._method, self._around = method, around
+    def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        self._owner, self._name, self._around = owner, name, around
+        self._was_on_instance, self._method = name in vars(owner), getattr(owner, name)
+        functools.update_wrapper(self, self._method)
+        setattr(owner, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what is around the method."""
         return self._around(self._method, *args, **kwargs)
+
+    def undo(self) -> None:
+        """Put the method back; under a wrapper that came later, only pass through from now on."""
+        self._around = _pass_through
+        if vars(self._owner).get(self._name) is not self:
+            return
+        if self._was_on_instance:
+            setattr(self._owner, self._name, self._method)
+        else:
+            delattr(self._owner, self._name)
+
+
+def _pass_through(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return method(*args, **kwargs)

@@ -21,6 +21,7 @@ from lightning_eff._whole_files import whole_files
 from lightning_eff._wrapped import Wrapped
 from lightning_eff.loss_scaling import use_scaling_precision
 from shared_core.compatibility import check
+from shared_core.errors import TrainingError
 from shared_core.plain_checkpoint import DEPLOYMENT_KEY
 from shared_core.receipt import Receipt
 from shared_core.recipe import Recipe
@@ -66,6 +67,7 @@ class EffCallback(Callback):
         self._final: Mapping[str, Any] | None = None
         self._stock_precision: Any = None
         self._leader: EffCallback | None = None
+        self._joined: list[EffCallback] = []
         self._applied = self._discarded = False
         self._validated_at = -1
 
@@ -92,7 +94,7 @@ class EffCallback(Callback):
             # A callback costs some 12 µs a step only by being asked; rebound, because Lightning is going through it.
             trainer.callbacks = [callback for callback in trainer.callbacks if callback not in mine]
             return
-        self._trainer = trainer
+        self._trainer, self._joined = trainer, mine
         self._saved = None
         trains_on = before is not None and before.is_finished and trainer.global_step > 0
         self._run_id = self._run_id if trains_on else trainer.strategy.broadcast(uuid.uuid4().hex)
@@ -111,6 +113,7 @@ class EffCallback(Callback):
             ("configure_model", self._configure_model),
             ("on_save_checkpoint", self._save_weights),
             ("on_load_checkpoint", self._load_weights),
+            ("on_train_end", self._module_ends),
         )
         if (config := recipe.get("distill")) is not None and config.mutual:  # type: ignore[attr-defined]
             around += (("configure_gradient_clipping", self._clip_gradients),)
@@ -195,7 +198,23 @@ class EffCallback(Callback):
         """Nothing was applied in this batch so far."""
         self._applied = self._discarded = False
 
+    def _check_there(self) -> None:
+        gone = [callback for callback in self._joined if callback not in self._trainer.callbacks]
+        if gone:
+            step, pl_module = self._session.step, self._trainer.lightning_module
+            error = TrainingError(
+                f"lightning: {type(gone[0]).__name__} must stay until training ends, got it removed from "
+                f"Trainer.callbacks by step {step}; remove it before fit or after it"
+            )
+            self.on_exception(self._trainer, pl_module, error)  # who is not among the callbacks will not be told
+            raise error
+
+    def _module_ends(self, original: Callable[[], None]) -> None:
+        self._check_there()
+        original()
+
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._check_there()
         distillation: Any = self._session.techniques.get("distill")
         if distillation is not None and distillation.config.unlabelled_field:
             args = (distillation.prepare_batch(args[0]), *args[1:])  # Lightning gives the batch by position
@@ -367,7 +386,15 @@ class EffCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Processes are spawned before `fit` begins, and the Trainer of an earlier one must not travel along.
-        return {**self.__dict__, "session": None, "_trainer": None, "_resume": None, "_wrapped": [], "_hooks": []}
+        return {
+            **self.__dict__,
+            "session": None,
+            "_trainer": None,
+            "_resume": None,
+            "_wrapped": [],
+            "_hooks": [],
+            "_joined": [],
+        }
 
 
 def _callbacks(trainer: Any) -> list[EffCallback]:

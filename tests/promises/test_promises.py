@@ -202,25 +202,6 @@ def test_callbacks_one_by_one_equal_one_recipe_in_any_order(front_end, order, tm
     assert difference(together.weights, single.weights) is None
 
 
-@pytest.mark.parametrize("key", EVERYTHING)
-def test_the_hf_trainer_is_itself_again_after_an_exception(key, tmp_path):
-    class BoomError(Exception):
-        pass
-
-    trainer = hf_trainer(recipe_of(key), tmp_path, save_every=2)
-
-    def fail(*args, **kwargs):
-        if trainer.state.global_step == 3:
-            raise BoomError
-        return original(*args, **kwargs)
-
-    original = trainer.training_step
-    trainer.training_step = fail
-    with pytest.raises(BoomError):
-        trainer.train()
-    assert {type(module) for module in trainer.model.modules()} <= STOCK
-
-
 def test_a_wrong_recipe_fails_before_training_in_both_trainers(tmp_path):
     for number, (front_end, run) in enumerate(FRONT_ENDS.items()):
         with pytest.raises(EffError, match=r"end must lie within the 8 steps of this run, got 500 = step 500"):

@@ -1,27 +1,16 @@
 """Exact resume: stopped anywhere and resumed is bit for bit the run that never stopped."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from promise_drivers import difference, run_hf, run_lightning, saved_state
 from promise_table import EVERYTHING, NUM_STEPS, TECHNIQUES, TOGETHER, VARIANTS, recipe_of
+from stopped_runs import STOPS, copied
 from two_ranks import run_scripts
 
 FRESH = Path(__file__).parents[1] / "support" / "fresh_run.py"
-# Four steps an epoch: 2 and 6 lie inside an epoch and on schedule edges, 4 on an epoch's edge, 1 before anything began.
-STOPS = (1, 2, 4, 5, 6)
 ROWS = [*((key,) for key in [*EVERYTHING, *VARIANTS]), TOGETHER]
-
-
-def copied(whole, stop, folder):
-    """The run's folder as it was when it stopped: a soup at the end takes its ingredients from there."""
-    folder.mkdir()
-    for step, path in whole.checkpoints.items():
-        if step <= stop:
-            shutil.copytree(path, folder / path.name) if path.is_dir() else shutil.copy(path, folder / path.name)
-    return folder / whole.checkpoints[stop].name
 
 
 def in_turn(shift):

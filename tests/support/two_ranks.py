@@ -60,22 +60,31 @@ def run_two_ranks(file, folder, *arguments, seconds=240):
         *arguments: The script's arguments instead of ``RANK FOLDER``.
         seconds: When to give up.
     """
+    return run_scripts(ranks_of(file, folder, *arguments), folder, seconds)
+
+
+def ranks_of(file, folder, *arguments):
+    """What `start_scripts` takes, for two ranks that meet at a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"} for rank in range(2)]
-    return run_scripts(
-        [([file, *(arguments or (rank, folder))], meeting | own[rank]) for rank in range(2)], folder, seconds
-    )
+    return [([file, *(arguments or (rank, folder))], meeting | own[rank]) for rank in range(2)]
 
 
-def run_scripts(commands, folder, seconds=240):
-    """Run ``(FILE ARGUMENTS, environment)`` at once, each in a process of its own, and return what they printed."""
+def start_scripts(commands, folder):
+    """Start ``(FILE ARGUMENTS, environment)`` at once, each in a process of its own; return these and their logs."""
     logs = [Path(folder) / f"rank{number}.log" for number in range(len(commands))]
     workers = []
     for (line, environment), log in zip(commands, logs, strict=True):
         workers.append(FORKS.Process(target=run_as_script, args=([str(part) for part in line], environment, log)))
         workers[-1].start()
+    return workers, logs
+
+
+def run_scripts(commands, folder, seconds=240):
+    """Run ``(FILE ARGUMENTS, environment)`` at once, each in a process of its own, and return what they printed."""
+    workers, logs = start_scripts(commands, folder)
     deadline = time.monotonic() + seconds
     while any(worker.exitcode is None for worker in workers) and time.monotonic() < deadline:
         if any(worker.exitcode for worker in workers):

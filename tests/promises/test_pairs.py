@@ -1,0 +1,81 @@
+"""Two techniques in one run: resumed bit for bit, and the same in whatever order they are given."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from promise_drivers import difference, run_hf, run_lightning, saved_state
+from promise_table import EVERYTHING, NUM_STEPS, PAIRS, recipe_of
+from stopped_runs import STOPS, copied
+from turns import TURN, share
+
+import hf_eff
+import lightning_eff
+from shared_core.compatibility import refusal
+from shared_core.errors import CompatibilityError, ConfigError
+
+HOUSES = {"hf": (run_hf, hf_eff), "lightning": (run_lightning, lightning_eff)}
+UNORDERED = list(itertools.combinations(EVERYTHING, 2))
+
+
+def in_turn(pairs, count):
+    """Some of the pairs in each run of the tests and with each trainer, all of them in `make test-long`."""
+    for number, house in enumerate(HOUSES):
+        now = share(pairs[number * len(pairs) // 2 :] + pairs[: number * len(pairs) // 2], count)
+        for pair in pairs:
+            marks = [] if pair in now else [pytest.mark.slow]
+            yield pytest.param(pair, house, id=f"{'+'.join(pair)}-{house}", marks=marks)
+
+
+def resumed_equals_whole(pair, house, stops, folder):
+    run, _ = HOUSES[house]
+    options = {"dropout": 0.3, "shuffle": True, "save_every": 1} | ({"seed": 3} if house == "hf" else {})
+    torch.manual_seed(3)
+    whole = run(recipe_of(*pair), folder / "whole", **options)
+    for stop in stops:
+        torch.manual_seed(3)
+        again = run(recipe_of(*pair), folder / str(stop), resume=copied(whole, stop, folder / str(stop)), **options)
+        for step in (stop + 1, NUM_STEPS):
+            assert difference(saved_state(whole.checkpoints[step]), saved_state(again.checkpoints[step])) is None, stop
+        assert difference(whole.weights, again.weights) is None
+
+
+@pytest.mark.parametrize(("pair", "house"), in_turn(PAIRS, 8))
+def test_a_pair_resumes_bit_for_bit(pair, house, tmp_path):
+    number = TURN + PAIRS.index(pair)  # another stop for each pair, and for each pair in each of its turns
+    resumed_equals_whole(pair, house, [STOPS[number % len(STOPS)]], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("house", HOUSES)
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_a_pair_resumes_bit_for_bit_from_every_kind_of_step(pair, house, tmp_path):
+    resumed_equals_whole(pair, house, STOPS, tmp_path)
+
+
+@pytest.mark.parametrize(("pair", "house"), in_turn(UNORDERED, 6))
+def test_the_order_of_two_callbacks_is_of_no_account(pair, house, tmp_path):
+    run, package = HOUSES[house]
+    found = []
+    for order in (pair, pair[::-1]):
+        recipe = recipe_of(*order)
+        if house == "lightning" and "distill" in recipe:
+            recipe["distill"]["student"] = "net"
+        torch.manual_seed(3)
+        refused = pytest.raises(CompatibilityError) if refusal(*pair) else contextlib.nullcontext()
+        with refused as told:
+            callbacks = [package.EffCallback({key: options}) for key, options in recipe.items()]
+            result = run(recipe, tmp_path / order[0], plugin=False, callbacks=callbacks, dropout=0.3)
+            assert set(result.receipt["techniques"]) == set(pair)
+        found.append(str(told.value) if told else result.weights)
+    assert difference(*found) is None
+
+
+@pytest.mark.parametrize("house", HOUSES)
+@pytest.mark.parametrize("key", EVERYTHING)
+def test_a_technique_given_twice_is_refused_by_name(key, house, tmp_path):
+    run, package = HOUSES[house]
+    recipe = recipe_of(key)
+    with pytest.raises(ConfigError, match=f"{key} must be given once"):
+        run(recipe, tmp_path, plugin=False, callbacks=[package.EffCallback(recipe) for _ in range(2)])
