@@ -115,7 +115,8 @@ class BackwardWatch:
                     f"{self._where}: a forward of {name} must have one backward, got a second; add the losses up, or "
                     "use the criterion taylor"
                 )
-            (kept,) = carriers.pop().grad_fn.saved_tensors
+            carrier = carriers.pop()  # torch 2.11 frees what a node saved with its tensor
+            (kept,) = carrier.grad_fn.saved_tensors
             self._arrived.setdefault(name, []).append((kept, gradient.detach()))
             if len(self._arrived[name]) >= self._expected.get(name, 0):
                 self._flush(name)
