@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -56,7 +57,7 @@ def _show(told: dict[str, Any]) -> None:
 
     console = Console(width=max(Console().width, 100), markup=False)
 
-    def table(title: str, rows: list[tuple[str, ...]]) -> None:
+    def table(title: str, rows: Sequence[tuple[str, ...]]) -> None:
         drawn = Table(title=title, title_justify="left", show_header=False)
         for row in rows:
             drawn.add_row(*row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -187,7 +188,7 @@ def _show(told: dict[str, Any]) -> None:
 
     console = Console(width=max(Console().width, 110), markup=False)
 
-    def table(title: str, rows: list[tuple[str, ...]], *headings: str) -> None:
+    def table(title: str, rows: Sequence[tuple[str, ...]], *headings: str) -> None:
         drawn = Table(title=title, title_justify="left")
         for heading in headings:
             drawn.add_column(heading, overflow="fold", justify="right" if heading.endswith("iB") else "left")

@@ -53,8 +53,7 @@ def init(
 
 
 def _asked(goal: str | None, model: str | None, trainer: str | None, goals: dict[str, str]) -> tuple[str, str, str]:
-    is_asking = goal is None and sys.stdin.isatty()
-    if is_asking:
+    if goal is None and _at_a_terminal():
         for known, what in goals.items():
             typer.echo(f"  {known}: {what}")
         goal = typer.prompt("goal", default="smaller")
@@ -63,6 +62,10 @@ def _asked(goal: str | None, model: str | None, trainer: str | None, goals: dict
     if goal is None:
         raise ConfigError(f"init: --goal must be given where nobody can be asked; one of {', '.join(goals)}")
     return goal, model or "other", trainer or "hf"
+
+
+def _at_a_terminal() -> bool:
+    return sys.stdin.isatty()
 
 
 def _kind(model: str) -> tuple[Kind, str | None]:

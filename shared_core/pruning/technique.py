@@ -149,11 +149,10 @@ class Pruning(Technique):
 
     def after_optimizer_step(self, context: Context) -> None:
         """Recompute the masks if the schedule says so, and set every pruned weight to +0.0."""
-        step = context.step
         if self._penalty:
             self._penalty.decay_()
-        if self._is_due(step) and step != self._last_update:
-            self._update(context, self._scheduled(step))
+        if self._is_due(context.step) and context.step != self._last_update:
+            self._update(context, self._scheduled(context.step))
         elif self._learns_under_masks:
             self._straight_through.hide(self._weights, self._store.parts)
         else:
@@ -211,9 +210,10 @@ class Pruning(Technique):
         # cut short, the processes that hold the other parts may be gone
         if self._store and (self._is_final or not any(map(is_sharded, self._weights.values()))):
             self._saved = self.state_dict()
-        watches: tuple[UnitPruning | CostWatch | None, ...] = (self._units, self._costs)
-        for watch in filter(None, watches):
-            watch.close()
+        if self._units:
+            self._units.close()
+        if self._costs:
+            self._costs.close()
         self._scorer.detach()
         self._weights, self._store = {}, MaskStore()
 
