@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shared_core import compatibility
-from shared_core.errors import CompatibilityError, ConfigError, EffError
+from shared_core.errors import CompatibilityError, ConfigError, EffError, UnknownLengthError
 from shared_core.positions import Position
 from shared_core.preview import Ability, Touched
 from shared_core.recipe import Recipe
@@ -22,6 +22,7 @@ from shared_core.technique import Context, Technique, overrides
 NEEDS_VALUES = frozenset({"low_rank", "lora"})
 """Techniques that look at the weights when they attach, for which a model without values is not enough."""
 AFTER = "after training"
+_POSITIONS = (Position, Position | None)
 _SAVED = {
     "hf": {
         "state_dict": "its state in eff_state.safetensors, for an exact resume",
@@ -116,8 +117,6 @@ def explain(
 
 
 def _preview(techniques: Mapping[str, Technique], context: Context, told: Explanation) -> None:
-    for technique in techniques.values():
-        technique.before_attach(context.model, context)
     for key, technique in techniques.items():
         try:
             told.touched[key] = technique.preview(context.model, context)
@@ -126,12 +125,10 @@ def _preview(techniques: Mapping[str, Technique], context: Context, told: Explan
 
 
 def _events(key: str, technique: Technique, context: Context, conflicts: list[str]) -> list[dict[str, Any]]:
-    if context.total_steps is None:
-        written = _positions(technique)
-        if written:
-            return [{"step": None, "at": str(at), "technique": key, "what": name} for name, at in written.items()]
     try:
         events = technique.timeline(context)
+    except UnknownLengthError:
+        return [{"step": None, "at": at, "technique": key, "what": name} for name, at in _written(technique).items()]
     except ConfigError as error:
         conflicts.append(str(error))
         return []
@@ -141,13 +138,10 @@ def _events(key: str, technique: Technique, context: Context, conflicts: list[st
     ]
 
 
-def _positions(technique: Technique) -> dict[str, Any]:
+def _written(technique: Technique) -> dict[str, str]:
     hints = type(technique.config).hints()
     values = {name: getattr(technique.config, name) for name, hint in hints.items() if hint in _POSITIONS}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-_POSITIONS = (Position, Position | None)
+    return {name: "by default" if value is None else str(value) for name, value in values.items()}
 
 
 def _saved(technique: Technique, trainer: str) -> list[str]:

@@ -33,7 +33,7 @@ _QAT: Lines = (
     ("freeze_observers", 0.9, "the last tenth trains with the ranges of deployment"),
 )
 _CHECKPOINTING: Lines = (("policy", "block", "keeps one tensor a block and computes the rest again: a forward more"),)
-_ACTIVATIONS: Lines = (("pack", "exact", "masks as bits, zeros left out: the same gradients to the bit"),)
+_ACTIVATIONS: Lines = (("pack", "exact", "masks as bits; wants ReLU, dropout or pooling"),)
 _AVERAGE: Lines = (
     ("kind", "ema", "a moving average; swa for a constant learning rate at the end"),
     ("decay", 0.999, "a memory of about 1000 steps; 0.99 for runs of fewer"),
@@ -79,7 +79,7 @@ def commented_recipe(goal: str, kind: Kind, trainer: str, file: str) -> str:
 
     Example:
         >>> print(commented_recipe("less-memory", "cnn", "hf", "recipe.yaml").splitlines()[-1])
-          pack: exact  # masks as bits, zeros left out: the same gradients to the bit (--activations_pack exact)
+          pack: exact  # masks as bits; wants ReLU, dropout or pooling (--activations_pack exact)
     """
     options = starting_options(goal, kind)
     other = f"EffTrainer's --eff_recipe {file}" if trainer == "hf" else f"EFF_RECIPE={file} python train.py"

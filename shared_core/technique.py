@@ -232,6 +232,7 @@ class Technique:
 
     def preview(self, model: nn.Module, context: Context) -> Touched:
         """Return what `attach` would touch; change nothing but the model, which is not going to be trained."""
+        self.before_attach(model, context)
         self.attach(model, context)
         return self.touched(model)
 

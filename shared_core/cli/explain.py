@@ -39,6 +39,7 @@ def explain(
     optimizer: Annotated[str, typer.Option(help="adamw, adamw_8bit, sgd_momentum or sgd.")] = "adamw",
     micro_batch: Annotated[int, typer.Option(help="Examples a forward.")] = 1,
     seq_len: Annotated[int, typer.Option(help="Tokens an example, of a language model.")] = 2048,
+    teacher_params: Annotated[float, typer.Option(help="Parameters of distillation's teacher.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes, instead of tables.")] = False,
 ) -> None:
     """Tell what a recipe will do: when, to which modules, conflicts, memory, what is saved. Nothing is trained.
@@ -56,7 +57,12 @@ def explain(
         if key not in SURROUNDINGS:
             raise ConfigError(f"explain: surrounding must be one that exists, got {key!r}{nearest(key, SURROUNDINGS)}")
     total, per_epoch = run_length(steps, epochs, examples, batch_size)
-    run = PlannedRun(precision=precision, optimizer=optimizer, micro_batch=micro_batch, seq_len=seq_len)  # type: ignore[arg-type]
+    if not 0 <= teacher_params < math.inf:
+        raise ConfigError(f"explain: teacher_params must be a number of at least 0, got {teacher_params}")
+    run = PlannedRun(
+        precision=precision, optimizer=optimizer,  # type: ignore[arg-type]
+        micro_batch=micro_batch, seq_len=seq_len, teacher_params=round(teacher_params),
+    )  # fmt: skip
     read = Recipe.from_yaml(recipe)
     if not read:
         raise ConfigError(f"explain: {recipe} must switch on at least one technique; eff init writes a recipe")
@@ -169,13 +175,16 @@ def _is_empty(model: nn.Module | None) -> bool:
     return model is not None and any(parameter.is_meta for parameter in model.parameters())
 
 
-def _activations(model: nn.Module, inputs: Any, name: str) -> tuple[int | None, Any]:
-    """Return the bytes that autograd keeps of example inputs, and the shape that a folder's config tells."""
+def _activations(model: nn.Module, inputs: Any, name: str) -> tuple[int | str | None, Any]:
+    """Return the bytes that autograd keeps of example inputs (or why not), and the shape that a config tells."""
     from shared_core.scale import ModelShape
     from shared_core.scale.counted import saved_bytes
 
     if inputs is not None:
-        return saved_bytes(model, inputs), None
+        try:
+            return saved_bytes(model, inputs), None
+        except Exception as error:  # the user's forward or a technique's layer, which may need values
+            return f"forward raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]:.100}", None
     try:
         return None, ModelShape.of_config(Path(name)) if Path(name).is_dir() else None
     except ConfigError:  # no language model

@@ -25,7 +25,7 @@ def counted_costs(
     *,
     touched: Mapping[str, int],
     shape: ModelShape | None = None,
-    activations: int | None = None,
+    activations: int | str | None = None,
 ) -> list[Cost]:
     """Return what a run needs of one device: weights, gradients and moments counted, techniques by formula.
 
@@ -35,7 +35,7 @@ def counted_costs(
         recipe: Techniques by key.
         touched: Elements that each technique acts on.
         shape: Of a transformer, which tells activations and logits.
-        activations: Bytes that autograd keeps, as `saved_bytes` counted; wins over `shape`.
+        activations: Bytes that autograd keeps, as `saved_bytes` counted, or why nobody knows; wins over `shape`.
 
     Example:
         >>> costs = counted_costs(nn.Linear(8, 4, bias=False), PlannedRun(), {}, touched={}, activations=64)
@@ -51,7 +51,9 @@ def counted_costs(
         Cost(f"moments of {run.optimizer}", held=moments, why="of what has a gradient"),
         Cost("gradients", during=float(_bytes(learned)), why="counted"),
     ]
-    if activations is not None:
+    if isinstance(activations, str):
+        costs.append(Cost("activations", why=f"not told: {activations}"))
+    elif activations is not None:
         costs.append(Cost("activations", during=float(activations), why="what autograd keeps of the example inputs"))
     elif shape is not None:
         during, host = activation_bytes(recipe, shape, run)

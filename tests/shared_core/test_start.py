@@ -209,8 +209,12 @@ def test_the_command_tells_all_of_it_and_changes_nothing(tmp_path, monkeypatch):
     table = run("explain", file, *options).stdout
     assert "step 5" in table
     assert "0.0.0.weight" in table
-    written = run("explain", file).stdout  # neither steps nor a model
-    assert "0.25" in written
+    written = json.loads(run("explain", file, "--json").stdout)  # neither steps nor a model
+    assert [(event["technique"], event["at"]) for event in written["timeline"]] == [
+        ("matmul", "step 0"), ("prune", "0.25"), ("prune", "0.5"), ("qat", "2"), ("qat", "0.75"), ("qat", "1.0"),
+        ("average", "by default"),
+    ]  # fmt: skip
+    assert not written["conflicts"]
     refused = run("explain", file, "--steps", 8, "--surrounding", "deepspeed")
     assert refused.exit_code == 1
     assert "DeepSpeed" in refused.stdout
