@@ -13,6 +13,7 @@ from torch import nn
 
 from shared_core import compatibility
 from shared_core.errors import CompatibilityError, ConfigError, EffError, UnknownLengthError
+from shared_core.hardware import default_device
 from shared_core.positions import Position
 from shared_core.preview import Ability, Touched
 from shared_core.recipe import Recipe
@@ -87,7 +88,7 @@ def explain(
         surroundings: Keys of `compatibility.SURROUNDINGS` that will hold.
         total_steps: Optimizer steps of the run, None if unknown: positions are told as they are written then.
         steps_per_epoch: Of one epoch.
-        device: Where it will run; None: the first GPU, or the CPU.
+        device: Where it will run; None: `default_device`.
 
     Example:
         >>> with torch.device("meta"):
@@ -97,7 +98,7 @@ def explain(
         ({'0.weight': 32}, [0, 50])
     """
     told = Explanation()
-    where = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    where = device or default_device()
     techniques = {key: ROOMS[key].technique_class(config) for key, config in recipe.items()}
     context = Context(model if model is not None else nn.Module(), trainer)
     context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch

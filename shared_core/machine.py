@@ -23,11 +23,6 @@ _INSTRUCTIONS = (
 )  # fmt: skip
 
 
-def default_device() -> torch.device:
-    """Return where training runs by default: the first GPU, or the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def devices() -> list[dict[str, Any]]:
     """Return the CPU, then each GPU: name, cores and instructions, or compute capability and memory in bytes."""
     able = torch.cpu.get_capabilities()

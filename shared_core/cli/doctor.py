@@ -16,8 +16,9 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show devices, formats, kernels, libraries, how each technique runs here; exit code 1 if a version is wrong."""
+    from shared_core.hardware import default_device
     from shared_core.libraries import libraries
-    from shared_core.machine import abilities, default_device, devices, formats, tools
+    from shared_core.machine import abilities, devices, formats, tools
 
     found = libraries()
     device = default_device()

@@ -32,7 +32,9 @@ def init(
 ) -> None:
     """Write a recipe for a goal, every line with its reason and its flag; with a model, one that fits it."""
     from shared_core.atomic import atomic_write
+    from shared_core.hardware import default_device
     from shared_core.recipe import Recipe
+    from shared_core.rooms import ROOMS
     from shared_core.starting_recipes import GOALS, commented_recipe
 
     if out.exists() and not force:
@@ -50,6 +52,10 @@ def init(
     with atomic_write(out) as temporary:
         temporary.write_text(text, encoding="utf-8")
     typer.echo(f"{out}: {', '.join(recipe)}; next: eff explain {out}" + (f" --model {name}" if name else ""))
+    for key in recipe:
+        ability = ROOMS[key].technique_class.ability(default_device())
+        if ability.level == "refused":
+            typer.echo(f"not on this machine: {ability.why}")
 
 
 def _asked(goal: str | None, model: str | None, trainer: str | None, goals: dict[str, str]) -> tuple[str, str, str]:
