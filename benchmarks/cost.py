@@ -15,10 +15,11 @@ from typing import Any
 
 import cost_curves
 import torch
-from cost_page import fit_text, page, plot
+from cost_page import figures, fit_text, page, plot
 from measure import RESULTS, device, today, versions
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+ROOT = Path(__file__).resolve().parents[1]
+DOCS, FIGURES = ROOT / "docs", ROOT / "shared_core" / "scale" / "measured.json"
 FILE = RESULTS / "cost.json"
 
 
@@ -70,6 +71,7 @@ def main() -> int:
         FILE.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         (DOCS / "cost.md").write_text(page(result), encoding="utf-8")
         plot(result, DOCS / "cost.svg")
+        FIGURES.write_text(json.dumps(figures(result), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return 0
 
 

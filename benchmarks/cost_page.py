@@ -105,6 +105,18 @@ def page(result: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def figures(result: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return what `eff explain` tells of a result: technique → a line for each curve that is not for comparison."""
+    lines: dict[str, list[str]] = {}
+    for curve in result["curves"]:
+        if "for comparison" not in curve["quantity"]:
+            largest = curve["sizes"][-1]
+            each = f"{_each(curve['values'][-1] / largest, curve['unit'])} each at {_size(largest)}"
+            told = f"{curve['quantity']}: {fit_text(curve)} with {curve['axis']}, {each}"
+            lines.setdefault(curve["technique"], []).append(told)
+    return lines
+
+
 def plot(result: Mapping[str, Any], file: Path) -> None:
     """Draw each curve relative to its smallest size, times as lines, memory dashed."""
     import matplotlib as mpl

@@ -56,6 +56,22 @@ def load_teacher(name: str, student: nn.Module) -> nn.Module:
     return teacher.to(device)  # type: ignore[no-any-return]
 
 
+def empty_model(name: str) -> nn.Module:
+    """Return the model that a folder's config describes, in the type of its weights, on the meta device.
+
+    Raises:
+        CheckpointError: If the config cannot be read, or names no class of transformers.
+    """
+    _check_path(name)
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except Exception as error:  # transformers and the Hub client each raise their own
+        raise CheckpointError(f"distill: teacher must have a readable config.json, got {name!r}: {error}") from error
+    with torch.device("meta"):
+        model: nn.Module = _class_of(config, nn.Module(), name)._from_config(config)
+    return model.to(config.dtype) if isinstance(config.dtype, torch.dtype) else model
+
+
 def check_tokenizer(name: str, tokenizer: Any) -> None:
     """Refuse a teacher whose folder tells that its token numbers mean other tokens than the student's.
 

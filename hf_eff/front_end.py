@@ -22,7 +22,7 @@ class HuggingFace:
     """Puts a recipe into every Trainer that a script trains with."""
 
     name = "hf"
-    library = "transformers"
+    libraries = ("transformers",)
 
     def __init__(self) -> None:
         self._recipe = Recipe({})
@@ -45,6 +45,12 @@ class HuggingFace:
         from hf_eff._teacher import load_teacher
 
         return load_teacher(name, student)
+
+    def empty_model(self, folder: str) -> nn.Module:
+        """Return the transformers model that a folder's config describes, without values (on the meta device)."""
+        from hf_eff._teacher import empty_model
+
+        return empty_model(folder)
 
     def saved_names(self, model: nn.Module, names: Sequence[str]) -> dict[str, str]:
         """Return what a transformers model's tensors are saved as, by their names in the model."""

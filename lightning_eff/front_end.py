@@ -20,7 +20,7 @@ class LightningFrontEnd:
     """Puts a recipe into every Lightning Trainer that a script builds, through the callbacks entry point."""
 
     name = "lightning"
-    library = "pytorch_lightning"
+    libraries = ("pytorch_lightning", "lightning")
 
     def install(self, recipe: Recipe) -> None:
         """Write the recipe to a file and name it in the environment, which child processes inherit."""

@@ -23,6 +23,10 @@ class ConfigError(EffError, ValueError):
     """An option has a value that breaks its rule, or does not exist."""
 
 
+class UnknownLengthError(ConfigError):
+    """A position is a share or an epoch of a run whose length nobody knows."""
+
+
 class MatchError(EffError, ValueError):
     """A technique matched no module: it would have been a silent no-op."""
 

@@ -10,6 +10,11 @@ from eff_kernels.fp8 import multiplies_fp8
 _SIZE = 256
 
 
+def default_device() -> torch.device:
+    """Return where training runs by default: the first CUDA device, or else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def matmul_hardware(device: torch.device | str | None = None) -> dict[str, bool]:
     """Return whether a device has instructions that multiply ``tf32``, ``bf16`` and ``fp8``.
 
@@ -17,9 +22,9 @@ def matmul_hardware(device: torch.device | str | None = None) -> dict[str, bool]
     their Arm counterpart.
 
     Args:
-        device: By default the first CUDA device, or else the CPU.
+        device: None: `default_device`.
     """
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    where = torch.device(device) if device is not None else default_device()
     if where.type == "cuda":
         recent = torch.version.hip is None and torch.cuda.get_device_capability(where) >= (8, 0)
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shared_core.config import TechniqueConfig, option
 from shared_core.hardware import float32_matmul_format, float32_matmul_precision, matmul_hardware
 from shared_core.loss_dtype import LossDtype
+from shared_core.preview import Ability, Touched
 from shared_core.technique import Context, Technique
 
 _BACKENDS: Any = torch.backends  # half of it has no annotations
@@ -53,6 +54,24 @@ class MatmulPrecision(Technique):
         self._switches: tuple[str, str] | None = None
         self._device = torch.device("cpu")
         self._format: str | None = None
+
+    @classmethod
+    def ability(cls, device: torch.device) -> Ability:
+        """Return inactive where neither TF32 nor bfloat16 takes the place of float32, by measuring it."""
+        reason = ""
+        for precision in ("high", "medium"):
+            technique = cls(MatmulPrecisionConfig(precision=precision))  # type: ignore[arg-type]
+            technique.attach(nn.Module(), Context(nn.Module()))
+            technique._device, technique._format = device, float32_matmul_format(device)
+            reason = technique._reason()
+            technique.detach(nn.Module())
+            if technique.is_active:
+                return Ability("native", f"{precision} multiplies in {technique._format}")
+        return Ability("inactive", reason)
+
+    def preview(self, model: nn.Module, context: Context) -> Touched:
+        """Return what is multiplied otherwise; leave torch's setting alone."""
+        return Touched(what="all float32 matrix products")
 
     def attach(self, model: nn.Module, context: Context) -> None:
         """Set the precision, for evaluation too."""

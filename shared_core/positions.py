@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, UnknownLengthError
 
 Position = int | float | str
 
@@ -24,13 +24,13 @@ class ParsedPosition:
             return int(self.value)
         if self.unit == "epoch":
             if steps_per_epoch is None:
-                raise ConfigError(
+                raise UnknownLengthError(
                     f"{where}: '{self.value:g}ep' must be a step number here, because the length of an epoch is "
                     "unknown (a data loader without length); write a number of steps"
                 )
             return math.floor(self.value * steps_per_epoch + 0.5)
         if total_steps is None:
-            raise ConfigError(
+            raise UnknownLengthError(
                 f"{where}: {self.value} must be a step number here, because the number of training steps is unknown "
                 "(neither max_steps nor a finite max_epochs with a sized loader); write a number of steps"
             )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shared_core.config import TechniqueConfig
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.positions import Position, parse_position
+from shared_core.preview import Ability, Event, Touched
 
 # Attach: a factorised layer can be pruned, a pruned one quantised; what is left is cast and then checkpointed.
 # Loss: the task's, then distillation. After the step: 16-bit weights from their copies, masks, then averages, which
@@ -223,6 +224,25 @@ class Technique:
 
     def __init__(self, config: TechniqueConfig) -> None:
         self.config = config
+
+    @classmethod
+    def ability(cls, device: torch.device) -> Ability:
+        """Return how this technique runs on a device, whatever its options."""
+        return Ability("native")
+
+    def preview(self, model: nn.Module, context: Context) -> Touched:
+        """Return what `attach` would touch; change nothing but the model, which is not going to be trained."""
+        self.before_attach(model, context)
+        self.attach(model, context)
+        return self.touched(model)
+
+    def touched(self, model: nn.Module) -> Touched:
+        """Return what was chosen in the model."""
+        return Touched()
+
+    def timeline(self, context: Context) -> list[Event]:
+        """Return what happens when, positions resolved and checked as `begin` does."""
+        return [(0, "on, in every step")]
 
     def before_attach(self, model: nn.Module, context: Context) -> None:
         """No technique has touched the model yet: the moment to copy it."""

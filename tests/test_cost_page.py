@@ -32,6 +32,11 @@ def test_the_page_is_the_generated_one(benchmarks, result):
     assert text == benchmarks["page"].page(result), "run `python benchmarks/cost.py --page`"
 
 
+def test_what_eff_explain_tells_is_the_same_result(benchmarks, result):
+    told = json.loads((ROOT / "shared_core" / "scale" / "measured.json").read_text(encoding="utf-8"))
+    assert told == benchmarks["page"].figures(result), "run `python benchmarks/cost.py --page`"
+
+
 def test_every_curve_was_measured_at_all_its_sizes(benchmarks, result):
     measured = [
         (curve["technique"], curve["quantity"], curve["axis"], tuple(curve["sizes"])) for curve in result["curves"]

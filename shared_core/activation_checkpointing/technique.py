@@ -15,6 +15,7 @@ from shared_core.activation_checkpointing.lazy_budget import LazyBudget
 from shared_core.activation_checkpointing.policies import apply_policy, chosen_blocks
 from shared_core.activation_checkpointing.segments import Handle, apply_segments
 from shared_core.errors import TrainingError
+from shared_core.preview import Touched
 from shared_core.technique import Context, Technique
 
 
@@ -59,6 +60,11 @@ class ActivationCheckpointing(Technique):
             self._hook = model.register_forward_pre_hook(lambda *_: self._look())
         else:
             self.handle = apply_policy(model, config.policy, k=config.k, include=config.include)
+
+    def touched(self, model: nn.Module) -> Touched:
+        """Return the blocks that are wrapped, or from which a budget will choose."""
+        names = self.handle.names if self.handle else chosen_blocks(model, self.config.include)
+        return Touched.modules({name: model.get_submodule(name) for name in names}, what="blocks")
 
     def _wrap(self, segments: Sequence[Sequence[str]]) -> None:
         wanted = [segment for segment in segments if segment]

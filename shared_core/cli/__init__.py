@@ -10,9 +10,12 @@ from shared_core.cli.cache_teacher import cache_teacher
 from shared_core.cli.chain import ChainCommand, chain
 from shared_core.cli.compat import compat
 from shared_core.cli.compress import compress, decompress
+from shared_core.cli.doctor import doctor
+from shared_core.cli.explain import explain
 from shared_core.cli.export import export
 from shared_core.cli.flags import flags
 from shared_core.cli.formats import formats
+from shared_core.cli.init import init
 from shared_core.cli.lottery import lottery
 from shared_core.cli.low_rank import LowRankCommand, low_rank
 from shared_core.cli.plan import plan
@@ -37,9 +40,12 @@ app.command(cls=ChainCommand)(chain)
 app.command()(compat)
 app.command()(compress)
 app.command()(decompress)
+app.command()(doctor)
+app.command()(explain)
 app.command()(export)
 app.command()(flags)
 app.command()(formats)
+app.command()(init)
 app.command()(lottery)
 app.command(cls=LowRankCommand)(low_rank)
 app.command()(plan)

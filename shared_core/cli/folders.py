@@ -36,15 +36,29 @@ def load_folder(folder: Path, where: str) -> nn.Module:
     """
     from torch import nn
 
+    return _from_folder("load_teacher", folder, where, nn.Module()).requires_grad_(True).eval()
+
+
+def empty_folder(folder: Path, where: str) -> nn.Module:
+    """Return the model that a Hugging Face folder's config describes, on the meta device: without values.
+
+    Raises:
+        CheckpointError: If it cannot be built.
+        MissingExtraError: If transformers is not installed.
+    """
+    return _from_folder("empty_model", folder, where)
+
+
+def _from_folder(way: str, folder: Path, where: str, *student: nn.Module) -> nn.Module:
     for front_end in front_ends():
-        load = getattr(front_end, "load_teacher", None)
+        load = getattr(front_end, way, None)
         if load is not None:
             try:
-                loaded: nn.Module = load(str(folder), nn.Module())
+                loaded: nn.Module = load(str(folder), *student)
             except CheckpointError as error:
                 told = str(error).replace("distill: teacher", "it", 1)  # models to use are loaded as teachers are
                 raise CheckpointError(f"{where}: {folder} must be a model that can be loaded: {told}") from error
-            return loaded.requires_grad_(True).eval()
+            return loaded
     raise MissingExtraError(f"{where}: a model folder", "transformers", "hf")
 
 

@@ -22,6 +22,8 @@ class FrontEnd(Protocol):
     """What `eff run` needs of a front end; found through the entry points of group ``efftrain.front_ends``."""
 
     name: str
+    libraries: tuple[str, ...]
+    """Modules of which one is its trainer's."""
 
     def install(self, recipe: Recipe) -> None:
         """Make every trainer that the script builds carry the recipe. Imports no trainer by itself."""

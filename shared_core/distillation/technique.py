@@ -31,6 +31,7 @@ from shared_core.distillation.unlabelled import (
 from shared_core.distillation.watched_pairs import WatchedPairs
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
 from shared_core.positions import ParsedPosition, Position, parse_position
+from shared_core.preview import Event, Touched
 from shared_core.ranks import any_rank
 from shared_core.technique import Context, Technique
 
@@ -356,6 +357,17 @@ class Distillation(Technique):
                 f"distill: student must name a submodule, got {name!r}{nearest(name, filter(None, modules))}"
             )
         return modules[name]
+
+    def preview(self, model: nn.Module, context: Context) -> Touched:
+        """Return what is distilled; load no teacher."""
+        student = self._find_student(model)
+        return Touched.modules({self.config.student or type(model).__name__: student}, what="student")
+
+    def timeline(self, context: Context) -> list[Event]:
+        """Return when the soft term joins the loss, and when it leaves."""
+        first, last = self._range(context)
+        told: list[Event] = [(first, f"soft term on, alpha {self.config.alpha:g}, T {self.config.temperature:g}")]
+        return [*told, (int(last), "soft term off")] if last < math.inf else told
 
     def _is_active(self, context: Context) -> bool:
         return self._first <= context.step < self._last

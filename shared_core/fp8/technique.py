@@ -16,10 +16,12 @@ from shared_core.fp8.convert import Bank, convert_layer, select_layers
 from shared_core.fp8.hfp8 import round_update_, round_weights_
 from shared_core.fp8.int16 import SharedExponentBank
 from shared_core.fp8.linear import restore
+from shared_core.fp8.native import BLOCKS
 from shared_core.fp8.operators import PRODUCTS, LayerFp8
 from shared_core.fp8.scaling import ROLES, AmaxBank, NonFiniteWatch
 from shared_core.fp8.torchao_backend import follow_device, restore_from_torchao
 from shared_core.loss_dtype import LossDtype
+from shared_core.preview import Ability, Touched
 from shared_core.ranks import local_part
 from shared_core.technique import Context, Technique
 
@@ -52,6 +54,18 @@ class Fp8Training(Technique):
         self._pending: Tensor | None = None
         self._undo: Undo = []
 
+    @classmethod
+    def ability(cls, device: torch.device) -> Ability:
+        """Return native where a scaled matmul computes what the emulation does; tells the recipes."""
+        reasons = {
+            recipe: probe.why_not_native(recipe, Fp8Config(recipe=recipe).gradient_dtype, device)  # type: ignore[arg-type]
+            for recipe in BLOCKS
+        }
+        native = [recipe for recipe, reason in reasons.items() if reason is None]
+        if native:
+            return Ability("native", f"recipes {', '.join(native)}; the others are emulated")
+        return Ability("emulated", f"{reasons['rowwise']}: products are computed in float32, slower than without")
+
     def attach(self, model: nn.Module, context: Context) -> None:
         """Swap the classes of the layers to multiply in FP8; remember nothing yet."""
         found = select_layers(model, self.config)
@@ -82,6 +96,10 @@ class Fp8Training(Technique):
             restore_from_torchao(module)
         fast_paths_on(self._undo)
         self._undo = []
+
+    def touched(self, model: nn.Module) -> Touched:
+        """Return the layers that multiply in FP8."""
+        return Touched.modules(self.layers, self.left_out)
 
     def begin(self, context: Context) -> None:
         """Start to remember, and say aloud if FP8 is emulated."""

@@ -16,6 +16,7 @@ from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.gradient_compression.config import CommConfig
 from shared_core.gradient_compression.power_sgd import PowerSgd
 from shared_core.gradient_compression.reduce_scatter import RoundedReduceScatter, put_into
+from shared_core.preview import Ability, Event, Touched, trained
 from shared_core.ranks import any_rank, local_part, world_size
 from shared_core.technique import Context, Technique
 
@@ -59,6 +60,13 @@ class GradientCompression(Technique):
         self._discarded = self._in_a_row = 0
         self._saved: Mapping[str, Any] = {}
 
+    @classmethod
+    def ability(cls, device: torch.device) -> Ability:
+        """Return refused where torch has no processes."""
+        if not torch.distributed.is_available():
+            return Ability("refused", "torch was built without torch.distributed")
+        return Ability("native", "in two processes and more, under DDP or FSDP2")
+
     def attach(self, model: nn.Module, context: Context) -> None:
         """Refuse a run of one process, which sends nothing.
 
@@ -70,6 +78,16 @@ class GradientCompression(Technique):
                 f"comm: training must run in several processes under DDP or FSDP2, got {world_size()}; start it with "
                 "torchrun --nproc_per_node=2 (Lightning: Trainer(devices=2, strategy='ddp')), or leave comm out"
             )
+
+    def preview(self, model: nn.Module, context: Context) -> Touched:
+        """Return the parameters whose gradients are sent; processes are not looked at."""
+        return trained(model)
+
+    def timeline(self, context: Context) -> list[Event]:
+        """Return from when on gradients are compressed."""
+        if self.config.hook == "powersgd":
+            self._first = context.resolve(self.config.begin, "comm.begin")
+        return [(self._first, f"gradients are sent as {self.config.hook}")]
 
     def begin(self, context: Context) -> None:
         """Register with the DDP module, or with those that FSDP2 sharded.
@@ -94,7 +112,7 @@ class GradientCompression(Technique):
         names = {parameter: name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}
         self._names = names
         if self.config.hook == "powersgd":
-            self._first = context.resolve(self.config.begin, "comm.begin")
+            self.timeline(context)
             parameters = {name: parameter for parameter, name in names.items()}
             self.power_sgd = PowerSgd(parameters, rank=self.config.rank, seed=context.generator.initial_seed() % 2**32)
             self.power_sgd.errors = {name: value.clone() for name, value in self._saved.get("errors", {}).items()}

@@ -17,6 +17,7 @@ from shared_core.low_rank.layers import LowRankLayer, factorised, put_in_, repla
 from shared_core.low_rank.matrices import as_matrix
 from shared_core.low_rank.moments import InputMoments, buffers_kept
 from shared_core.low_rank.selection import select
+from shared_core.preview import Event, Touched
 from shared_core.ranks import broadcast_
 from shared_core.technique import Context, Technique
 
@@ -137,6 +138,14 @@ class LowRankTraining(Technique):
                     f"low_rank: optimizer must hold the factors of {name}, but it was made before they were; let the "
                     "trainer make the optimizer, or make it from the parameters after attach"
                 )
+
+    def touched(self, model: nn.Module) -> Touched:
+        """Return the factorised layers, with the sizes of their factors."""
+        return Touched.modules(self.layers, self.left_out, "factorised layers")
+
+    def timeline(self, context: Context) -> list[Event]:
+        """Return what happens before and after training."""
+        return [(0, "layers are factorised"), *([(None, "factors are multiplied out")] if self.config.merge else [])]
 
     def begin(self, context: Context) -> None:
         """Look at inputs if the decomposition does, then let go of the user's weights.

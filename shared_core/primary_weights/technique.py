@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
+from shared_core.errors import CheckpointError, MatchError, TrainingError
+from shared_core.lbfgs import refuse_lbfgs
+from shared_core.preview import Touched
 from shared_core.primary_weights.config import PrimaryWeightsConfig
 from shared_core.primary_weights.gradients import WideGradients
 from shared_core.primary_weights.optimizer_swap import HALF, moments, replace_parameters_, trained_in_16_bit
@@ -91,6 +93,12 @@ class PrimaryWeights(Technique):
         if not any(map(is_sharded, trained_in_16_bit(self._optimizers))):
             self._put_in()
 
+    def touched(self, model: nn.Module) -> Touched:
+        """Return the trainable parameters in 16 bit."""
+        chosen = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype in HALF]
+        chosen = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype in HALF]
+        return Touched.parameters(chosen, what="parameters in 16 bit")
+
     def begin(self, context: Context) -> None:
         """Make or restore the copies, and let gradients be accumulated in float32.
 
@@ -101,12 +109,8 @@ class PrimaryWeights(Technique):
         """
         self._put_back()
         self._optimizers = context.optimizers
-        for optimizer in self._optimizers:
-            if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
-                raise CompatibilityError(
-                    "primary_weights: optimizer must not be LBFGS, which runs the model again within a step, before "
-                    "its weights are rounded; use SGD or AdamW"
-                )
+        why = "which runs the model again within a step, before its weights are rounded"
+        refuse_lbfgs(self._optimizers, "primary_weights", why)
         groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
         _check_match(parameter for group in groups for parameter in group)
         state, self._state = self._state, None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
+from shared_core.preview import Ability, Touched, needs, trained
 from shared_core.privacy.accountant import Spending, epsilon, noise_multiplier_for
 from shared_core.privacy.config import PrivacyConfig
 from shared_core.privacy.per_sample import PerSample, check_model, clipped_sum
@@ -80,6 +81,11 @@ class DifferentialPrivacy(Technique):
 
     # -- start
 
+    @classmethod
+    def ability(cls, device: torch.device) -> Ability:
+        """Return refused without Opacus."""
+        return needs("opacus", "privacy", "dp") or super().ability(device)
+
     def attach(self, model: nn.Module, context: Context) -> None:
         """Put the hooks on.
 
@@ -138,6 +144,10 @@ class DifferentialPrivacy(Technique):
                 'session.techniques["dp"].loader(...) and train on what it returns'
             )
         return value
+
+    def touched(self, model: nn.Module) -> Touched:
+        """Return the parameters whose gradients are clipped and noised."""
+        return trained(model)
 
     def begin(self, context: Context) -> None:
         """Settle the noise and say what the run will have spent.

@@ -101,6 +101,13 @@ def has_two_four_kernels(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def two_four_here(device: torch.device) -> str:
+    """Return whether 2:4 weights are multiplied as such on a device, in words."""
+    if has_two_four_kernels(device):
+        return f"2:4 weights are multiplied by {compressor()[1]}"
+    return "masks train everywhere; 2:4 products need a GPU of compute capability 8.0 or later"
+
+
 @torch.no_grad()
 def two_four_obstacle(weight: Tensor, backend: Backend) -> str:
     """Return why a weight cannot be compressed for a library of sparse products, or ``""`` if it can.

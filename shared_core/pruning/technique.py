@@ -10,10 +10,13 @@ from eff_kernels.pruning import apply_mask_
 from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
+from shared_core.lbfgs import refuse_lbfgs
 from shared_core.packed_masks import packed_size, unpack_mask
+from shared_core.preview import Event, Touched
 from shared_core.pruning.config import UNITS, PruneConfig
 from shared_core.pruning.cost_watch import CostWatch
 from shared_core.pruning.mask_store import MaskStore
+from shared_core.pruning.moments import moments_told, resolve_moments
 from shared_core.pruning.optimizer_state import clear_moments_
 from shared_core.pruning.penalty import Penalty
 from shared_core.pruning.report import NOTES, UNITS_NOTE, weights_report
@@ -80,28 +83,26 @@ class Pruning(Technique):
             self._penalty = Penalty(config.regularizer, config.regularizer_strength, model, modules)
         self._scorer.attach()
 
+    def touched(self, model: nn.Module) -> Touched:
+        """Return the weights to prune."""
+        return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
+
+    def timeline(self, context: Context) -> list[Event]:
+        """Return when masks are made."""
+        self._begin, self._end = resolve_moments(self.config, context)
+        return moments_told(self.config, self._begin, self._end)
+
     def begin(self, context: Context) -> None:
         """Resolve the schedule; put saved masks back, or make the first ones if they are due."""
-        config = self.config
-        end = config.end if config.updates_until_end else config.begin
-        self._begin, self._end = context.resolve_range(config.begin, end, "prune")
-        if config.needs_a_step:
-            self._begin, self._end = max(1, self._begin), max(1, self._end)
-        # a checkpoint from before the end is less sparse than what the run promises: no ingredient for a soup
-        context.first_usable_step = max(context.first_usable_step, self._end)
-        for optimizer in context.optimizers:
-            if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
-                raise CompatibilityError(
-                    "prune: optimizer must not be LBFGS, whose line search trains pruned weights within "
-                    "a step; use SGD or AdamW"
-                )
+        self.timeline(context)
+        refuse_lbfgs(context.optimizers, "prune", "whose line search trains pruned weights within a step")
         self._weights = self._targets.weights()
         self._refuse_sharded()
         self._store.weights = self._units.tensors(context.model) if self._units else self._weights
         self._restore(context)
         if self._units and not self._is_final:
             self._units.listen(context.model)
-        if self._last_update < 0 and context.step >= self._begin and not config.needs_a_step:
+        if self._last_update < 0 and context.step >= self._begin and not self.config.needs_a_step:
             self._update(context, self._scheduled(context.step))
 
     def before_optimizer_step(self, context: Context) -> None:
@@ -148,11 +149,10 @@ class Pruning(Technique):
 
     def after_optimizer_step(self, context: Context) -> None:
         """Recompute the masks if the schedule says so, and set every pruned weight to +0.0."""
-        step = context.step
         if self._penalty:
             self._penalty.decay_()
-        if self._is_due(step) and step != self._last_update:
-            self._update(context, self._scheduled(step))
+        if self._is_due(context.step) and context.step != self._last_update:
+            self._update(context, self._scheduled(context.step))
         elif self._learns_under_masks:
             self._straight_through.hide(self._weights, self._store.parts)
         else:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.fast_paths import Undo, fast_paths_off, fast_paths_on
+from shared_core.preview import Ability, Event, Touched, needs
 from shared_core.quantization.lora_base import (
     float_weight,
     frozen_tensors,
@@ -82,6 +83,12 @@ class LoraTraining(Technique):
 
     # -- start
 
+    @classmethod
+    def ability(cls, device: torch.device) -> Ability:
+        """Return refused without peft; tells what is left without bitsandbytes."""
+        codes = needs("bitsandbytes", "lora", "lora")
+        return needs("peft", "lora", "lora") or Ability("native", f"base none alone: {codes.why}" if codes else "")
+
     def attach(self, model: nn.Module, context: Context) -> None:
         """Freeze the model, quantise the layers and put adapters on them.
 
@@ -134,6 +141,16 @@ class LoraTraining(Technique):
         self._required = []
         fast_paths_on(self._undo)
         self._undo = []
+
+    def touched(self, model: nn.Module) -> Touched:
+        """Return the layers that get adapters, without what those add."""
+        return Touched(
+            {name: layer.base_layer.weight.numel() for name, layer in self.layers.items()}, self.left_out, "layers"
+        )
+
+    def timeline(self, context: Context) -> list[Event]:
+        """Return what happens before and after training."""
+        return [(0, f"base frozen in {self.config.base}, adapters train"), (None, "adapters are merged")]
 
     def begin(self, context: Context) -> None:
         """Drop the float weights of quantised layers, after a look at whether adapters will be trained at all.

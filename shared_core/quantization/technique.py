@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
+from shared_core.errors import CheckpointError, CompatibilityError, TrainingError
 from shared_core.fast_paths import Undo, fast_paths_off, fast_paths_on
 from shared_core.module_match import own_class, plain_name
-from shared_core.positions import parse_position
+from shared_core.preview import Ability, Event, Touched
 from shared_core.quantization.batch_norm_folding import STOCK as STOCK_OF_FOLDED
 from shared_core.quantization.config import QatConfig
 from shared_core.quantization.folds import find_folds, relative
@@ -21,6 +21,7 @@ from shared_core.quantization.layer_quantizer import LayerQuantizer
 from shared_core.quantization.layers import weights_of
 from shared_core.quantization.learning import Learned, make_bank
 from shared_core.quantization.modules import STOCK, fold_and_swap, layer_entry, restore, swap
+from shared_core.quantization.moments import moments_told, resolve_moments
 from shared_core.quantization.observers import RangeBank
 from shared_core.quantization.schemes import LayerScheme, layer_schemes
 from shared_core.quantization.selection import select_layers
@@ -57,6 +58,12 @@ class QuantizationAwareTraining(Technique):
         self.bank = RangeBank([])
         self.gelu_inputs: GeluInputs | None = None
         self._learned = Learned(config, {})
+
+    @classmethod
+    def ability(cls, device: torch.device) -> Ability:
+        """Return native; tells what multiplies converted layers."""
+        kernels = "torchao's kernels" if find_spec("torchao") else "integer products of torch; torchao has faster ones"
+        return Ability("native", f"training computes on float values; `convert` then takes {kernels}")
 
     def attach(self, model: nn.Module, context: Context) -> None:
         """Swap the classes of the layers to quantise; observe nothing yet."""
@@ -127,18 +134,7 @@ class QuantizationAwareTraining(Technique):
             if "fold" in vars(module):
                 _refuse_shards(name, module)
         self._learned.begin()
-        self._begin, self._freeze, self._freeze_bn = (
-            self._resolve(name, context) for name in ("begin", "freeze_observers", "freeze_bn")
-        )
-        if context.total_steps is not None and self._begin > context.total_steps:
-            raise ConfigError(
-                f"qat: begin must lie within the {context.total_steps} steps of this run, got {self.config.begin!r}"
-            )
-        if self._freeze < 1:
-            raise ConfigError(
-                f"qat: freeze_observers must be step 1 or later, got {self.config.freeze_observers!r}; the first step "
-                "finds the first ranges"
-            )
+        self.timeline(context)
         self.bank.move_(next(iter(weights_of(next(iter(self.layers.values()))).values())).device)
         if not self._window_restored:
             self.bank.clear_window()
@@ -146,12 +142,14 @@ class QuantizationAwareTraining(Technique):
             self.bank.noise_seed = context.generator.initial_seed() % 2**31
         self._set_switches(context.step)
 
-    def _resolve(self, name: str, context: Context) -> int:
-        value = getattr(self.config, name)
-        position = parse_position(value)
-        if context.total_steps is None and position.unit == "fraction" and position.value in (0.0, 1.0):
-            return 0 if position.value == 0 else sys.maxsize  # start and end need no known length
-        return context.resolve(value, f"qat.{name}")
+    def touched(self, model: nn.Module) -> Touched:
+        """Return the layers to quantise."""
+        return Touched.modules(self.layers, self.left_out)
+
+    def timeline(self, context: Context) -> list[Event]:
+        """Return when quantisation starts, and when ranges and batch norms stop moving."""
+        moments = self._begin, self._freeze, self._freeze_bn = resolve_moments(self.config, context)
+        return moments_told(self.config, moments, context.total_steps)
 
     def _set_switches(self, step: int) -> None:
         bank = self.bank

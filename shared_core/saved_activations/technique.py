@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shared_core.errors import CompatibilityError, TrainingError
+from shared_core.preview import Ability
 from shared_core.ranks import rank
 from shared_core.saved_activations.config import ActivationsConfig
 from shared_core.saved_activations.counts import Counts
@@ -58,6 +59,11 @@ class CompressedActivations(Technique):
         self._seed = 0
         self._generators: dict[torch.device, torch.Generator] = {}
         self._is_checked = False
+
+    @classmethod
+    def ability(cls, device: torch.device) -> Ability:
+        """Return native; tells where offload has no use."""
+        return Ability("native", "" if device.type == "cuda" else f"offload is refused: {_NO_USE}")
 
     def attach(self, model: nn.Module, context: Context) -> None:
         """Refuse to offload where there is no GPU.
@@ -153,8 +159,11 @@ class CompressedActivations(Technique):
         return self.counts.report()
 
 
+_NO_USE = "they lie in host memory already, and there is nothing to offload"
+
+
 def _nothing_to_offload(found: str) -> CompatibilityError:
     return CompatibilityError(
-        f"activations: offload must have activations on a CUDA device, got {found}: they lie in host memory already, "
-        "and there is nothing to offload; leave it out, and pack them (--activations_pack exact)"
+        f"activations: offload must have activations on a CUDA device, got {found}: {_NO_USE}; "
+        "leave it out, and pack them (--activations_pack exact)"
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import ConfigError, MatchError, nearest
+from shared_core.preview import Event, Touched
 from shared_core.ranks import broadcast_
 from shared_core.sharded import reshard_
 from shared_core.soup.adapter_average import RANK_FIELDS, AdapterWeights
@@ -52,6 +53,14 @@ class ModelSoup(Technique):
             CheckpointError: If averages of it would not be those of what it adds to the base model.
         """
         self._adapter = adapter_of(model)
+
+    def touched(self, model: nn.Module) -> Touched:
+        """Return the parameters that checkpoints are averaged over."""
+        return Touched.parameters(model.named_parameters(), what="parameters")
+
+    def timeline(self, context: Context) -> list[Event]:
+        """Return what happens before and after training."""
+        return [(None, f"checkpoints are averaged ({self._options.kind}) and evaluated")]
 
     def begin(self, context: Context) -> None:
         """Check what can be known before training: that checkpoints can be listed, and that options have a use."""

@@ -1,9 +1,14 @@
 """What `eff plan` says of a model, against transformers' own."""
 
+import json
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
+from shared_core import Recipe
+from shared_core.cli import app
 from shared_core.scale import ModelShape, PlannedRun, plan
 
 
@@ -15,6 +20,30 @@ def test_the_shape_of_a_config_has_its_parameters(tied):
     )  # fmt: skip
     found = sum(parameter.numel() for parameter in LlamaForCausalLM(config).parameters())
     assert ModelShape.of_config(config.to_dict()).params == pytest.approx(found, rel=0.005)
+
+
+def test_a_folder_is_explained_without_its_weights(tmp_path):
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=50,
+        architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)  # there are no weights to load
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("prune: {sparsity: 0.5, skip: lm_head}\ncheckpointing: {policy: block}\n")
+    options = ["--model", str(tmp_path), "--steps", "10", "--micro-batch", "2", "--seq-len", "16", "--json"]
+    done = CliRunner().invoke(app, ["explain", str(recipe), *options])
+    assert done.exit_code == 0, done.output
+    told, model = json.loads(done.stdout), LlamaForCausalLM(config)
+    assert told["model"]["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert [*told["techniques"]["checkpointing"]["tensors"]] == ["model.layers.0", "model.layers.1"]
+    layers = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
+    assert told["techniques"]["prune"]["tensors"].keys() == {f"{name}.weight" for name in layers}
+    needs = plan(
+        ModelShape.of_config(config.to_dict()), PlannedRun(micro_batch=2, seq_len=16), Recipe.from_yaml(recipe)
+    )
+    planned = {cost.what: cost for cost in needs.costs}
+    activations = {cost["what"]: cost for cost in told["memory"]}["activations and logits"]
+    assert activations["during"] == planned["activations"].during + planned["logits"].during
 
 
 @pytest.mark.parametrize("precision", ["fp32", "mixed", "16-true"])

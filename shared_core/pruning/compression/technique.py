@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
+from shared_core.lbfgs import refuse_lbfgs
+from shared_core.preview import Event, Touched
 from shared_core.pruning.compression.config import ShareConfig
 from shared_core.pruning.compression.sharing import MAX_BITS, put_values_, share_values, summed_by_code, wide
 from shared_core.pruning.compression.targets import SharedTargets, find_shared
@@ -59,13 +61,12 @@ class WeightSharing(Technique):
         """
         self._targets = find_shared(model, self.config)
 
-    def begin(self, context: Context) -> None:
-        """Resolve `begin`; put saved clusters back, or make them if they are due.
+    def touched(self, model: nn.Module) -> Touched:
+        """Return the weights whose values will be shared."""
+        return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
 
-        Raises:
-            ConfigError: If pruning ends after weights would be shared.
-            CompatibilityError: If an optimizer cannot be handled.
-        """
+    def timeline(self, context: Context) -> list[Event]:
+        """Return when weights are clustered."""
         self._begin, _ = context.resolve_range(self.config.begin, self.config.begin, "share")
         # pruning begins before this technique does and has noted when it will end
         if self._begin < context.first_usable_step:
@@ -74,11 +75,17 @@ class WeightSharing(Technique):
                 f"last time, got {self.config.begin!r} = step {self._begin}; begin later"
             )
         context.first_usable_step = self._begin
-        for optimizer in context.optimizers:
-            if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
-                raise CompatibilityError(
-                    "share: optimizer must not be LBFGS, which moves weights apart within a step; use SGD or AdamW"
-                )
+        return [(self._begin, f"weights are clustered, {2**self.config.bits} values a tensor; clusters train on")]
+
+    def begin(self, context: Context) -> None:
+        """Resolve `begin`; put saved clusters back, or make them if they are due.
+
+        Raises:
+            ConfigError: If pruning ends after weights would be shared.
+            CompatibilityError: If an optimizer cannot be handled.
+        """
+        self.timeline(context)
+        refuse_lbfgs(context.optimizers, "share", "which moves weights apart within a step")
         self._weights = self._targets.weights()
         if self._codes:
             self._set_codes(self._codes)

@@ -10,6 +10,7 @@ from eff_kernels.pruning import apply_mask_
 from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
+from shared_core.preview import Event, Touched
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.lottery.config import TicketConfig
 from shared_core.pruning.lottery.rewinding import (
@@ -76,6 +77,12 @@ class TicketTraining(Technique):
             MatchError: If there is nothing to prune.
             CheckpointError: If the ticket cannot be read, or the folder not written.
         """
+        self.preview(model, context)
+        if is_main():
+            self._folder.make()
+
+    def preview(self, model: nn.Module, context: Context) -> Touched:
+        """Return the weights that tickets are of; make no folder."""
         config = self.config
         try:
             self._targets = find_targets(
@@ -93,8 +100,23 @@ class TicketTraining(Technique):
                     f"ticket: {config.ticket} must be a ticket for rewind {config.rewind}, got one for "
                     f"{self._ticket.rewind}; find one with the same rewind"
                 )
-        if is_main():
-            self._folder.make()
+        return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
+
+    def timeline(self, context: Context) -> list[Event]:
+        """Return when the run rewinds, or keeps what later ones rewind to, and when its ticket is found."""
+        config = self.config
+        self._at = 0 if config.control == "random_reinit" else context.resolve(config.rewind_to, "ticket.rewind_to")
+        if context.total_steps is not None and self._at >= context.total_steps:
+            raise ConfigError(
+                f"ticket: rewind_to must lie before the end of the run, {context.total_steps} steps, got "
+                f"{config.rewind_to!r} = step {self._at}"
+            )
+        told = (
+            f"masks of {config.ticket} go on, rewind {config.rewind}"
+            if config.ticket
+            else "weights to rewind to are kept"
+        )
+        return [(self._at, told), (None, "the next ticket is found")]
 
     def begin(self, context: Context) -> None:
         """Resolve step k; put masks back in a resumed run, or rewind now if k is 0.
@@ -104,12 +126,7 @@ class TicketTraining(Technique):
             CheckpointError: If the ticket is of another model, or the folder holds a finished run.
         """
         config = self.config
-        self._at = 0 if config.control == "random_reinit" else context.resolve(config.rewind_to, "ticket.rewind_to")
-        if context.total_steps is not None and self._at >= context.total_steps:
-            raise ConfigError(
-                f"ticket: rewind_to must lie before the end of the run, {context.total_steps} steps, got "
-                f"{config.rewind_to!r} = step {self._at}"
-            )
+        self.timeline(context)
         self._weights = self._targets.weights()
         self._check_surroundings(context)
         if self._ticket is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
+from shared_core.preview import Event, Touched, every, trained
 from shared_core.ranks import all_reduce_, broadcast_
 from shared_core.sharded import part_of, whole_of
 from shared_core.soup.average.config import AverageConfig
@@ -88,13 +89,12 @@ class WeightAverage(Technique):
             )
         self._model = model
 
-    def begin(self, context: Context) -> None:
-        """Resolve `begin` and put a saved average back.
+    def touched(self, model: nn.Module) -> Touched:
+        """Return the parameters that are averaged."""
+        return trained(model)
 
-        Raises:
-            ConfigError: If the average would never be updated.
-            CheckpointError: If a saved average is of another kind, or of other weights.
-        """
+    def timeline(self, context: Context) -> list[Event]:
+        """Return when the average takes in weights for the first time."""
         config = self.config
         self._first = context.resolve(config.start, "average.begin") or config.every
         if context.total_steps is not None and self._first > context.total_steps:
@@ -102,6 +102,17 @@ class WeightAverage(Technique):
                 f"average: first update must come within the {context.total_steps} steps of this run, got step "
                 f"{self._first} from begin {config.start!r} and every {config.every}; begin earlier"
             )
+        first = f"first weights in the average ({config.kind}), more {every(config.every)}"
+        return [(self._first, first), (None, "the model holds the average, if it was updated")]
+
+    def begin(self, context: Context) -> None:
+        """Resolve `begin` and put a saved average back.
+
+        Raises:
+            ConfigError: If the average would never be updated.
+            CheckpointError: If a saved average is of another kind, or of other weights.
+        """
+        self.timeline(context)
         saved, self._saved = self._saved, None
         if saved is not None:
             self._restore(saved, context)

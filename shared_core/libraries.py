@@ -1,0 +1,76 @@
+"""The libraries that efftrain can use: which are installed, and whether their versions are ones it was made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Literal
+
+from packaging.requirements import Requirement
+
+_BUNDLES = ("all", "dev", "examples")
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library that efftrain names in its metadata.
+
+    Args:
+        name: Its distribution.
+        wanted: Versions that efftrain takes.
+        found: The installed one, None without.
+        extra: Of efftrain, which installs it; empty: it always comes along.
+    """
+
+    name: str
+    wanted: str
+    found: str | None
+    extra: str
+
+    @property
+    def state(self) -> Literal["ok", "missing", "out of range", "known bad"]:
+        """Whether it can be used; known bad: a version that efftrain names as one to leave out."""
+        if self.found is None:
+            return "missing"
+        specifiers = Requirement(f"x{self.wanted}").specifier
+        if specifiers.contains(self.found, prereleases=True):
+            return "ok"
+        named = any(part.operator == "!=" and not part.contains(self.found, prereleases=True) for part in specifiers)
+        return "known bad" if named else "out of range"
+
+    @property
+    def install(self) -> str:
+        """The command that makes it usable; empty if it is."""
+        if self.state == "ok":
+            return ""
+        options = "" if self.found is None else "--upgrade "
+        return f'pip install {options}"efftrain{f"[{self.extra}]" if self.extra else ""}"'
+
+
+def libraries(requirements: list[str] | None = None) -> list[Library]:
+    """Return the libraries of efftrain's own metadata, each once, those that always come along first.
+
+    Args:
+        requirements: As `importlib.metadata.requires` returns them; by default efftrain's.
+
+    Example:
+        >>> [library] = libraries(['torch>=1; extra == "hf"'])
+        >>> library.extra, library.state, library.install
+        ('hf', 'ok', '')
+    """
+    found: dict[str, Library] = {}
+    for text in requirements if requirements is not None else requires("efftrain") or []:
+        requirement = Requirement(text)
+        marker = str(requirement.marker or "")
+        extra = marker.partition('extra == "')[2].partition('"')[0]
+        if extra not in _BUNDLES and requirement.name not in found:
+            installed = _version(requirement.name)
+            found[requirement.name] = Library(requirement.name, str(requirement.specifier), installed, extra)
+    return list(found.values())
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

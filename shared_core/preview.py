@@ -1,0 +1,66 @@
+"""What a technique tells of itself before a run: what it would touch, when it acts, how it runs on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Literal
+
+from torch import Tensor, nn
+
+from shared_core.errors import MissingExtraError
+
+Event = tuple[int | None, str]
+"""What happens at which optimizer step (0: before the first; None: after training)."""
+
+
+@dataclass(frozen=True)
+class Touched:
+    """What a technique acts on in a model: tensors or modules by name with their number of elements.
+
+    `left_out` tells why others that it could handle stay as they are. Without tensors it acts on the run as a whole.
+    """
+
+    tensors: Mapping[str, int] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    what: str = "the run as a whole"
+
+    @classmethod
+    def modules(
+        cls, modules: Mapping[str, nn.Module], left_out: Mapping[str, str] | None = None, what: str = "layers"
+    ) -> Touched:
+        """Return modules with the number of elements of all their parameters."""
+        sizes = {name: sum(value.numel() for value in module.parameters()) for name, module in modules.items()}
+        return cls(sizes, dict(left_out or {}), what)
+
+    @classmethod
+    def parameters(
+        cls, named: Iterable[tuple[str, Tensor]], left_out: Mapping[str, str] | None = None, what: str = "weights"
+    ) -> Touched:
+        """Return tensors with their number of elements."""
+        return cls({name: value.numel() for name, value in named}, dict(left_out or {}), what)
+
+
+def trained(model: nn.Module) -> Touched:
+    """Return the parameters of a model that have a gradient."""
+    named = model.named_parameters()
+    return Touched.parameters(((name, value) for name, value in named if value.requires_grad), what="parameters")
+
+
+def every(steps: int) -> str:
+    """Return "every step", or "every 10 steps"."""
+    return "every step" if steps == 1 else f"every {steps} steps"
+
+
+@dataclass(frozen=True)
+class Ability:
+    """How a technique runs on a device: as the hardware can, by other arithmetic in its place, to no effect, or not."""
+
+    level: Literal["native", "emulated", "inactive", "refused"]
+    why: str = ""
+
+
+def needs(library: str, extra: str, where: str) -> Ability | None:
+    """Return that a technique is refused without a library that is not installed; None if it is."""
+    return None if find_spec(library) else Ability("refused", str(MissingExtraError(where, library, extra)))
