@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, TrainingError
 from shared_core.recipe import Recipe
 
 
@@ -36,3 +36,14 @@ def joined_recipe(trainer: Any, recipes: list[Recipe]) -> Recipe:
                 )
             recipe = Recipe({**recipe, key: config})
     return recipe
+
+
+def removed_in_training(joined: Sequence[Any], callbacks: Sequence[Any], step: int) -> TrainingError | None:
+    """Return the error for a callback of a run that is no longer among the Trainer's, None if all are."""
+    gone = [callback for callback in joined if callback not in callbacks]
+    if not gone:
+        return None
+    return TrainingError(
+        f"lightning: {type(gone[0]).__name__} must stay until training ends, got it removed from Trainer.callbacks by "
+        f"step {step}; remove it before fit or after it"
+    )

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightning_eff import _surroundings
-from lightning_eff._joining import as_recipe, joined_recipe
+from lightning_eff._joining import as_recipe, joined_recipe, removed_in_training
 from lightning_eff._namespaces import Callback
 from lightning_eff._poisson import check_loss, wrap_loaders
 from lightning_eff._resume import ExactResume
@@ -21,7 +21,6 @@ from lightning_eff._whole_files import whole_files
 from lightning_eff._wrapped import Wrapped
 from lightning_eff.loss_scaling import use_scaling_precision
 from shared_core.compatibility import check
-from shared_core.errors import TrainingError
 from shared_core.plain_checkpoint import DEPLOYMENT_KEY
 from shared_core.receipt import Receipt
 from shared_core.recipe import Recipe
@@ -199,14 +198,10 @@ class EffCallback(Callback):
         self._applied = self._discarded = False
 
     def _check_there(self) -> None:
-        gone = [callback for callback in self._joined if callback not in self._trainer.callbacks]
-        if gone:
-            step, pl_module = self._session.step, self._trainer.lightning_module
-            error = TrainingError(
-                f"lightning: {type(gone[0]).__name__} must stay until training ends, got it removed from "
-                f"Trainer.callbacks by step {step}; remove it before fit or after it"
-            )
-            self.on_exception(self._trainer, pl_module, error)  # who is not among the callbacks will not be told
+        error = removed_in_training(self._joined, self._trainer.callbacks, self._session.step)
+        if error is not None:
+            # who is not among the callbacks will not be told
+            self.on_exception(self._trainer, self._trainer.lightning_module, error)
             raise error
 
     def _module_ends(self, original: Callable[[], None]) -> None:
