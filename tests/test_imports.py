@@ -1,5 +1,6 @@
 """What an import or a `--help` must not load: time to start, checked without a clock."""
 
+import importlib
 import subprocess
 import sys
 
@@ -69,3 +70,12 @@ def test_lazy_packages_tell_their_names(tmp_path, monkeypatch):
     assert lazy_one.two == 2
     with pytest.raises(AttributeError, match="module 'lazy_one' has no attribute 'three'"):
         _ = lazy_one.three
+
+
+@pytest.mark.parametrize("name", ["pytorch", "lightning"])
+def test_each_name_of_lightning_has_everything(name):
+    import lightning_eff
+
+    assert set(dir(lightning_eff)) >= {"Pruning", "DifferentialPrivacy"}
+    ours = {word for word in dir(lightning_eff) if word[0].isupper() and word != "TYPE_CHECKING"}
+    assert not ours - set(vars(importlib.import_module(f"lightning_eff.{name}")))
