@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_eff._checkpoints import complete_saved, damage, load_renamed_, newest_whole, step_of
+from hf_eff._model_card import tell_in_card
 from hf_eff._poisson import PoissonData
 from hf_eff._services import TrainerServices
 from hf_eff._surroundings import check_outputs, check_sharding, inner_optimizer, is_peft, surroundings
@@ -103,6 +104,7 @@ class SessionCallback(TrainerCallback):
             "_load_from_checkpoint": self._load_from_checkpoint,
             "_load_optimizer_and_scheduler": self._load_optimizer_and_scheduler,
             "_load_best_model": self._load_best_model,
+            "create_model_card": functools.partial(tell_in_card, self),
         }
         for name, outer in around.items():
             setattr(trainer, name, Wrapped(getattr(trainer, name), outer))
@@ -194,9 +196,7 @@ class SessionCallback(TrainerCallback):
         )
         self._poisson.resume(state.global_step, loader)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bake, on every process; the best model has been loaded."""
         self.session.finish()
 

@@ -91,7 +91,7 @@ class Receipt:
         table.add_column("what happened")
         table.add_column("own time (s)", justify="right")
         for key, report in self.values["techniques"].items():
-            table.add_row(key, _headline(report), f"{self.values['seconds'].get(key, 0.0):.2f}")
+            table.add_row(key, headline(report), f"{self.values['seconds'].get(key, 0.0):.2f}")
         return table
 
     def text(self, width: int = 110) -> str:
@@ -115,13 +115,24 @@ def figures(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if _is_figure(name, value)}
 
 
+def device_memory() -> dict[str, float]:
+    """Return the bytes that tensors take on the CUDA device now, and the most so far; nothing without one."""
+    if not torch.cuda.is_available():
+        return {}
+    return {
+        "memory/allocated": float(torch.cuda.memory_allocated()),
+        "memory/largest": float(torch.cuda.max_memory_allocated()),
+    }
+
+
 def _is_figure(name: str, value: Any) -> bool:
     is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
     of_a_technique = name.partition("/")[0] in ROOMS  # Lightning hands back what was logged for us
     return is_number and not isinstance(value, bool) and not name.endswith(_TIMINGS) and not of_a_technique
 
 
-def _headline(report: Mapping[str, Any]) -> str:
+def headline(report: Mapping[str, Any]) -> str:
+    """Return the plain figures of a technique's report in one line, and of lists how long they are."""
     parts = []
     for name, value in report.items():
         if isinstance(value, bool | str) or value is None:
