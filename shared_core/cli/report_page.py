@@ -10,8 +10,7 @@ from typing import Any
 from shared_core.cli.report_changes import change_table, changes
 from shared_core.cli.report_curves import curve_sections
 from shared_core.cli.report_details import detail_sections
-from shared_core.cli.run_folder import RunFolder
-from shared_core.errors import CheckpointError
+from shared_core.cli.run_folder import RunFolder, of_ours
 from shared_core.page import Cell, Section, Table, can_draw
 from shared_core.receipt_page import Block, asked, happened, limited
 
@@ -24,23 +23,24 @@ def page_of(runs: Sequence[RunFolder]) -> tuple[str, list[Section]]:
     Raises:
         CheckpointError: If a file does not hold what this library writes.
     """
-    try:
+    with of_ours(*runs):
         title, sections = _one(runs[0]) if len(runs) == 1 else _several(runs)
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
-        files = ", ".join(f"{run.path}: {', '.join(run.files)}" for run in runs)
-        raise CheckpointError(
-            f"report: files must hold what efftrain writes, got {error!r} in one of {files}"
-        ) from error
     return title, [*([] if can_draw() else [Section("Plots", [_NO_PLOTS])]), *sections]
 
 
 def as_values(run: RunFolder) -> dict[str, Any]:
-    """Return what `eff report --json` prints of a run beside its receipt."""
+    """Return what `eff report --json` prints of a run beside its receipt.
+
+    Raises:
+        CheckpointError: If a file does not hold what this library writes.
+    """
+    with of_ours(run):
+        found = [vars(change) for change in changes(run)]
     return {
         "path": str(run.path),
         "files": run.files,
         "notes": run.notes,
-        "changes": [vars(change) for change in changes(run)],
+        "changes": found,
         "curves": run.curves,
         **run.reports,
         "soups": run.soups,
@@ -88,7 +88,7 @@ def _several(runs: Sequence[RunFolder]) -> tuple[str, list[Section]]:
         Section(
             "Figures",
             [
-                "Those after, of each run; a dash where a run does not hold one.",
+                "Those after; a dash where a run does not hold one.",
                 _side_by_side("figure", figures, names),
             ],
         ),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,10 @@ def read_run(path: Path) -> RunFolder:
     if not path.exists():
         raise CheckpointError(f"report: {path} must be the folder of a finished run, but it does not exist")
     run = RunFolder(path)
-    if path.is_dir():
-        _read_folder(run)
-    _read_beside(run)
+    with of_ours(run):
+        if path.is_dir():
+            _read_folder(run)
+        _read_beside(run)
     if not run.files:
         raise CheckpointError(
             f"report: {path} must hold what a run leaves, got none of {RECEIPT_FILE} (also looked for in */version_*), "
@@ -73,6 +75,20 @@ def read_run(path: Path) -> RunFolder:
             "output folder of a run, a logger's folder, or what a command wrote"
         )
     return run
+
+
+@contextlib.contextmanager
+def of_ours(*runs: RunFolder) -> Iterator[None]:
+    """Tell an error of a reader as one of the files that it reads.
+
+    Raises:
+        CheckpointError: If a file does not hold what this library writes.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        files = "; ".join(f"{run.path}: {', '.join(run.files)}" for run in runs)
+        raise CheckpointError(f"report: files must hold what efftrain writes, got {error!r} in {files}") from error
 
 
 def _read_folder(run: RunFolder) -> None:
