@@ -178,7 +178,8 @@ def _curves(entries: list[Values]) -> dict[str, Curve]:
 
 
 def _add(run: RunFolder, curves: dict[str, Curve]) -> None:
-    """Add curves of a log, but for those that end before what is known: the log of a checkpoint within the run."""
+    """Add curves of a log, but for those that reach less far than what is known: of a checkpoint, or a resumed run."""
     for name, curve in curves.items():
-        if name not in run.curves or run.curves[name][-1][0] <= curve[-1][0]:
+        known = run.curves.get(name)
+        if known is None or curve[-1][0] - curve[0][0] >= known[-1][0] - known[0][0]:
             run.curves[name] = curve
