@@ -110,7 +110,8 @@ def test_a_page_of_everything(run, tmp_path):
     assert "chains of layers equalised" in part(text, "Notes")
     again = report_of(tmp_path / "small")
     assert part(again, "Error of the weights") == part(text, "Error of the weights")
-    assert row(again, "bytes, float and codes")[1] == f"{values['bytes']['quantized']:,}"
+    sizes = f"{values['bytes']['float']:,} | {values['bytes']['quantized']:,}"
+    assert f"| bytes, float and codes | {sizes} |" in part(again, "Before and after")
 
 
 def test_attacks_are_made_on_each_model_and_carried_over_from_the_float_one(run, tmp_path):
