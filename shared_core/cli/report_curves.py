@@ -11,10 +11,11 @@ from shared_core.receipt_page import Block, limited, words
 from shared_core.rooms import ROOMS
 
 _CURVES = 12  # in one plot; more could not be told apart
+_SHARES = ("underflow", "zero", "flushed", "grad_below_normal", "grad_below_subnormal")
 _TIMINGS = ("_runtime", "_per_second", "_time")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Kind:
     title: str
     label: str
@@ -31,31 +32,26 @@ def _is_ours(name: str) -> bool:
 
 
 def _is_loss(name: str) -> bool:
-    return "loss" in name and "/" not in name
+    return "loss" in name and not _is_ours(name)
 
 
-_SHARES = _named(*(f"loss_scale/{name}" for name in ("underflow", "zero", "flushed", "grad_below_normal")))
-_OWN_PLOTS = _named(
-    "prune/sparsity", "ticket/left", "loss_scale/scale", "loss_scale/skipped", "loss_scale/headroom",
-    "loss_scale/grad_below_subnormal", "loss_scale/update_to_weight",
-)  # fmt: skip
+def _is_quality(name: str) -> bool:
+    return name.startswith(("eval", "val", "test")) and not _is_loss(name)
+
+
+# a figure belongs to the first kind that has it; those without a label are of many scales, and are not drawn
 KINDS = (
     _Kind("Loss", "loss", _is_loss),
-    _Kind("Quality in validations", "metric", lambda name: name.startswith(("eval_", "val_")) and not _is_loss(name)),
+    _Kind("Quality in validations", "metric", _is_quality),
     _Kind("Sparsity schedule", "share of the weights within reach", _named("prune/sparsity", "ticket/left")),
     _Kind("Loss scale", "scale", _named("loss_scale/scale"), {"y": 2}),
-    _Kind(
-        "Underflow", "share of the gradients' elements", lambda name: _SHARES(name) or name.endswith("below_subnormal")
-    ),
+    _Kind("Underflow", "share of the gradients' elements", _named(*(f"loss_scale/{name}" for name in _SHARES))),
     _Kind("Steps skipped", "steps", _named("loss_scale/skipped", "fp8/discarded_steps")),
     _Kind("Head-room and updates", "powers of two", _named("loss_scale/headroom", "loss_scale/update_to_weight")),
     _Kind("Loss of distillation", "loss", lambda name: name.startswith("distill/") and name.endswith("loss")),
     _Kind("Device memory", "bytes", _named("memory/allocated", "memory/largest")),
-    _Kind(
-        "Other figures of the techniques",
-        "value",
-        lambda name: _is_ours(name) and not (_SHARES(name) or _OWN_PLOTS(name) or name.startswith("distill/")),
-    ),
+    _Kind("Other figures of the techniques", "", _is_ours),
+    _Kind("Other figures that the trainer logged", "", lambda name: True),
 )
 
 
@@ -65,17 +61,13 @@ def curve_sections(runs: Mapping[str, RunFolder]) -> list[Section]:
     Args:
         runs: Name → run; of several the names are in the legend.
     """
-    sections = []
-    for kind in KINDS:
-        found = {
-            _label(name, figure, len(runs)): curve
-            for name, run in runs.items()
-            for figure, curve in run.curves.items()
-            if kind.has(figure) and not figure.endswith(_TIMINGS)
-        }
-        if found:
-            sections.append(Section(kind.title, list(_blocks(kind, found))))
-    return sections
+    found: dict[_Kind, dict[str, Curve]] = {kind: {} for kind in KINDS}
+    for name, run in runs.items():
+        for figure, curve in run.curves.items():
+            if not figure.endswith(_TIMINGS):
+                kind = next(kind for kind in KINDS if kind.has(figure))
+                found[kind][_label(name, figure, len(runs))] = curve
+    return [Section(kind.title, list(_blocks(kind, curves))) for kind, curves in found.items() if curves]
 
 
 def _label(run: str, figure: str, number: int) -> str:
@@ -84,7 +76,7 @@ def _label(run: str, figure: str, number: int) -> str:
 
 def _blocks(kind: _Kind, found: Mapping[str, Curve]) -> Iterable[Block]:
     moving = {name: curve for name, curve in found.items() if len({value for _, value in curve}) > 1}
-    if moving:
+    if moving and kind.label:
         shown = dict(list(moving.items())[:_CURVES])
         told = "" if len(shown) == len(moving) else f", the first {_CURVES} of {len(moving)} curves"
         yield line_plot(shown, "step", kind.label, f"{kind.title} over the steps{told}", log=kind.log)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shared_core import Recipe, Session
-from shared_core.history import LIMIT, Series
+from shared_core.history import LIMIT, History, Series
 
 RECIPE = {"prune": {"sparsity": 0.5, "begin": 1, "end": 8, "every": 1}}
 
@@ -92,3 +92,13 @@ def test_the_best_checkpoint_of_a_run_does_not_undo_its_history_and_an_old_one_h
     del early["history"]
     resumed, _ = run(6, early)
     assert [point["step"] for point in resumed.receipt()["history"]["figures"]] == [6]
+
+
+def test_on_cuda_the_memory_in_use_is_kept_too_and_the_logger_is_not_told(monkeypatch):
+    stats = {"allocated_bytes": {"all": {"current": 10, "peak": 30}}}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda: stats)
+    history = History()
+    assert history.logged(3, {"prune/sparsity": 0.5}) == {"prune/sparsity": 0.5}
+    point = {"step": 3, "prune/sparsity": 0.5, "memory/allocated": 10.0, "memory/largest": 30.0}
+    assert history.told()["history"]["figures"] == [point]

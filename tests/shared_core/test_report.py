@@ -65,7 +65,10 @@ def eff(*args):
 
 def test_a_page_of_a_run(tmp_path):
     run = write(tmp_path / "run")
-    log = [{"step": 10, "loss": 2.0, "epoch": 1}, {"step": 42, "loss": 1.0, "prune/sparsity": 0.75}]
+    log = [
+        {"step": 10, "loss": 2.0, "epoch": 1, "grad_norm": 3.0, "eval_runtime": 9.0},
+        {"step": 42, "loss": 1.0, "prune/sparsity": 0.75},
+    ]
     write(run / "checkpoint-5", None, trainer_state={"log_history": [{"step": 5, "loss": 9.0}]})
     write(run / "checkpoint-42", None, trainer_state={"log_history": log})
     (run / "model.safetensors").write_bytes(b"x" * 1234)
@@ -80,6 +83,8 @@ def test_a_page_of_a_run(tmp_path):
     assert row(text, "eval_f1, first and last of the run") == ["0.5", "0.75", "1.5×", "validations in training"]
     assert row(text, "bytes of model.safetensors")[:2] == ["–", "1,234"]
     assert row(text, "loss") == ["2", "42", "2", "1", "1", "2"]
+    assert row(part(text, "Other figures that the trainer logged"), "grad_norm")[0] == "1"
+    assert "runtime" not in text
     assert row(text, "a.weight") == ["4, 4", "16", "12", "0.75"]
     for told in ("| prune | head | it is the last |", "no faster", "resumed once", "| a | 0.125 | 0 |"):
         assert told in text
