@@ -82,6 +82,7 @@ class Receipt:
 
     def table(self) -> Table:
         """Return one row a technique: its headline figures, and the time that its own code took."""
+        from rich.markup import escape
         from rich.table import Table
 
         steps = self.values["steps"]
@@ -91,7 +92,7 @@ class Receipt:
         table.add_column("what happened")
         table.add_column("own time (s)", justify="right")
         for key, report in self.values["techniques"].items():
-            table.add_row(key, headline(report), f"{self.values['seconds'].get(key, 0.0):.2f}")
+            table.add_row(escape(key), escape(headline(report)), f"{self.values['seconds'].get(key, 0.0):.2f}")
         return table
 
     def text(self, width: int = 110) -> str:

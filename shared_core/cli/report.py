@@ -40,12 +40,14 @@ def report(
 
     if len({run.resolve() for run in runs}) < len(runs):
         raise ConfigError(f"eff report: runs must differ, got {' '.join(map(str, runs))}; name each once")
+    if out is not None:
+        check_place(out, "eff report: --out")
     found = [read_run(run) for run in runs]
     if out is None and not as_json:
         home = Path() if len(runs) > 1 else runs[0] if runs[0].is_dir() else runs[0].parent
         out = home / PAGE
+        check_place(out, "eff report: the page")
     if out is not None:
-        check_place(out, "eff report: --out")
         write_page(out, *page_of(found))
     if as_json:
         values = [{**(run.receipt or {}), "report": as_values(run)} for run in found]
@@ -54,4 +56,4 @@ def report(
     for run in found:
         if run.receipt is not None:
             typer.echo(Receipt(run.receipt).text())
-    typer.echo(f"wrote {out} and {out.with_suffix('.md') if out else ''}")
+    typer.echo(f"wrote {out}, and .md with the same words beside it")

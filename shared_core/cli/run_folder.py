@@ -26,6 +26,7 @@ REPORTS = {
     "chain": "chain.json",
 }
 _LOG, _STATE, _SOUP, _COMMAND = "metrics.csv", "trainer_state.json", "soup_path.json", ".eff.json"
+_SEARCH = "lottery.json"  # beside the curve of a lottery; other programs write curves too
 _AXES = ("step", "epoch", "total_flos")
 
 
@@ -115,7 +116,8 @@ def _read_folder(run: RunFolder) -> None:
     if any(home.glob("events.out.tfevents.*")):
         run.notes.append("TensorBoard's events in this folder are not read; the curves are those of the receipt")
     for name, file in REPORTS.items():
-        if (found := _json(run, run.path / file)) is not None:
+        is_foreign = name == "curve" and not (run.path / _SEARCH).is_file()
+        if not is_foreign and (found := _json(run, run.path / file)) is not None:
             run.reports[name] = found
 
 

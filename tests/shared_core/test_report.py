@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError
 
-HOSTILE = "<script>alert(1)</script>|[x](javascript:y)\"'&"
+HOSTILE = "[/b]<script>alert(1)</script>|[x](javascript:y)\"'&"
 RECEIPT = {
     "recipe": {"prune": {"sparsity": 0.8, "begin": 0.0, "end": 1.0}, "loss_scale": {"kind": "dynamic"}},
     "front_end": "hf",
@@ -199,11 +199,11 @@ def test_without_matplotlib_the_tables_stay(tmp_path, monkeypatch):
     ("files", "match"),
     [
         (None, r"none must be the folder of a finished run, but it does not exist"),
-        ({}, r"none must hold what a run leaves, got none of eff_receipt.json \(also looked for in \*/version_\*\)"),
+        ({"curve.json": "not ours"}, r"none must hold what a run leaves, got none of eff_receipt.json \(also looked for in \*/version_\*\)"),
         ({"eff_receipt.json": "{"}, r"eff_receipt.json: file must be JSON, .* give another folder"),
         ({"eff_receipt.json": "[1]"}, r"must hold a JSON object, got list"),
         ({"eff_receipt.json": '{"techniques": 3}'}, r"report: files must hold what efftrain writes, got .*eff_receipt"),
-        ({"curve.json": '{"rows": []}'}, r"must hold what efftrain writes, got .* curve.json"),
+        ({"lottery.json": "{}", "curve.json": '{"rows": []}'}, r"must hold what efftrain writes, got .* curve.json"),
         ({"metrics.csv": b"\xff\xfe\x00"}, r"metrics.csv: file must be a log of Lightning's CSVLogger"),
     ],
 )  # fmt: skip
