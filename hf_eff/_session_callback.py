@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hf_eff._checkpoints import clean_run, complete_saved, damage, load_renamed_, newest_whole, save_whole, step_of
 from hf_eff._given import GivenCallbacks
+from hf_eff._model_card import tell_in_card
 from hf_eff._poisson import PoissonData
 from hf_eff._scaler_swap import ScalerSwap
 from hf_eff._services import TrainerServices
@@ -103,6 +104,7 @@ class SessionCallback(TrainerCallback):
             "_load_from_checkpoint": self._load_from_checkpoint,
             "_load_optimizer_and_scheduler": self._load_optimizer_and_scheduler,
             "_load_best_model": self._load_best_model,
+            "create_model_card": functools.partial(tell_in_card, self),
         }
         self._wrapped = [Wrapped(trainer, name, outer) for name, outer in around.items()]
         self._wrapped.append(Wrapped(trainer.accelerator, "unscale_gradients", self._unscale_gradients))
@@ -212,9 +214,7 @@ class SessionCallback(TrainerCallback):
         )
         self._poisson.resume(state.global_step, loader)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bake, on every process; the best model has been loaded."""
         self.session.finish()
 

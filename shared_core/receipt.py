@@ -81,6 +81,7 @@ class Receipt:
 
     def table(self) -> Table:
         """Return one row a technique: its headline figures, and the time that its own code took."""
+        from rich.markup import escape
         from rich.table import Table
 
         steps = self.values["steps"]
@@ -90,7 +91,7 @@ class Receipt:
         table.add_column("what happened")
         table.add_column("own time (s)", justify="right")
         for key, report in self.values["techniques"].items():
-            table.add_row(key, _headline(report), f"{self.values['seconds'].get(key, 0.0):.2f}")
+            table.add_row(escape(key), escape(headline(report)), f"{self.values['seconds'].get(key, 0.0):.2f}")
         return table
 
     def text(self, width: int = 110) -> str:
@@ -114,13 +115,22 @@ def figures(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if _is_figure(name, value)}
 
 
+def device_memory() -> dict[str, float]:
+    """Return the bytes that tensors take on the CUDA device now, and the most so far; nothing without one."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    found = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]  # the flat form costs much more
+    return {"memory/allocated": float(found["current"]), "memory/largest": float(found["peak"])}
+
+
 def _is_figure(name: str, value: Any) -> bool:
     is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
     of_a_technique = name.partition("/")[0] in ROOMS  # Lightning hands back what was logged for us
     return is_number and not isinstance(value, bool) and not name.endswith(_TIMINGS) and not of_a_technique
 
 
-def _headline(report: Mapping[str, Any]) -> str:
+def headline(report: Mapping[str, Any]) -> str:
+    """Return the plain figures of a technique's report in one line, and of lists how long they are."""
     parts = []
     for name, value in report.items():
         if isinstance(value, bool | str) or value is None:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from shared_core import compatibility, session_state
 from shared_core.errors import TrainingError
+from shared_core.history import History
 from shared_core.plain_checkpoint import PlainKeys
-from shared_core.receipt import Receipt, environment, figures
+from shared_core.receipt import Receipt, environment
 from shared_core.recipe import Recipe
 from shared_core.rooms import ROOMS
 from shared_core.technique import (
@@ -72,11 +73,10 @@ class Session:
         self.notes: list[str] = []
         self._seconds = dict.fromkeys(self.techniques, 0.0)
         self._eval_depth = 0
-        self._is_saving = False
         self._plain: PlainKeys | None = None
-        self._begun = self._finished = False
+        self._begun = self._finished = self._is_saving = False
         self._final_reports: dict[str, Any] = {}
-        self._validation: dict[str, float] = {}
+        self._history = History()
         self._started = time.perf_counter()
         self._driven = driven(self.techniques)
 
@@ -279,7 +279,7 @@ class Session:
 
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Tell what the user's own validation of the present weights found; nothing happens before `begin`."""
-        self._validation |= figures(metrics) if self._begun else {}
+        self._history.validated(self.step, metrics if self._begun else {})
         self._drive("evaluated", metrics)
 
     def finish(self) -> None:
@@ -325,7 +325,7 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """Return all that an exact resume needs, beside what the trainer saves itself."""
         context = self._attached("state_dict")
-        return session_state.of(context, self.techniques, self.recipe, self.skipped)
+        return session_state.of(context, self.techniques, self.recipe, self.skipped, self._history)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back a saved state, after `attach` and before `begin`. A changed recipe is told, not hidden.
@@ -334,14 +334,14 @@ class Session:
             CheckpointError: If the state is not a session's.
         """
         context = self._attached("load_state_dict")
-        recipe, self.skipped = session_state.restore(state, context, self.techniques)
+        recipe, self.skipped = session_state.restore(state, context, self.techniques, self._history)
         for change in self.recipe.changes_since(recipe):
             self.note(f"resumed {change}")
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of all techniques for progress bar and logger."""
-        found = (technique.metrics() for technique in self.techniques.values())
-        return {name: value for metrics in found for name, value in metrics.items()}
+        """Return the figures of all techniques for progress bar and logger, and keep them for the receipt."""
+        metrics = {name: value for one in self.techniques.values() for name, value in one.metrics().items()}
+        return self._history.logged(self.step, metrics)
 
     def note(self, text: str) -> None:
         """Tell the user one line now, and keep it for the receipt; the same line only once."""
@@ -362,7 +362,7 @@ class Session:
                 "wall_seconds": round(time.perf_counter() - self._started, 3),
                 "seconds": {key: round(spent, 4) for key, spent in self._seconds.items()},
                 "techniques": self._final_reports or self._reports(),
-                "validation": self._validation,
+                **self._history.told(),
                 "notes": list(self.notes),
             },
             [technique.write for technique in self.techniques.values()] if self._begun else (),

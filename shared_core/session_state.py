@@ -6,21 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared_core.errors import CheckpointError
+from shared_core.history import History
 from shared_core.recipe import Recipe
 from shared_core.technique import Context, Technique
 
 
-def of(context: Context, techniques: Mapping[str, Technique], recipe: Recipe, skipped: int) -> dict[str, Any]:
+def of(
+    context: Context, techniques: Mapping[str, Technique], recipe: Recipe, skipped: int, history: History
+) -> dict[str, Any]:
     """Return the state as plain values and tensors."""
     return {
         "step": context.step, "skipped": skipped, "recipe": recipe.to_dict(),
-        "generator": context.generator.get_state(),
+        "generator": context.generator.get_state(), "history": history.state_dict(),
         "techniques": {key: technique.state_dict() for key, technique in techniques.items()},
     }  # fmt: skip
 
 
 def restore(
-    state: Mapping[str, Any], context: Context, techniques: Mapping[str, Technique]
+    state: Mapping[str, Any], context: Context, techniques: Mapping[str, Technique], history: History
 ) -> tuple[Mapping[str, Any], int]:
     """Put a saved state back; return the recipe that it was saved with and how many steps had been skipped.
 
@@ -31,6 +34,7 @@ def restore(
         saved, recipe = state["techniques"], state["recipe"]
         step, skipped = int(state["step"]), int(state["skipped"])
         context.generator.set_state(state["generator"])
+        history.load_state_dict(state.get("history", {}))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"session: state must be one that a session saved, got {error!r}") from error
     context.step = step

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shared_core.cli.folders import keep_report
 from shared_core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -59,8 +60,9 @@ def compress(
     size = done.original_bytes + sum(len(content) for content in files.values())
     if size > FREE_BYTES + FREE_RATIO * done.file_bytes:
         typer.echo(f"so much smaller that eff decompress takes it for an attack: add --max-bytes {size}", err=True)
+    told = dataclasses.asdict(done) | {"path": str(out), "ratio": done.ratio, "decompression_seconds": seconds}
+    keep_report(out, told)
     if as_json:
-        told = dataclasses.asdict(done) | {"path": str(out), "ratio": done.ratio, "decompression_seconds": seconds}
         typer.echo(json.dumps(told, indent=2))
         return
     _tell(done, seconds)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shared_core.cli.folders import keep_report
 from shared_core.cli.loading import build_model, load_weights, user_batches
 from shared_core.errors import ConfigError
 from shared_core.strict_json import json_text
@@ -66,6 +67,7 @@ def export(
         network, inputs, out,
         opset=opset, dynamic_batch=not static_batch, verify=not no_verify, calibration=batches,
     )  # fmt: skip
+    keep_report(out, dataclasses.asdict(report))
     if as_json:
         typer.echo(json_text(dataclasses.asdict(report)))
         return
@@ -88,6 +90,7 @@ def _export_program(
     from shared_core.quantization.export_executorch import export_executorch
 
     report = export_executorch(network, inputs, out, verify=verify, calibration=batches)
+    keep_report(out, dataclasses.asdict(report))
     if as_json:
         typer.echo(json_text(dataclasses.asdict(report)))
         return

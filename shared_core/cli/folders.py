@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shared_core.atomic import atomic_write
 from shared_core.cli.run import front_ends
 from shared_core.errors import CheckpointError, MissingExtraError
+from shared_core.strict_json import json_text
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -60,6 +63,12 @@ def _from_folder(way: str, folder: Path, where: str, *student: nn.Module) -> nn.
                 raise CheckpointError(f"{where}: {folder} must be a model that can be loaded: {told}") from error
             return loaded
     raise MissingExtraError(f"{where}: a model folder", "transformers", "hf")
+
+
+def keep_report(out: Path, values: Mapping[str, Any]) -> None:
+    """Write what a command tells of the file that it wrote beside it, for `eff report`."""
+    with atomic_write(out.with_name(f"{out.name}.eff.json")) as temporary:
+        temporary.write_text(json_text(values) + "\n", encoding="utf-8")
 
 
 def copy_beside(source: Path, target: Path) -> None:

@@ -16,10 +16,10 @@ import typer
 from shared_core.cli import quantize_report_measures as measures
 from shared_core.cli.export import load_quantized
 from shared_core.cli.loading import build_model, function, load_weights, user_batches
-from shared_core.cli.page import Cell, Section, Table, check_page, write_page
 from shared_core.cli.progress_bar import bar
 from shared_core.cli.quantize_report import sections, tell
 from shared_core.errors import CheckpointError, ConfigError
+from shared_core.page import Cell, Section, Table, check_page, write_page
 from shared_core.strict_json import json_text
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared_core.cli.page import Cell, Plot, Section, Table, bar_plot, line_plot
+from shared_core.page import Cell, Plot, Section, Table, bar_plot, line_plot
 
 Values = Mapping[str, Any]
 _PLOTTED = 60  # bars; more would not be read

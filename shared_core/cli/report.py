@@ -1,4 +1,4 @@
-"""`eff report`: the receipt of a finished run."""
+"""`eff report`: a finished run, or several beside each other, as a page, a table and JSON."""
 
 from __future__ import annotations
 
@@ -7,18 +7,53 @@ from typing import Annotated
 
 import typer
 
+PAGE = "eff_report.html"
+
 
 def report(
-    run: Annotated[Path, typer.Argument(help="Output folder of a run (holds eff_receipt.json).")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the receipt as JSON.")] = False,
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Output folders of runs, loggers or commands, or files that commands wrote; several: a comparison."
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"The .html page to write, and .md beside it; default {PAGE} in the folder, or here for several."
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON; the page is then written only where --out says.")
+    ] = False,
 ) -> None:
-    """Show what a run was asked, what it touched, what ran and what it cost."""
-    from shared_core.errors import CheckpointError
-    from shared_core.receipt import RECEIPT_FILE, Receipt
+    """Show what runs were asked, what happened, quality and size before and after, and their curves.
+
+    The page is one file that loads nothing; plots need matplotlib. What a run's folder does not hold is not shown.
+    """
+    from shared_core.cli.report_page import as_values, page_of
+    from shared_core.cli.run_folder import read_run
+    from shared_core.errors import ConfigError
+    from shared_core.page import check_place, write_page
+    from shared_core.receipt import Receipt
     from shared_core.strict_json import json_text
 
-    try:
-        receipt = Receipt.read(run)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"report: {run / RECEIPT_FILE} must be a receipt, got {error}") from error
-    typer.echo(json_text(receipt.values) if as_json else receipt.text())
+    if len({run.resolve() for run in runs}) < len(runs):
+        raise ConfigError(f"eff report: runs must differ, got {' '.join(map(str, runs))}; name each once")
+    if out is not None:
+        check_place(out, "eff report: --out")
+    found = [read_run(run) for run in runs]
+    if out is None and not as_json:
+        home = Path() if len(runs) > 1 else runs[0] if runs[0].is_dir() else runs[0].parent
+        out = home / PAGE
+        check_place(out, "eff report: the page")
+    if out is not None:
+        write_page(out, *page_of(found))
+    if as_json:
+        values = [{**(run.receipt or {}), "report": as_values(run)} for run in found]
+        typer.echo(json_text(values[0] if len(values) == 1 else {"runs": values}))
+        return
+    for run in found:
+        if run.receipt is not None:
+            typer.echo(Receipt(run.receipt).text())
+    typer.echo(f"wrote {out}, and .md with the same words beside it")

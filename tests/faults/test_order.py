@@ -6,7 +6,7 @@ import pytest
 from fault_points import recorded
 from fault_writers import IN_PLACE, WRITERS, Simple
 
-from shared_core.cli.page import Section, write_page
+from shared_core.page import Section, write_page
 from shared_core.pruning.lottery.curve import CurveRow, TicketCurve
 from shared_core.recipe import Recipe
 from shared_core.soup.diagnosis import Diagnosis

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from chain_stage import write_safetensors
+from reports import report_of
 from typer.testing import CliRunner
 
 from shared_core.chain import StageError, TeacherChain, plan_stages
@@ -128,6 +129,7 @@ def test_a_killed_stage_is_run_again_and_finished_ones_are_not(tmp_path, command
     told = json.loads(done.stdout)
     rows = told["stages"]
     assert [row["metric"] for row in rows] == [0.3, 0.2]
+    assert "| 2 | 20 | 20 | stage-1 | eval_accuracy 0.2, eval_f1 0.2 |" in report_of(out)
     assert [(row["parameters"], row["teacher_parameters"]) for row in rows] == [(30, 40), (20, 30)]
     assert rows[0]["metrics"] == {"eval_accuracy": 0.3, "eval_f1": 0.3}
     assert "training stage-2" in done.stderr

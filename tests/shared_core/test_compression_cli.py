@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import typer
+from reports import report_of, row
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 from typer.testing import CliRunner
@@ -43,6 +44,8 @@ def test_a_state_dict_there_and_back(tmp_path):
     assert (told["file_bytes"], told["original_bytes"]) == (size, original)
     assert told["ratio"] == original / size
     assert told["decompression_seconds"] > 0
+    text = report_of(tmp_path / "m.eff")
+    assert row(text, "bytes of the weights, as given and in m.eff")[:2] == [f"{original:,}", f"{size:,}"]
     told = json.loads(run("decompress", tmp_path / "m.eff", "--out", tmp_path / "back", "--json"))
     assert told["bytes"] == original
     assert told["decompression_seconds"] > 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from lottery_runs import train
+from reports import part, report_of
 from typer.testing import CliRunner
 
 from shared_core import Recipe
@@ -77,6 +78,9 @@ def test_a_search_writes_table_json_csv_and_plot(tmp_path):
     assert list(told["history"][0]["metrics"]) == ["val_loss"]  # and not how long it took
     assert sum(entry["kept"] for entry in told["tensors"]) == told["kept"] == curve.rows[1].kept
     assert not list(tmp_path.rglob(".eff-tmp-*"))
+    text = part(report_of(tmp_path), "Lottery tickets")
+    assert text.count("| random mask |") == text.count("| random re-init |") == text.count("| dense |") == 1
+    assert f"| 1 | winning ticket | {curve.rows[1].kept:,} | {curve.rows[1].left:.6g} |" in text
 
 
 def test_a_stopped_search_goes_on_and_can_be_extended(tmp_path):

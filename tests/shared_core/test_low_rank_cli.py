@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from reports import report_of, row
 from torch import nn
 from typer.testing import CliRunner
 
@@ -59,6 +60,9 @@ def test_the_folder_loads_and_its_report_is_true(run, tmp_path):
     multiplied = sum(parameter.numel() for parameter in small.parameters() if parameter.dim() == 2)
     assert report["flops"]["after"] == 2 * 2 * multiplied  # of two inputs
     assert report["quality"]["low_rank"] == pytest.approx(quality(small))
+    text = report_of(tmp_path / "small")
+    assert row(text, "parameters")[:2] == [f"{report['parameters'][when]:,}" for when in ("before", "after")]
+    assert row(text, report["layers"][0]["name"])
     assert isinstance(small[4], nn.Linear)  # the head
     # its ranks are those of a run that is given it
     fresh = model()

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from reports import report_of, row
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
@@ -114,6 +115,11 @@ def test_the_folder_holds_plain_weights_and_a_report(run, tmp_path):
     assert all(torch.equal(value, written[name]) for name, value in expected.state_dict().items())
     assert report["quality"] == {"dense": before, "pruned": run.task.quality(expected.eval())}
     assert report["pruned"] == int((written["3.weight"] == 0).sum() + (written["7.weight"] == 0).sum())
+    text = report_of(tmp_path / "out")
+    quality, pruned = report["quality"], report["pruned"]
+    assert row(text, "quality, dense and pruned")[:2] == [f"{quality['dense']:.6g}", f"{quality['pruned']:.6g}"]
+    assert row(text, "zeros among the weights within reach")[:2] == ["–", f"{pruned:,}"]
+    assert row(text, "criterion") == ["fisher"]
 
 
 def test_a_table_tells_what_was_pruned(run):

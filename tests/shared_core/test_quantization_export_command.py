@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from quantization_export_runs import examples, expected, mlp, run, trained
+from reports import report_of, row
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -65,6 +66,7 @@ def test_the_command_exports_what_either_trainer_saved(room):
     report = json.loads(eff("export_task:build", "--weights", "run", "--out", "model.onnx", "--json").output)
     assert report["integer_nodes"] == {"QGemm": 3}
     assert report["largest_difference"] <= 1e-5
+    assert row(report_of(room / "model.onnx"), "bytes of model.onnx")[1] == f"{report['bytes']:,}"
 
 
 def test_the_command_refuses(room):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from quantization_digits import accuracy, batches, data, trained
+from reports import part, report_of
 from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
@@ -60,10 +61,6 @@ def told(path):
     return json.loads((path / "eff_quantization.json").read_text())
 
 
-def part(text, heading):
-    return text.split(f"## {heading}\n")[1].split("\n## ")[0]
-
-
 CALIBRATED = ("--calibration", "report_task:calibration", "--out")
 JUDGED = ("--eval", "report_task:accuracy", *CALIBRATED)
 
@@ -111,6 +108,10 @@ def test_a_page_of_everything(run, tmp_path):
     for form in ("float32", "bfloat16", "int8 reference", "torchao"):
         assert f"| {form} | " in part(text, "Latency")
     assert "chains of layers equalised" in part(text, "Notes")
+    again = report_of(tmp_path / "small")
+    assert part(again, "Error of the weights") == part(text, "Error of the weights")
+    sizes = f"{values['bytes']['float']:,} | {values['bytes']['quantized']:,}"
+    assert f"| bytes, float and codes | {sizes} |" in part(again, "Before and after")
 
 
 def test_attacks_are_made_on_each_model_and_carried_over_from_the_float_one(run, tmp_path):

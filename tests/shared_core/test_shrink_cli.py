@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import typer
+from reports import report_of, row
 from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
@@ -63,6 +64,9 @@ def test_the_weights_load_into_a_smaller_model(run, tmp_path):
     whole.load_state_dict(load_file(tmp_path / "pruned.safetensors"))
     x = torch.randn(5, 8)
     assert torch.allclose(small(x), whole(x), atol=1e-6)
+    text = report_of(tmp_path / "small")
+    assert row(text, "bytes") == ["300", "204", "0.68×", "eff shrink"]
+    assert row(text, "0") == ["6", "2"]
 
 
 def test_inputs_can_come_from_a_function_of_their_own_and_are_told_as_a_table(run):

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from reports import report_of, row
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -58,6 +59,9 @@ def test_a_greedy_soup_of_a_run(room):
     assert [row["accepted"] for row in path["history"]] == [True, True, False]
     assert {file.name for file in (room / "soup").iterdir()} == {"model.safetensors", "config.json", "soup_path.json"}
     assert b"<svg" in (room / "path.svg").read_bytes()
+    text = report_of(room / "soup")
+    assert row(text, "held-out metric, first ingredient and soup")[:2] == ["-0.4", "-0.1"]
+    assert [line.split(" | ")[4] for line in text.splitlines() if "checkpoint-" in line] == ["yes", "yes", "no"]
 
 
 def test_json_is_all_that_goes_to_stdout(room):

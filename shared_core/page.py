@@ -7,7 +7,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Plot:
-    """An SVG and what it shows, in words: the Markdown page has those alone."""
+    """An SVG and what it shows, in words: the Markdown page has those alone, and so has HTML where nothing draws."""
 
     svg: bytes
     caption: str
@@ -42,13 +42,17 @@ class Section:
     blocks: Sequence[str | Table | Plot]
 
 
+_MARKED, _LONGEST = 40, 60  # points of a curve with a mark on each, characters of a name in a plot
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1b1b1b; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2rem; border-bottom: 1px solid #ccc }
+:root { color-scheme: light dark }
+body { font: 15px/1.5 system-ui, sans-serif; overflow-wrap: break-word }
+body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2rem; border-bottom: 1px solid #8886 }
 table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto }
-th, td { padding: .2rem .7rem; border-bottom: 1px solid #e2e2e2; text-align: left }
-th { border-bottom: 2px solid #999 } .n { text-align: right; font-variant-numeric: tabular-nums }
-figure { margin: 1rem 0 } img { max-width: 100% } figcaption { color: #555 }
+th, td { padding: .2rem .7rem; border-bottom: 1px solid #8884; text-align: left }
+th { border-bottom: 2px solid #888 } .n { text-align: right; font-variant-numeric: tabular-nums }
+figure { margin: 1rem 0 } img { max-width: 100% } figcaption { opacity: .75 }
+@media (prefers-color-scheme: dark) { img { filter: invert(.9) hue-rotate(180deg) } }
 """.strip()
 
 
@@ -78,9 +82,9 @@ def build_page(title: str, sections: Iterable[Section]) -> tuple[str, str]:
     written = [f"# {_plain(title)}"]
     for section in sections:
         shown += [f"<h2>{html.escape(section.title)}</h2>", *map(_html, section.blocks)]
-        written += [f"## {_plain(section.title)}", *map(_markdown, section.blocks)]
+        written.append(markdown(section))
     head = (
-        '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width">\n'
+        '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         "style-src 'unsafe-inline'\">\n"
         f"<title>{html.escape(title)}</title>\n<style>\n{_STYLE}\n</style>"
@@ -90,7 +94,12 @@ def build_page(title: str, sections: Iterable[Section]) -> tuple[str, str]:
     return page, "\n\n".join(written) + "\n"
 
 
-def check_page(path: Path, where: str, made: Path | None = None) -> None:
+def markdown(section: Section) -> str:
+    """Return a section as Markdown, under a heading of the second level."""
+    return "\n\n".join([f"## {_plain(section.title)}", *map(_markdown, section.blocks)])
+
+
+def check_place(path: Path, where: str, made: Path | None = None) -> None:
     """Refuse a place where no page can be written, before any work.
 
     Args:
@@ -101,7 +110,6 @@ def check_page(path: Path, where: str, made: Path | None = None) -> None:
     Raises:
         ConfigError: If it is no ``.html`` file in a folder that exists.
         CheckpointError: If something other than a file lies there.
-        MissingExtraError: If matplotlib, which draws the plots, is not installed.
     """
     exists = path.parent.is_dir() or (made is not None and path.parent.resolve() == made.resolve())
     if path.suffix != ".html" or not exists:
@@ -109,10 +117,26 @@ def check_page(path: Path, where: str, made: Path | None = None) -> None:
     for target in (path, path.with_suffix(".md")):
         if target.exists() and not target.is_file():
             raise CheckpointError(f"{where} must be a file, got {target}; choose another name")
+
+
+def check_page(path: Path, where: str, made: Path | None = None) -> None:
+    """Refuse a place as `check_place` does, and to go on without what draws plots.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+    """
+    check_place(path, where, made)
+    if not can_draw():
+        raise MissingExtraError(where, "matplotlib", "plots")
+
+
+def can_draw() -> bool:
+    """Return whether matplotlib, which draws the plots, is installed."""
     try:
         import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError(where, "matplotlib", "plots") from error
+    except ImportError:
+        return False
+    return True
 
 
 def write_page(path: Path, title: str, sections: Iterable[Section]) -> None:
@@ -146,7 +170,7 @@ def bar_plot(values: Mapping[str, float], label: str, caption: str) -> Plot:
         axes = figure.subplots()
         bars = axes.barh(range(len(finite)), list(finite.values()), color="#0072b2")
         axes.bar_label(bars, [_text(value, 3) for value in finite.values()], padding=3, fontsize=8)
-        axes.set_yticks(range(len(finite)), list(finite))
+        axes.set_yticks(range(len(finite)), [_short(name) for name in finite])
         axes.invert_yaxis()
         axes.margins(x=0.12)
         axes.set_xlabel(label)
@@ -154,31 +178,53 @@ def bar_plot(values: Mapping[str, float], label: str, caption: str) -> Plot:
     return _drawn(draw, (8.0, 1.0 + 0.26 * max(len(finite), 1)), caption)
 
 
-def line_plot(curves: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str, caption: str) -> Plot:
+def line_plot(
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    x: str,
+    y: str,
+    caption: str,
+    *,
+    marks: Collection[str] = (),
+    log: Mapping[str, int] | None = None,
+) -> Plot:
     """Return a plot of curves through points (x, y), each with its name in the legend.
 
     Args:
-        curves: Name → points.
+        curves: Name → points; those without a point are left out.
         x: Label of the horizontal axis, with its unit.
         y: Of the vertical one.
         caption: What the plot shows.
+        marks: Names of those whose points are not joined by lines.
+        log: Axes that are logarithmic, ``"x"`` or ``"y"``, with the base of their ticks.
     """
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         styles = zip(("-", "--", "-.", ":") * len(curves), ("o", "s", "^", "x", "d") * len(curves), strict=False)
         for (name, points), (line, mark) in zip(curves.items(), styles, strict=False):
-            axes.plot(*zip(*points, strict=True), line, marker=mark, label=name)
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True),
+                    linestyle="none" if name in marks else line,
+                    marker=mark if len(points) <= _MARKED or name in marks else "",
+                    label=_short(name),
+                )
         if all(float(place).is_integer() for points in curves.values() for place, _ in points):
             axes.xaxis.get_major_locator().set_params(integer=True)
+        for axis, base in (log or {}).items():
+            getattr(axes, f"set_{axis}scale")("log", base=base)
+            getattr(axes, f"{axis}axis").set_major_formatter("{x:g}")
         axes.set_xlabel(x)
         axes.set_ylabel(y)
-        axes.legend()
+        if axes.lines:
+            axes.legend()
 
     return _drawn(draw, (8.0, 4.0), caption)
 
 
 def _drawn(draw: Any, size: tuple[float, float], caption: str) -> Plot:
+    if not can_draw():
+        return Plot(b"", caption)
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -192,6 +238,12 @@ def _drawn(draw: Any, size: tuple[float, float], caption: str) -> Plot:
         figure.axes[0].grid(alpha=0.3)
         figure.savefig(stream, format="svg", metadata={"Date": None})
     return Plot(stream.getvalue(), caption)
+
+
+def _short(name: str) -> str:
+    """Return a name as a plot has room for it; a leading underscore would keep it out of the legend."""
+    name = name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}"
+    return f"\u200b{name}" if name.startswith("_") else name
 
 
 def _text(cell: Cell, digits: int = 6) -> str:
@@ -216,6 +268,8 @@ def _html(block: str | Table | Plot) -> str:
         return f"<p>{html.escape(block)}</p>"
     if isinstance(block, Plot):
         data, caption = base64.b64encode(block.svg).decode("ascii"), html.escape(block.caption)
+        if not block.svg:
+            return f"<p>Plot, not drawn: {caption}</p>"
         image = f'<img alt="{caption}" src="data:image/svg+xml;base64,{data}">'
         return f"<figure>\n{image}\n<figcaption>{caption}</figcaption>\n</figure>"
     marks = [' class="n"' if numeric else "" for numeric in _numeric(block)]

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import matplotlib
 import pytest
 
-from shared_core.cli.page import Plot, Section, Table, bar_plot, build_page, check_page, line_plot, write_page
 from shared_core.errors import CheckpointError, ConfigError, MissingExtraError
+from shared_core.page import Plot, Section, Table, bar_plot, build_page, check_page, line_plot, write_page
 
 HOSTILE = '<script>alert("x & y")</script>|`a`*b*_c_[d](e)~'
 VOID = {"meta", "img"}

@@ -1,0 +1,85 @@
+"""Figures of a run over its steps, as many as can be looked at: what plots of a receipt are drawn from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shared_core.receipt import device_memory, figures
+
+LIMIT = 200  # even: see `Series.add`
+
+
+class Series:
+    """Points over steps; when there are more than `LIMIT`, every other one goes, but never the first nor the latest.
+
+    What is left depends on what was added alone, so that a resumed run ends with the points of one that was not
+    stopped.
+
+    Example:
+        >>> series = Series()
+        >>> for step in range(1, 1002):
+        ...     series.add(step, {"prune/sparsity": step / 2000})
+        >>> len(series.points), [point["step"] for point in series.points[:3]], series.points[-1]["step"]
+        (126, [1, 9, 17], 1001)
+    """
+
+    def __init__(self) -> None:
+        self.points: list[dict[str, float]] = []
+        self._stride, self._seen = 1, 0
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Add what was found at a step; of a step that is there already, more or newer figures."""
+        if not values:
+            return
+        if self.points and self.points[-1]["step"] == step:
+            self.points[-1] |= values
+            return
+        if self.points and (self._seen - 1) % self._stride:
+            self.points.pop()  # the latest until now lies between those that stay
+        self.points.append({"step": step, **values})
+        self._seen += 1
+        if len(self.points) > LIMIT:  # an odd number, so that the latest stays
+            self.points = self.points[::2]
+            self._stride *= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the points and where they stand among all."""
+        return {"points": [dict(point) for point in self.points], "stride": self._stride, "seen": self._seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.points = [dict(point) for point in state["points"]]
+        self._stride, self._seen = int(state["stride"]), int(state["seen"])
+
+
+class History:
+    """What the trainer logged of the techniques, and what the user's validations found, over applied steps."""
+
+    def __init__(self) -> None:
+        self._series = {"figures": Series(), "validation": Series()}
+
+    def logged(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Add figures of the techniques, and on CUDA the bytes in use and the most so far; return the figures."""
+        self._series["figures"].add(step, {name: float(value) for name, value in metrics.items()} | device_memory())
+        return metrics
+
+    def validated(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add the numbers of a validation."""
+        self._series["validation"].add(step, figures(metrics))
+
+    def told(self) -> dict[str, Any]:
+        """Return the points for the receipt, and under ``validation`` the latest value of each figure of it."""
+        points = self._series["validation"].points
+        latest = {name: value for point in points for name, value in point.items() if name != "step"}
+        return {"validation": latest, "history": {name: series.points for name, series in self._series.items()}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all points."""
+        return {name: series.state_dict() for name, series in self._series.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the points back, unless there are some: the best checkpoint of a run does not undo what happened."""
+        for name, series in self._series.items():
+            if name in state and not series.points:
+                series.load_state_dict(state[name])

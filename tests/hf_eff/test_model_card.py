@@ -1,0 +1,57 @@
+"""The model card of a run with techniques: the trainer's own, and a section of ours at its end."""
+
+import json
+
+from transformers import Trainer
+
+from hf_eff import Pruning
+from hf_eff._model_card import add_section
+
+OWN = "---\nlicense: mit\n---\n\n# Mine\n\nwritten by hand\n"
+
+
+class Writer(Trainer):
+    """A trainer with a card of its own, as TRL's have."""
+
+    def create_model_card(self, text=OWN):
+        with open(f"{self.args.output_dir}/README.md", "w") as file:
+            file.write(text)
+
+
+def test_the_card_tells_what_was_asked_and_what_happened(make, tmp_path):
+    trainer = make.trainer(tmp_path, max_steps=2, callbacks=[Pruning(sparsity=0.5, begin=0.0, end=1.0)])
+    trainer.create_model_card(model_name="before")
+    assert "Efficient training" not in (tmp_path / "README.md").read_text()  # nothing has happened yet
+    trainer.train()
+    for _ in range(2):
+        trainer.create_model_card(model_name="mine")
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith("---\n")
+    assert "### Framework versions" in text.split("## Efficient training")[0]
+    assert text.count("## Efficient training") == 1
+    assert "| prune | sparsity | 0.5 |" in text
+    told = json.loads((tmp_path / "eff_receipt.json").read_text())
+    pruned = told["techniques"]["prune"]["pruned"]
+    assert f"numel {told['techniques']['prune']['numel']:,}, pruned {pruned:,}, sparsity" in text
+
+
+def test_a_subclass_keeps_its_text(make, tmp_path):
+    trainer = make.trainer(tmp_path, trainer_class=Writer, max_steps=1, callbacks=[Pruning(sparsity=0.5)])
+    trainer.train()
+    trainer.create_model_card(OWN)
+    text = (tmp_path / "README.md").read_text()
+    assert text.startswith(OWN.rstrip())
+    assert text.count("## Efficient training") == 1
+
+
+def test_a_section_takes_the_place_of_an_earlier_one_and_of_nothing_else(tmp_path):
+    card = tmp_path / "README.md"
+    card.write_text(OWN)
+    add_section(card, "## Efficient training\n\none")
+    card.write_text(card.read_text() + "\n## More\n\nby hand, later\n")
+    add_section(card, "## Efficient training\n\ntwo")
+    text = card.read_text()
+    assert text.startswith(OWN.rstrip())
+    assert "\n\none" not in text
+    assert "by hand, later" in text
+    assert text.endswith("## Efficient training\n\ntwo\n<!-- efftrain: end -->\n")
