@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared_core import Recipe, Session
 from shared_core.distillation import kd_loss
+from shared_core.distillation.mutual import mix
 from shared_core.pruning.compression.sharing import put_values_, share_values, summed_by_code
 
 TENSORS, WIDTH, BATCH = 100, 16, 4
@@ -174,12 +175,12 @@ def _widening(tensors: list[Tensor]) -> Callable[[], object]:
 
 
 def _teaching(tensors: list[Tensor]) -> Callable[[], object]:
-    teacher, inputs = network(), torch.randn(BATCH, WIDTH)
+    teacher, inputs, task = network(), torch.randn(BATCH, WIDTH), torch.ones((), requires_grad=True)
 
     def teach() -> None:
         student = torch.randn(BATCH, WIDTH, requires_grad=True)
         with torch.no_grad():
             logits = teacher(inputs)
-        kd_loss(student, logits, temperature=2.0)
+        mix(task, kd_loss(student, logits, temperature=2.0), 0.5)
 
     return teach
