@@ -43,7 +43,7 @@ class WeightSharing(Technique):
         self._codes: dict[str, Tensor] = {}
         """0 for a zero, i for the i-th cluster, of the weight's shape and on its device; of a sharded one its part."""
         self._first: dict[str, tuple[Tensor, Tensor]] = {}
-        """Flat indices of first members, int64, and the clusters that they are of; those that lie in the part here."""
+        """Flat indices of the first members in the part here, int64, and the clusters that they are of, ascending."""
         self._num_values: dict[str, int] = {}
         self._gathered: dict[str, Tensor] | None = None
         self._told: list[dict[str, Any]] = []
@@ -100,7 +100,7 @@ class WeightSharing(Technique):
             flat = gradient.reshape(-1)
             flat.zero_()
             first, of = self._first[name]
-            flat[first] = sums[name][of].to(flat.dtype)
+            flat.index_copy_(0, first, (sums[name] if self._is_whole(name) else sums[name][of]).to(flat.dtype))
             if flat.data_ptr() != gradient.data_ptr():  # not laid out in order, as channels_last is not
                 gradient.copy_(flat.view(gradient.shape))
 
@@ -233,8 +233,13 @@ class WeightSharing(Technique):
             marked[places[1:]] = torch.arange(1, count + 1)
             mine = part_of(marked.view(weight.shape).to(weight.device), weight).reshape(-1)
             first = mine.nonzero().view(-1)
-            self._first[name], self._num_values[name] = (first, mine[first] - 1), count
+            of, order = (mine[first] - 1).sort()
+            self._first[name], self._num_values[name] = (first[order], of), count
             self._codes[name] = part_of(codes[name].to(weight.device), weight)
+
+    def _is_whole(self, name: str) -> bool:
+        """Return whether the first members of all clusters are here."""
+        return len(self._first[name][1]) == self._num_values[name]
 
     def _joined(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return sums over the parts of sharded weights: one collective for all of them."""
@@ -258,8 +263,9 @@ class WeightSharing(Technique):
         centroids = {}
         for name, part in parts.items():
             first, of = self._first[name]
-            found = part.new_zeros(self._num_values[name])
-            found[of] = part.reshape(-1)[first]
+            found = part.reshape(-1).index_select(0, first)
+            if not self._is_whole(name):
+                found = part.new_zeros(self._num_values[name]).index_copy_(0, of, found)
             centroids[name] = found
         centroids = self._joined(centroids)
         for name, part in parts.items():
