@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from shared_core.errors import ConfigError, TrainingError
 
 # A teacher that saw the labels would compute a loss nobody wants, or reject the trainers' own arguments.
 _FOR_THE_LOSS = ("labels", "num_items_in_batch")
+_SIGNATURES: weakref.WeakKeyDictionary[Callable[..., Any], inspect.Signature] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def trains(module: nn.Module) -> bool:
 def named_inputs(student: nn.Module, forward: Forward) -> dict[str, Any]:
     """Return inputs by name: keywords, positional ones as the signature names them, keys of a dict batch."""
     try:
-        bound = inspect.signature(student.forward).bind_partial(*forward.args, **forward.kwargs).arguments
+        bound = _signature(student).bind_partial(*forward.args, **forward.kwargs).arguments
     except (TypeError, ValueError):
         bound = {}
     named = {**bound, **forward.kwargs}
@@ -69,10 +71,8 @@ def named_inputs(student: nn.Module, forward: Forward) -> dict[str, Any]:
 
 
 def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any:
-    """Return the teacher's output for the student's inputs, without labels and without gradients."""
-    teacher.eval()
-    floats = [parameter for parameter in teacher.parameters() if parameter.is_floating_point()]
-    like = floats[0] if floats else None
+    """Return the output of a teacher in eval mode for the student's inputs, without labels and without gradients."""
+    like = next((parameter for parameter in teacher.parameters() if parameter.is_floating_point()), None)
     names = _positional_names(student)
     args = tuple(
         None if name in _FOR_THE_LOSS else _on(_without_labels(value), like)
@@ -167,15 +167,24 @@ def counted_positions(
     return None if counts is None else counts.to(logits.device)
 
 
+def _signature(module: nn.Module) -> inspect.Signature:
+    # every micro-batch asks, and inspecting takes longer than small layers do; a wrapper may replace forward meanwhile
+    forward = module.forward
+    function = getattr(forward, "__func__", forward)
+    if function not in _SIGNATURES:
+        _SIGNATURES[function] = inspect.signature(forward)
+    return _SIGNATURES[function]
+
+
 def _positional_names(module: nn.Module) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(module.forward).parameters.values()
+    parameters = _signature(module).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind in kinds]
 
 
 def _keywords(module: nn.Module) -> set[str] | None:
     """Return the keywords that forward takes, None for any."""
-    parameters = inspect.signature(module.forward).parameters.values()
+    parameters = _signature(module).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return {parameter.name for parameter in parameters}

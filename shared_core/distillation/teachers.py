@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from shared_core.distillation.sharding import shard_like_
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.ranks import local_part
 from shared_core.sharded import fill_, is_sharded, reshard_, whole
+
+_TRAINING = attrgetter("training")
 
 
 class Teachers:
@@ -27,21 +30,27 @@ class Teachers:
     def __init__(self, modules: Sequence[nn.Module], weights: Sequence[float] = ()) -> None:
         self.modules = [module.requires_grad_(False).eval() for module in modules]
         self.weights = list(weights) or None
+        self._parts = [part for module in self.modules for part in module.modules()]
 
     def ask(self, student: nn.Module, forward: Forward) -> list[Any]:
         """Return what each says to the student's inputs."""
+        if any(map(_TRAINING, self._parts)):  # `eval` goes through all of a model, slowly
+            for module in self.modules:
+                module.eval()
         return [ask_teacher(module, student, forward) for module in self.modules]
 
+    def shard_like(self, student: nn.Module) -> None:
+        """Give every process the parts of each teacher that it has of a sharded student."""
+        for module in self.modules:
+            if not _is_placed(module):
+                shard_like_(module, student)
+
     def follow(self, student: nn.Module) -> None:
-        """Bring every teacher to the student's device, or to the parts of it that a sharded student has."""
+        """Bring every teacher to the student's device."""
         there = next((parameter.device for parameter in student.parameters()), None)
         for module in self.modules:
-            # placed by accelerate or quantised by bitsandbytes: `to` is refused or would undo it
-            if hasattr(module, "hf_device_map") or getattr(module, "is_quantized", False):
-                continue
-            shard_like_(module, student)
             here = next((parameter.device for parameter in module.parameters()), None)
-            if there is not None and here is not None and here != there:
+            if there is not None and here is not None and here != there and not _is_placed(module):
                 module.to(there)
 
     def after_step(self, student: nn.Module) -> None:
@@ -140,6 +149,11 @@ class StudentAverage(Teachers):
         (average,) = self.modules
         reshard_(average)  # its forward leaves the outermost module gathered
         return {**dict(average.named_parameters()), **dict(average.named_buffers())}
+
+
+def _is_placed(module: nn.Module) -> bool:
+    """Return whether accelerate placed a model, or bitsandbytes quantised it: `to` is refused or would undo it."""
+    return hasattr(module, "hf_device_map") or bool(getattr(module, "is_quantized", False))
 
 
 def check_separate(model: nn.Module, teacher: nn.Module) -> None:

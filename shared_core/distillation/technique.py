@@ -149,6 +149,7 @@ class Distillation(Technique):
         if self._student is not None and self._comparison is not None:
             for pairs in self._pairs.values():
                 pairs.check_shards(self._student)
+            self._comparison.teachers.shard_like(self._student)
             self._comparison.teachers.follow(self._student)
             self._comparison.begin(context)
             if self._saved_teachers:

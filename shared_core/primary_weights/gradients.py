@@ -28,8 +28,8 @@ class WideGradients:
             for parameter in parameters:
                 self.widen(parameter)
 
-    def widen(self, parameter: Tensor) -> None:
-        """Make the gradient float32, and those to come where no process group reduces them."""
+    def widen(self, parameter: Tensor) -> Tensor | None:
+        """Return the gradient made float32, and make those to come so where no process group reduces them."""
         gradient = parameter.grad
         if gradient is None:
             if not self.reduced_in_16_bit:
@@ -37,9 +37,11 @@ class WideGradients:
         elif gradient.dtype == parameter.dtype:
             parameter.grad = None
             parameter.grad_dtype = torch.float32
-            parameter.grad = gradient.float()
+            parameter.grad = wide = gradient.float()
             if self.reduced_in_16_bit:
                 self._reduced[parameter] = gradient
+            return wide
+        return gradient
 
     def give_back(self) -> None:
         """Put the reduced tensors back after the step, with the values of the wide ones.

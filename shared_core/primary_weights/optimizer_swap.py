@@ -40,12 +40,12 @@ def replace_parameters_(optimizer: torch.optim.Optimizer, replacement: Mapping[T
 
 def trained_in_16_bit(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Tensor]:
     """Yield every trainable fp16 or bf16 parameter of the optimizers once, in their order."""
-    seen: set[Tensor] = set()
+    seen: set[int] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.dtype in HALF and parameter.requires_grad and parameter not in seen:
-                    seen.add(parameter)
+                if parameter.dtype in HALF and parameter.requires_grad and id(parameter) not in seen:
+                    seen.add(id(parameter))
                     yield parameter
 
 

@@ -65,7 +65,8 @@ class PrimaryWeights(Technique):
         self._primary: dict[Tensor, Tensor] = {}
         self._gradients = WideGradients()
         self._is_in = False
-        self._handed: dict[Tensor, tuple[Tensor | None, int]] = {}
+        self._handed: list[tuple[Tensor, Tensor, Tensor | None, int]] = []
+        """Each parameter and its primary, with the gradient and version that it had when they were handed over."""
         self._small_updates: dict[str, int] = {}
         self._shards = CopiesOfShards()
         self._state: Mapping[str, Any] | None = None
@@ -123,7 +124,8 @@ class PrimaryWeights(Technique):
         context.widen_gradients = self._widen_gradients
         if self.config.kind == "fp32_copy":
             saved = {} if state is None else state["copies"]
-            self._primary = {parameter: self._follow(parameter) for parameter in parameters}
+            with torch.no_grad():
+                self._primary = {parameter: self._follow(parameter) for parameter in parameters}
             for parameter, primary in self._primary.items():
                 if names[parameter] in saved:
                     _restore_(primary, saved[names[parameter]], names[parameter])
@@ -150,9 +152,8 @@ class PrimaryWeights(Technique):
         self._optimizers = context.optimizers
         self._put_in()
         for parameter, primary in self._primary.items():
-            self._gradients.widen(parameter)
-            primary.grad = parameter.grad
-            self._handed[parameter] = (parameter.grad, parameter._version)
+            gradient = primary.grad = self._gradients.widen(parameter)
+            self._handed.append((parameter, primary, gradient, parameter._version))
 
     @torch.no_grad()
     def after_optimizer_step(self, context: Context) -> None:
@@ -166,8 +167,8 @@ class PrimaryWeights(Technique):
         if every and (context.step - 1) % every == 0:
             self._count_small_updates(context.step)
         if self.config.kind == "fp32_copy":
-            for parameter, primary in self._primary.items():
-                local_part(parameter).copy_(local_part(primary))
+            if self._primary:  # all may be frozen by now
+                torch._foreach_copy_([*map(local_part, self._primary)], [*map(local_part, self._primary.values())])
         else:
             self._round_stochastically(context.generator)
         self._put_back()
@@ -191,17 +192,15 @@ class PrimaryWeights(Technique):
         back = {primary: parameter for parameter, primary in self._primary.items()}
         for optimizer in self._optimizers:
             replace_parameters_(optimizer, back)
-        for parameter in self._handed:
-            primary = self._primary[parameter]
+        for parameter, primary, _, _ in self._handed:
             if primary.grad is None:
                 parameter.grad = None  # the optimizer's zero_grad reached the primary alone
             primary.grad = None
-        self._handed, self._is_in = {}, False
+        self._handed, self._is_in = [], False
         self._gradients.give_back()
         if self.config.kind == "stochastic_rounding":
             self._primary = {}
 
-    @torch.no_grad()
     def _follow(self, parameter: Tensor) -> Tensor:
         """Return a parameter's float32 values; a copy takes over what others changed since it was rounded."""
         primary = self._primary.get(parameter)
@@ -232,8 +231,9 @@ class PrimaryWeights(Technique):
                 "call session.before_optimizer_step() when the gradients are complete"
             )
         problem = None
-        for parameter, (gradient, version) in self._handed.items():
-            if parameter.grad is not None and parameter.grad is not gradient:
+        for parameter, _, gradient, version in self._handed:
+            now = parameter.grad
+            if now is not None and now is not gradient:
                 problem = (
                     "gradients must be changed in place once before_optimizer_step has been called, got a new tensor "
                     "in parameter.grad, which the optimizer has not seen; use mul_, copy_ and the like"

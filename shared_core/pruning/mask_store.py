@@ -56,7 +56,7 @@ class MaskStore(Mapping[str, Tensor]):
     def apply(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
         """Set every pruned weight to exactly +0.0, or what `values` has for it: this process's part of it."""
         if values is None:
-            values = {weight: local_part(weight) for weight in self.weights.values()}
+            apply_mask_([local_part(self.weights[name]) for name in self.parts], [*self.parts.values()])
+            return
         held = [name for name in self.parts if self.weights[name] in values]
-        if held:
-            apply_mask_([values[self.weights[name]] for name in held], [self.parts[name] for name in held])
+        apply_mask_([values[self.weights[name]] for name in held], [self.parts[name] for name in held])

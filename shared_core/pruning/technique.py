@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from eff_kernels.pruning import apply_mask_
@@ -115,10 +115,9 @@ class Pruning(Technique):
         if not self._is_final:
             self._observe(context, gradients)
         if self._store and not self._learns_under_masks and context.clips_gradients:
-            tensors = self._store.weights
-            live = [(name, part) for name, part in self._store.parts.items() if tensors[name].grad is not None]
-            gradients_of_live = [local_part(cast("Tensor", tensors[name].grad)) for name, _ in live]
-            apply_mask_(gradients_of_live, [part for _, part in live])
+            weights, parts = self._store.weights, self._store.parts.items()
+            live = [(grad, part) for name, part in parts if (grad := weights[name].grad) is not None]
+            apply_mask_([local_part(grad) for grad, _ in live], [part for _, part in live])
 
     def _find(self, context: Context) -> None:
         """Read what the first micro-batches have shown: which units there are, and what each layer costs."""

@@ -128,7 +128,7 @@ class Ledger:
     def close(self) -> None:
         """End of forward: decide what is open, and share nothing with later ones."""
         self._decide(None)
-        self._memories.clear()
+        self._memories = weakref.WeakValueDictionary()  # `clear` takes one after another out
 
     def _why_not(self, tensor: Tensor) -> str | None:
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided

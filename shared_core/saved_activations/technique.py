@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping
+from itertools import chain
+from operator import methodcaller
 from typing import Any, ClassVar
 
 import torch
@@ -54,7 +56,8 @@ class CompressedActivations(Technique):
         super().__init__(config)
         self.counts = Counts()
         self._mover: HostMover | None = None
-        self._modules: list[nn.Module] = []
+        self._owned: list[dict[str, Any]] = []
+        """Where the model's modules hold their parameters and buffers."""
         self._micro_batch = 0
         self._seed = 0
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -80,7 +83,8 @@ class CompressedActivations(Technique):
         Raises:
             CompatibilityError: If the model is not on a GPU.
         """
-        self._modules = list(context.model.modules())  # going through a model takes longer than through its tensors
+        # going through a model takes longer than through its tensors
+        self._owned = [owned for part in context.model.modules() for owned in (part._parameters, part._buffers)]
         if self.config.offload:
             device = next(context.model.parameters()).device
             if device.type != "cuda":
@@ -94,9 +98,8 @@ class CompressedActivations(Technique):
         self._generators.clear()
         text = f"{context.generator.initial_seed()}/{context.step}/{self._micro_batch}/{rank()}"
         self._seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
-        owned = (tensors for module in self._modules for tensors in (module._parameters, module._buffers))
-        held = (tensor for tensors in owned for tensor in tensors.values())
-        weights = {tensor.untyped_storage()._cdata for tensor in held if tensor is not None and type(tensor) in _PLAIN}
+        held = chain.from_iterable(map(methodcaller("values"), self._owned))
+        weights = {tensor.untyped_storage()._cdata for tensor in held if type(tensor) in _PLAIN}
         if self._mover is not None:
             self._mover.start()
         ledger = Ledger(self.config, self.counts, weights=weights, mover=self._mover, generator=self._generator_on)

@@ -84,7 +84,7 @@ class StoreWriter:
         fresh = self._fresh(rows, counted, number)
         if not fresh:
             return
-        output = ask_teacher(self._teacher, self._teacher, self._call(batch))
+        output = ask_teacher(self._teacher.eval(), self._teacher, self._call(batch))
         logits = find_logits(output, self._settings.logits, "teacher")
         made = self._settle(rows, fields, logits, number)
         self._keep(made, rows, fresh, logits, counted)

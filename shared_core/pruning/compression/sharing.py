@@ -15,7 +15,7 @@ from shared_core.pruning.compression.kmeans import kmeans_1d
 SHARED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 MIN_BITS, MAX_BITS = 2, 8
 _PIECE = 1 << 20
-_CACHED = 1 << 18
+CACHED = 1 << 18
 """Elements at a time in a training step: what is made in between stays in cache, four times as fast."""
 
 
@@ -128,11 +128,13 @@ def summed_by_code(gradient: Tensor, codes: Tensor, num_values: int) -> Tensor:
         tensor([9., 4.], dtype=torch.float64)
     """
     flat, places = gradient.detach().reshape(-1), codes.reshape(-1)
+    if flat.is_cpu and flat.numel() <= CACHED:
+        return torch.bincount(places, weights=flat.double(), minlength=num_values + 1)[1:]
     sums = torch.zeros(num_values + 1, dtype=torch.float64, device=flat.device)
     if not flat.is_cpu:
         # bincount and index_add_ add in no fixed order on CUDA; this sorts first
         return sums.index_put_((places.long(),), flat.double(), accumulate=True)[1:]
-    for part, of in zip(torch.split(flat, _CACHED), torch.split(places, _CACHED), strict=True):
+    for part, of in zip(torch.split(flat, CACHED), torch.split(places, CACHED), strict=True):
         sums += torch.bincount(of, weights=part.double(), minlength=num_values + 1)
     return sums[1:]
 
@@ -154,8 +156,10 @@ def put_values_(weight: Tensor, codes: Tensor, values: Tensor) -> None:
     """
     table, places = torch.cat([values.new_zeros(1), values]), codes.reshape(-1)
     flat = weight.detach().reshape(-1)
-    size = _CACHED if flat.is_cpu else max(len(flat), 1)
-    for part, of in zip(torch.split(flat, size), torch.split(places, size), strict=True):
-        torch.index_select(table, 0, of.int(), out=part)
+    if flat.is_cpu and flat.numel() > CACHED:
+        for part, of in zip(torch.split(flat, CACHED), torch.split(places, CACHED), strict=True):
+            torch.index_select(table, 0, of.int(), out=part)
+    else:
+        torch.index_select(table, 0, places.int(), out=flat)
     if flat.data_ptr() != weight.data_ptr():
         weight.detach().copy_(flat.view(weight.shape))

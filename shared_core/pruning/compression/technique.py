@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.lbfgs import refuse_lbfgs
 from shared_core.preview import Event, Touched
+from shared_core.pruning.compression.bundles import Bundle, Bundles
 from shared_core.pruning.compression.config import ShareConfig
 from shared_core.pruning.compression.sharing import MAX_BITS, put_values_, share_values, summed_by_code, wide
 from shared_core.pruning.compression.targets import SharedTargets, find_shared
@@ -44,12 +45,11 @@ class WeightSharing(Technique):
         self._weights: dict[str, nn.Parameter] = {}
         self._codes: dict[str, Tensor] = {}
         """0 for a zero, i for the i-th cluster, of the weight's shape and on its device; of a sharded one its part."""
-        self._first: dict[str, tuple[Tensor, Tensor]] = {}
-        """Flat indices of first members, int64, and the clusters that they are of; those that lie in the part here."""
-        self._num_values: dict[str, int] = {}
+        self._bundles = Bundles()
         self._gathered: dict[str, Tensor] | None = None
         self._told: list[dict[str, Any]] = []
         self._errors: dict[str, float] = {}
+        self._num_values = 0
         self._begin = 0
         self._clustered_at = -1
 
@@ -100,16 +100,12 @@ class WeightSharing(Technique):
         if any(gradient.layout != torch.strided for gradient in gradients.values()):
             raise CompatibilityError("share: gradients must be dense, got a sparse one; use sparse=False")
         parts = {name: local_part(gradient) for name, gradient in gradients.items()}
-        sums = self._joined(
-            {name: summed_by_code(part, self._codes[name], self._num_values[name]) for name, part in parts.items()}
-        )
-        for name, gradient in parts.items():
-            flat = gradient.reshape(-1)
+        rows = [(bundle, bundle.flat(parts)) for bundle in self._bundles.of(parts)]
+        summed = [(bundle, summed_by_code(flat, bundle.codes, bundle.num_values)) for bundle, flat in rows]
+        for (bundle, flat), sums in zip(rows, self._collected(summed), strict=True):
             flat.zero_()
-            first, of = self._first[name]
-            flat[first] = sums[name][of].to(flat.dtype)
-            if flat.data_ptr() != gradient.data_ptr():  # not laid out in order, as channels_last is not
-                gradient.copy_(flat.view(gradient.shape))
+            flat.index_copy_(0, bundle.first, (sums if bundle.is_whole else sums[bundle.of]).to(flat.dtype))
+            bundle.put_(flat, parts)
 
     def after_optimizer_step(self, context: Context) -> None:
         """Cluster the weights if that is due; otherwise let every weight follow its centroid."""
@@ -151,7 +147,7 @@ class WeightSharing(Technique):
         if any(map(is_sharded, self._weights.values())):
             self._codes = {}
         self._codes = {name: codes.cpu() for name, codes in (self._gathered or self._codes).items()}
-        self._weights, self._first, self._gathered = {}, {}, None
+        self._weights, self._bundles, self._gathered = {}, Bundles(), None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the clusters, one or two bytes a weight, and when they were made."""
@@ -178,7 +174,7 @@ class WeightSharing(Technique):
 
     def metrics(self) -> dict[str, float]:
         """Return ``share/values``, the number of distinct values that all shared weights together have."""
-        return {"share/values": float(sum(self._num_values.values()))}
+        return {"share/values": float(self._num_values)}
 
     def report(self) -> dict[str, Any]:
         """Return per tensor the distinct nonzero values, counted in the weights, and what codes of them would take.
@@ -228,7 +224,7 @@ class WeightSharing(Technique):
         self._restart(context)
 
     def _set_codes(self, codes: Mapping[str, Tensor]) -> None:
-        self._codes, self._first = {}, {}
+        self._codes, singles = {}, []
         for name, weight in self._weights.items():
             flat = codes[name].reshape(-1)
             count = int(flat.max()) if flat.numel() else 0
@@ -240,17 +236,19 @@ class WeightSharing(Technique):
             marked[places[1:]] = torch.arange(1, count + 1)
             mine = part_of(marked.view(weight.shape).to(weight.device), weight).reshape(-1)
             first = mine.nonzero().view(-1)
-            self._first[name], self._num_values[name] = (first, mine[first] - 1), count
+            of, order = (mine[first] - 1).sort()
             self._codes[name] = part_of(codes[name].to(weight.device), weight)
+            singles.append(Bundle((name,), self._codes[name].reshape(-1), first[order], of, count))
+        self._bundles = Bundles(singles, self._weights)
+        self._num_values = self._bundles.num_values
 
-    def _joined(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _collected(self, values: list[tuple[Bundle, Tensor]]) -> list[Tensor]:
         """Return sums over the parts of sharded weights: one collective for all of them."""
-        names = [name for name in values if is_sharded(self._weights[name])]
-        if not names:
-            return values
-        sums = all_reduce_(torch.cat([values[name] for name in names]), "sum")
-        parts = torch.split(sums, [len(values[name]) for name in names])
-        return values | dict(zip(names, parts, strict=True))
+        sharded = [found for bundle, found in values if is_sharded(self._weights[bundle.names[0]])]
+        if not sharded:
+            return [found for _, found in values]
+        sums = iter(torch.split(all_reduce_(torch.cat(sharded), "sum"), [len(found) for found in sharded]))
+        return [next(sums) if is_sharded(self._weights[bundle.names[0]]) else found for bundle, found in values]
 
     @torch.no_grad()
     def _tie(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
@@ -262,15 +260,16 @@ class WeightSharing(Technique):
             part = local_part(weight) if values is None else values.get(weight)
             if part is not None:
                 parts[name] = part
-        centroids = {}
-        for name, part in parts.items():
-            first, of = self._first[name]
-            found = part.new_zeros(self._num_values[name])
-            found[of] = part.reshape(-1)[first]
-            centroids[name] = found
-        centroids = self._joined(centroids)
-        for name, part in parts.items():
-            put_values_(part, self._codes[name], centroids[name].to(part.dtype))
+        rows = [(bundle, bundle.flat(parts)) for bundle in self._bundles.of(parts)]
+        centroids = []
+        for bundle, flat in rows:
+            found = flat.index_select(0, bundle.first)
+            if not bundle.is_whole:
+                found = flat.new_zeros(bundle.num_values).index_copy_(0, bundle.of, found)
+            centroids.append((bundle, found))
+        for (bundle, flat), shared in zip(rows, self._collected(centroids), strict=True):
+            put_values_(flat, bundle.codes, shared.to(flat.dtype))
+            bundle.put_(flat, parts)
 
     def _restart(self, context: Context) -> None:
         """Clear what optimizers remember: it belonged to single weights, and a centroid starts anew."""

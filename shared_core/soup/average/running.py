@@ -73,13 +73,16 @@ class RunningAverage:
         else:
             decay = ema_decay(self._decay, self.num_updates, warmup=self._warmup)
             weight = 1 - decay if self.kind == "ema" else 1 / (self.num_updates + 1)
-            pairs = [(mean, values[name]) for name, mean in self.kept[0].items()]
-            alike = [(mean, value) for mean, value in pairs if mean.dtype == value.dtype]
-            if alike:
-                torch._foreach_lerp_([mean for mean, _ in alike], [value for _, value in alike], weight)
-            for mean, value in pairs:  # one by one: a wide copy of a single tensor is held at a time
-                if mean.dtype != value.dtype:
+            means, alike = [], []
+            for name, mean in self.kept[0].items():
+                value = values[name]
+                if mean.dtype == value.dtype:
+                    means.append(mean)
+                    alike.append(value)
+                else:  # one by one: a wide copy of a single tensor is held at a time
                     mean.lerp_(value.to(mean.dtype), weight)
+            if means:
+                torch._foreach_lerp_(means, alike, weight)
         self.num_updates += 1
 
     @torch.no_grad()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from operator import methodcaller
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +29,7 @@ class StandIn:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._modules = model, list(model.modules())
+        self._model, self._owned = model, [module._parameters for module in model.modules()]
         self.parameters = {name: value for name, value in model.named_parameters() if is_trained(value)}
         self._trained = {id(parameter) for parameter in self.parameters.values()}
         self.norms = {
@@ -42,17 +44,17 @@ class StandIn:
     def newly_trained_or_frozen(self) -> list[str]:
         """Return the names of the parameters that became trainable since then, or no longer are."""
         # every step asks: names, which take long to put together, are looked up where there is a difference alone
-        held = (parameter for module in self._modules for parameter in module._parameters.values())
-        trained = {id(parameter) for parameter in held if parameter is not None and is_trained(parameter)}
+        held = chain.from_iterable(map(methodcaller("values"), self._owned))
+        trained = {id(parameter) for parameter in held if parameter is not None and parameter.requires_grad}
         if trained == self._trained:
             return []
         names = {name for name, parameter in self._model.named_parameters() if is_trained(parameter)}
         return sorted(names ^ self.parameters.keys())
 
     def live(self) -> dict[str, Tensor]:
-        """Return what is averaged, as it is in the model now."""
+        """Return what is averaged, as it is in the model now, to use without gradients."""
         statistics = {name: buffer for name, buffer in self.norms.items() if name.endswith(_STATISTICS)}
-        return {name: local_part(parameter.detach()) for name, parameter in self.parameters.items()} | statistics
+        return {name: local_part(parameter) for name, parameter in self.parameters.items()} | statistics
 
     def own_names(self) -> dict[str, str]:
         """Return the name here of every parameter and buffer of the model, empty for those that are left alone.
@@ -124,7 +126,7 @@ class StandIn:
         """Return values of the average, where their memory holds the model's weights those in the model."""
         live = self.live() if self._exchanged else {}
         borrowed = {name for name in self._exchanged if self._aside[name] is values.get(name)}
-        return {name: live[name] if name in borrowed else value for name, value in values.items()}
+        return {name: live[name].detach() if name in borrowed else value for name, value in values.items()}
 
 
 def is_trained(parameter: Tensor) -> bool:
