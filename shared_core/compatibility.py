@@ -88,9 +88,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ),
     ("ticket", "deepspeed"): _OWN,
     ("ticket", "fsdp1"): _FLAT,
-    ("ticket", "fsdp2"): (
-        "a round rewinds to a whole model, which one process compares bit by bit and writes into one file; use DDP"
-    ),
     ("ticket", "lbfgs"): _LBFGS,
     ("share", "lora"): (
         "the base is frozen, and merging the adapters would move members of a cluster apart; merge, then share the "

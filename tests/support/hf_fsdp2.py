@@ -43,6 +43,12 @@ COMM = {"comm": {"hook": "bf16"}}
 ATTENTION = ["model.layers.?.self_attn=model.layers.?.self_attn"]
 
 
+def ticket(folder, out, found=None):
+    """Return the recipe of a round, of the first or with what another found."""
+    given = {} if found is None else {"ticket": str(folder / found / "ticket.safetensors")}
+    return {"ticket": {"out": str(folder / out), "rewind_to": 2, "rate": 0.4, **given}}
+
+
 def distilled(**options):
     return {"distill": {"teacher": make_language_model(seed=9, hidden_size=32), "alpha": 0.3, **options}}
 
@@ -164,7 +170,8 @@ def compared(folder):
     shards = fsdp_flags("SHARDED_STATE_DICT") if PROCESSES > 1 else {}
     return {
         "soup": found(*train(folder / "soup", SOUP, save_steps=1, **shards)),
-        "loss_scale": found(*train(folder / "loss_scale", SCALE, **plain)),
+        "loss_scale": found(*train(folder / "loss_scale", {**SCALE, **ticket(folder, "first")}, **plain)),
+        "ticket": found(*train(folder / "ticket", {**SCALE, **ticket(folder, "second", "first")}, **plain)),
         "all": found(*train(folder / "all", ALL, same=True, **plain)),
         "distill": found(*train(folder / "distill", distilled(attention=ATTENTION), **plain)),
         **{f"qat {kind}": found(*train(folder / f"compared {kind}", QAT[kind], **plain)) for kind in QAT},

@@ -38,6 +38,12 @@ SOUP = {"soup": {"kind": "greedy", "metric": "val_loss", "order": "newest"}}
 ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, "matmul": {"precision": "high"}}
 
 
+def ticket(folder, out, found=None):
+    """Return the recipe of a round, of the first or with what another found."""
+    given = {} if found is None else {"ticket": str(folder / found / "ticket.safetensors")}
+    return {"ticket": {"out": str(folder / out), "rewind_to": 2, "rate": 0.4, **given}}
+
+
 def distilled():
     torch.manual_seed(9)
     teacher = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
@@ -170,7 +176,8 @@ def compared(folder):
     """Train what one process alone must train in the same way."""
     own = {"strategy": EffFSDPStrategy(save_distributed_checkpoint=True)} if PROCESSES > 1 else {}
     return {
-        "loss_scale": found(*train(folder / "loss_scale", SCALE)),
+        "loss_scale": found(*train(folder / "loss_scale", {**SCALE, **ticket(folder, "first")})),
+        "ticket": found(*train(folder / "ticket", {**SCALE, **ticket(folder, "second", "first")})),
         "all": found(*train(folder / "all", ALL, same=True)),
         "tensorwise": found(*train(folder / "tensorwise", FP8["tensorwise"], same=True)),
         "distill": found(*train(folder / "distill", distilled())),

@@ -1,6 +1,7 @@
 """A recipe trained by a plain loop, in one process that holds all, or in two that FSDP2 gives a half of each weight."""
 
 import itertools
+import os
 import sys
 from pathlib import Path
 from typing import ClassVar
@@ -45,6 +46,12 @@ RECIPES = {
     "relations": {"distill": {"teacher": "other", "hidden": ["hidden=hidden"], "hidden_loss": "cka"}},
     "low_rank-prune": {"low_rank": {"rank": 6, "min_size": 0}, "prune": GROWING},
     "qat-prune": {"qat": {"scheme": "int8", "begin": 2}, "prune": GROWING},
+    "ticket": {"ticket": {"out": "ticket", "rewind_to": 2, "rate": 0.4}},
+    "ticket-second": {"ticket": {"out": "second", "ticket": "../two/ticket/ticket.safetensors", "rewind_to": 2}},
+    "ticket-rate": {"ticket": {"out": "rate", "rewind": "learning_rate", "scope": "global"}},
+    "ticket-redrawn": {
+        "ticket": {"out": "redrawn", "ticket": "../two/ticket/ticket.safetensors", "control": "random_reinit"}
+    },
     "fp32_copy": {"primary_weights": {"kind": "fp32_copy", "telemetry_every": 1}, "prune": GROWING},
     "stochastic": {"primary_weights": {"kind": "stochastic_rounding"}},
     "soup": {"soup": {"kind": "greedy", "metric": "loss", "order": "newest"}},
@@ -171,6 +178,8 @@ def found(net, optimizer):
 
 def main(place, folder):
     torch.set_num_threads(1)
+    os.makedirs(folder / "two", exist_ok=True)
+    os.chdir(folder / "two")  # where tickets lie
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=place, world_size=2)
     results = {}
     for name, recipe in RECIPES.items():
