@@ -15,7 +15,7 @@ from lightning_eff._joining import as_recipe, joined_recipe
 from lightning_eff._namespaces import Callback
 from lightning_eff._poisson import check_loss, wrap_loaders
 from lightning_eff._resume import ExactResume
-from lightning_eff._saved_weights import bake_saved, restore_raw
+from lightning_eff._saved_weights import bake_saved, restore_raw, wrap_loading
 from lightning_eff._services import LightningServices
 from lightning_eff._wrapped import Wrapped
 from lightning_eff.loss_scaling import use_scaling_precision
@@ -115,6 +115,7 @@ class EffCallback(Callback):
             around += (("configure_gradient_clipping", self._clip_gradients),)
         if (private := self.session.techniques.get("dp")) is not None:
             self._wrapped += wrap_loaders(trainer, private)
+        self._wrapped += wrap_loading(trainer.strategy, self.session)
         self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
         self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
         self._wrapped.append(Wrapped(pl_module, "training_step", self._training_step, keep_signature=True))

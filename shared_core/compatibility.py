@@ -48,10 +48,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ),
     ("lora", "deepspeed"): _OWN,
     ("lora", "fsdp1"): "flat shards of FSDP1 mix frozen codes with trained floats; use DDP",
-    ("lora", "fsdp2"): (
-        "checkpoints hold merged weights, and FSDP2 loads by the parameters' own names, which are the adapters'; use "
-        "DDP"
-    ),
     ("lora", "lbfgs"): _LBFGS,
     ("low_rank", "lora"): (
         "adapters would sit on factors that are trained themselves; train with low_rank first, or factorise the merged "

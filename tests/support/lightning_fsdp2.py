@@ -34,6 +34,7 @@ FP8 = {recipe: {"fp8": {"recipe": recipe}} for recipe in ("tensorwise", "delayed
 AVERAGE = {"average": {"kind": "ema", "decay": 0.7, "every": 2}}
 PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
 QAT = {"qat": {"scheme": "int8", "range": "minmax", "begin": 1}}
+LORA = {"lora": {"base": "none", "rank": 3}}
 SOUP = {"soup": {"kind": "greedy", "metric": "val_loss", "order": "newest"}}
 ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, "matmul": {"precision": "high"}}
 
@@ -111,11 +112,15 @@ class Sharded(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class Validated(Sharded):
-    """Sharded by `eff_fsdp`, saved after every step, and validated."""
+class Plain(Sharded):
+    """Left to `eff_fsdp` to shard."""
 
     def configure_model(self):
         pass
+
+
+class Validated(Plain):
+    """Saved after every step, and validated."""
 
     def configure_callbacks(self):
         return [pl.callbacks.ModelCheckpoint(self.trainer.default_root_dir, save_top_k=-1, every_n_train_steps=1)]
@@ -180,6 +185,7 @@ def compared(folder):
         "ticket": found(*train(folder / "ticket", {**SCALE, **ticket(folder, "second", "first")})),
         "all": found(*train(folder / "all", ALL, same=True)),
         "tensorwise": found(*train(folder / "tensorwise", FP8["tensorwise"], same=True)),
+        "lora distributed=True": found(*train(folder / "lora distributed=True", LORA, module=Plain(), **own)),
         "distill": found(*train(folder / "distill", distilled())),
         "qat": found(*train(folder / "qat", QAT)),
         "soup": found(*train(folder / "soup", SOUP, module=Validated(), **own)),
@@ -208,6 +214,11 @@ def sharded_only(folder):
             saved = folder / name
             tensors[name] = found(*train(saved, recipe, **options))
             tensors[f"{name} resumed"] = found(*train(saved, recipe, ckpt_path=saved / "saved" / "4.ckpt", **options))
+        name = f"lora distributed={distributed}"
+        for resumed in (True,) if distributed else (False, True):
+            own = {"module": Plain(), "strategy": EffFSDPStrategy(save_distributed_checkpoint=distributed)}
+            path = folder / name / "saved" / "4.ckpt" if resumed else None
+            tensors[name + " resumed" * resumed] = found(*train(folder / name, LORA, ckpt_path=path, **own))
     whole = torch.load(folder / "distributed=False" / "saved" / "5.ckpt", weights_only=True)["state_dict"]
     plain = Sharded()
     plain.load_state_dict(whole)

@@ -22,6 +22,7 @@ from shared_core.technique import BareServices, SavedCheckpoint
 
 STEPS, BATCH, SAVED = 6, 8, 3
 GROWING = {"sparsity": 0.5, "begin": 1, "end": 5, "every": 2}
+LORA = {"base": "none", "rank": 3, "skip": ["middle"], "train": ["last"]}  # not what is sharded by itself
 RECIPES = {
     "qat": {"qat": {"scheme": "int8", "begin": 2, "freeze_observers": 5}},
     "qat-kl": {"qat": {"scheme": "int8", "range": "kl", "begin": 2}},
@@ -44,6 +45,8 @@ RECIPES = {
     "ema": {"distill": {"teacher": "ema", "ema_decay": 0.5}},
     "hidden": {"distill": {"teacher": "other", "hidden": ["middle=middle"]}},
     "relations": {"distill": {"teacher": "other", "hidden": ["hidden=hidden"], "hidden_loss": "cka"}},
+    "lora-qat": {"lora": LORA, "qat": {"scheme": "int8", "begin": 2}},
+    "lora-soup": {"lora": LORA, "soup": {"kind": "greedy", "metric": "loss", "order": "newest"}},
     "low_rank-prune": {"low_rank": {"rank": 6, "min_size": 0}, "prune": GROWING},
     "qat-prune": {"qat": {"scheme": "int8", "begin": 2}, "prune": GROWING},
     "ticket": {"ticket": {"out": "ticket", "rewind_to": 2, "rate": 0.4}},
@@ -61,7 +64,7 @@ RECIPES = {
         "prune": {**GROWING, "schedule": "one_shot"},
     },
 }
-SHARDED_LATER = ("qat-lsq", "ema", "low_rank-prune")
+SHARDED_LATER = ("qat-lsq", "ema", "lora-qat", "lora-soup", "low_rank-prune")
 """Those that must see the model before it is sharded, as the Hugging Face Trainer lets them; others come after it."""
 
 
