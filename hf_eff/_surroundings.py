@@ -72,7 +72,8 @@ def check_sharding(trainer: Trainer, recipe: Recipe) -> None:
     Raises:
         CompatibilityError: If it would, or if it would shard a model whose state dict lacks adapters by that alone.
     """
-    if "lora" in recipe and getattr(trainer.accelerator.state.fsdp_plugin, "cpu_ram_efficient_loading", False):
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if "lora" in recipe and getattr(plugin, "cpu_ram_efficient_loading", False):
         raise CompatibilityError(
             "hf: lora needs cpu_ram_efficient_loading false in fsdp_config: accelerate would fill the sharded model "
             "from its state dict, which holds merged weights and no adapters"

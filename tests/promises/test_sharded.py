@@ -66,3 +66,9 @@ def test_two_processes_that_hold_half_of_each_weight_train_what_one_does(runs, r
         monkeypatch.chdir(folder / "two")
     one_goes_on, _ = train(RECIPES[recipe], resume=first["saved"])
     assert_close(one_goes_on, alone, recipe)
+
+
+def test_adapters_are_made_before_sharding_and_in_larger_blocks(runs):
+    for early, alone in (rank["refused"] for rank in runs[1]):
+        assert "lora: model must not be sharded yet" in early
+        assert "lora: middle must be sharded with the block that it is in" in alone

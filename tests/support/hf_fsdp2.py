@@ -244,7 +244,7 @@ def sharded_only(folder):
         ({"distill": {"teacher": "mutual"}}, {}),
         ({"comm": {"hook": "powersgd"}}, {}),
         (COMM, in_16_bits),
-        ({"lora": {"rank": 4}}, {}),
+        (LORA, {"fsdp_config": {**fsdp_flags()["fsdp_config"], "cpu_ram_efficient_loading": True}}),
     ):
         try:
             train(folder / "refused", recipe, **options)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import ClassVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from two_ranks import leave
 
+from shared_core.errors import CompatibilityError
 from shared_core.ranks import rank, world_size
 from shared_core.recipe import Recipe
 from shared_core.session import Session
@@ -179,6 +181,12 @@ def found(net, optimizer):
     return {"weights": weights, "momentum": momentum}
 
 
+def refused(later, recipe):
+    with pytest.raises(CompatibilityError) as error:
+        train(recipe, later=later)
+    return str(error.value)
+
+
 def main(place, folder):
     torch.set_num_threads(1)
     os.makedirs(folder / "two", exist_ok=True)
@@ -190,6 +198,7 @@ def main(place, folder):
         ended, saved = train(recipe, later=later)
         resumed, _ = train(recipe, later=later, resume=saved)
         results[name] = {"ended": ended, "saved": saved, "resumed": resumed}
+    results["refused"] = [refused(later, {"lora": {"base": "none", "rank": 3}}) for later in (False, True)]
     torch.save(results, folder / f"{place}.pt")
     leave()
 
