@@ -18,8 +18,9 @@ def loading(session: Session) -> Iterator[None]:
         session: Attached; its own state is loaded afterwards.
     """
     with contextlib.ExitStack() as stack:
-        for technique in session.techniques.values() if session.context is not None else ():
-            stack.enter_context(technique.loading(session.context.model))
+        if session.context is not None:
+            for technique in session.techniques.values():
+                stack.enter_context(technique.loading(session.context.model))
         yield
 
 

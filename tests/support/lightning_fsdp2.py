@@ -179,16 +179,19 @@ def found(trainer, callback, module):
 
 def compared(folder):
     """Train what one process alone must train in the same way."""
-    own = {"strategy": EffFSDPStrategy(save_distributed_checkpoint=True)} if PROCESSES > 1 else {}
+
+    def own():
+        return {"strategy": EffFSDPStrategy(save_distributed_checkpoint=True)} if PROCESSES > 1 else {}
+
     return {
         "loss_scale": found(*train(folder / "loss_scale", {**SCALE, **ticket(folder, "first")})),
         "ticket": found(*train(folder / "ticket", {**SCALE, **ticket(folder, "second", "first")})),
         "all": found(*train(folder / "all", ALL, same=True)),
         "tensorwise": found(*train(folder / "tensorwise", FP8["tensorwise"], same=True)),
-        "lora distributed=True": found(*train(folder / "lora distributed=True", LORA, module=Plain(), **own)),
+        "lora distributed=True": found(*train(folder / "lora distributed=True", LORA, module=Plain(), **own())),
         "distill": found(*train(folder / "distill", distilled())),
         "qat": found(*train(folder / "qat", QAT)),
-        "soup": found(*train(folder / "soup", SOUP, module=Validated(), **own)),
+        "soup": found(*train(folder / "soup", SOUP, module=Validated(), **own())),
     }
 
 

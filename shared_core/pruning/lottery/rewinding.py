@@ -23,7 +23,7 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             continue
-        storage = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else name
+        storage: object = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else name
         storage = id(value) if is_sharded(value) else storage  # this process's part of it may be empty
         if storage not in seen:
             seen.add(storage)
