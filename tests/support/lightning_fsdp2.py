@@ -179,19 +179,15 @@ def found(trainer, callback, module):
 
 def compared(folder):
     """Train what one process alone must train in the same way."""
-
-    def own():
-        return {"strategy": EffFSDPStrategy(save_distributed_checkpoint=True)} if PROCESSES > 1 else {}
-
+    own = {"strategy": EffFSDPStrategy(save_distributed_checkpoint=True)} if PROCESSES > 1 else {}
     return {
         "loss_scale": found(*train(folder / "loss_scale", {**SCALE, **ticket(folder, "first")})),
         "ticket": found(*train(folder / "ticket", {**SCALE, **ticket(folder, "second", "first")})),
         "all": found(*train(folder / "all", ALL, same=True)),
         "tensorwise": found(*train(folder / "tensorwise", FP8["tensorwise"], same=True)),
-        "lora distributed=True": found(*train(folder / "lora distributed=True", LORA, module=Plain(), **own())),
         "distill": found(*train(folder / "distill", distilled())),
         "qat": found(*train(folder / "qat", QAT)),
-        "soup": found(*train(folder / "soup", SOUP, module=Validated(), **own())),
+        "soup": found(*train(folder / "soup", SOUP, module=Validated(), **own)),
     }
 
 
@@ -218,7 +214,7 @@ def sharded_only(folder):
             tensors[name] = found(*train(saved, recipe, **options))
             tensors[f"{name} resumed"] = found(*train(saved, recipe, ckpt_path=saved / "saved" / "4.ckpt", **options))
         name = f"lora distributed={distributed}"
-        for resumed in (True,) if distributed else (False, True):
+        for resumed in (False, True):
             own = {"module": Plain(), "strategy": EffFSDPStrategy(save_distributed_checkpoint=distributed)}
             path = folder / name / "saved" / "4.ckpt" if resumed else None
             tensors[name + " resumed" * resumed] = found(*train(folder / name, LORA, ckpt_path=path, **own))
