@@ -198,15 +198,19 @@ class LoraTraining(Technique):
                     "which nothing would be gathered after the merging; name the blocks around it"
                 )
 
+    @property
+    def _is_sharded(self) -> bool:
+        return any(is_sharded(layer.base_layer.weight) for layer in self.layers.values())
+
     def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Let sharded weights be loaded by the parameters' names, which torch looks for: those of the user's layers."""
-        if any(is_sharded(layer.base_layer.weight) for layer in self.layers.values()):
+        if self._is_sharded:
             return user_layers(model, self.layers.values())
         return contextlib.nullcontext()
 
     def before_save(self, context: Context, baked: bool) -> None:
         """Gather what is kept in parts, so that saving needs no other process."""
-        if not baked:
+        if self._is_sharded and not baked:
             self._gathered = self._state()
 
     def after_save(self, context: Context) -> None:
