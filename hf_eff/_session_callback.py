@@ -24,7 +24,7 @@ from hf_eff._wrapped import Wrapped
 from shared_core import compatibility
 from shared_core.errors import CheckpointError, TrainingError
 from shared_core.recipe import Recipe
-from shared_core.resuming import fit_to
+from shared_core.resuming import fit_to, loading
 from shared_core.session import Session
 from shared_core.state_file import load_state, save_state
 from shared_core.technique import overrides
@@ -76,7 +76,7 @@ class SessionCallback(TrainerCallback):
 
     def _attach(self) -> None:
         trainer = self._trainer
-        check_sharding(trainer)
+        check_sharding(trainer, self.session.recipe)
         check_outputs(trainer, self.session.recipe)
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         if self.session.context is not None and self.session.context.model is not model:
@@ -221,7 +221,8 @@ class SessionCallback(TrainerCallback):
     def _load_from_checkpoint(self, method: Callable[..., Any], folder: Any, *args: Any, **kwargs: Any) -> None:
         if not self.session.has_begun:
             fit_to(self.session, load_state(Path(folder)), surroundings(self._trainer))
-        method(folder, *args, **kwargs)
+        with loading(self.session):
+            method(folder, *args, **kwargs)
         self._load_renamed(Path(folder))
 
     def _load_renamed(self, folder: Path) -> None:
@@ -245,9 +246,9 @@ class SessionCallback(TrainerCallback):
             optimizer.scaler = scaler
 
     def _load_best_model(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        method(*args, **kwargs)
-        best = Path(str(self._trainer.state.best_model_checkpoint))
-        session = self.session
+        best, session = Path(str(self._trainer.state.best_model_checkpoint)), self.session
+        with loading(session):
+            method(*args, **kwargs)
         self._load_renamed(best)
         session.note(f"the model is the best one, {best.name}, not that of the last step")
         session.load_state_dict(load_state(best))

@@ -75,12 +75,18 @@ def surroundings(trainer: Trainer) -> set[str]:
     return found if model is None or trainer.is_fsdp_enabled else found | wrapped_by_user(model)
 
 
-def check_sharding(trainer: Trainer) -> None:
+def check_sharding(trainer: Trainer, recipe: Recipe) -> None:
     """Refuse a run that asked for FSDP where accelerate, which says nothing, would train in plain DDP instead.
 
     Raises:
-        CompatibilityError: If it would.
+        CompatibilityError: If it would, or if it would shard a model whose state dict lacks adapters by that alone.
     """
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if "lora" in recipe and getattr(plugin, "cpu_ram_efficient_loading", False):
+        raise CompatibilityError(
+            "hf: lora needs cpu_ram_efficient_loading false in fsdp_config: accelerate would fill the sharded model "
+            "from its state dict, which holds merged weights and no adapters"
+        )
     asked = bool(trainer.args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if asked and not trainer.is_fsdp_enabled and not trainer.is_fsdp_xla_enabled:
         raise CompatibilityError(

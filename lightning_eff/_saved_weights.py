@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_eff._wrapped import Wrapped
 from shared_core.errors import CheckpointError
+from shared_core.resuming import loading
 from shared_core.session import Session
 from shared_core.sharded import fill_parameters_, is_sharded
 from shared_core.soup.sources import RAW_KEY, check_indexes
@@ -36,6 +39,31 @@ def bake_saved(session: Session, checkpoint: dict[str, Any]) -> None:
         checkpoint[RAW_KEY] = raw
     if alone := [name for name in baked if name not in weights]:
         checkpoint[_BAKED_ALONE] = alone
+
+
+def wrap_loading(strategy: Any, session: Session) -> list[Wrapped]:
+    """Return the wrappers of a strategy: what it loads is checked, and finds the user's own layers if it shards.
+
+    Lightning (2.6) goes through the parameters' names for weights alone; optimizers, which it loads in the same call,
+    are of the layers in training.
+    """
+    checked = Wrapped(strategy, "load_checkpoint", load_checked)
+    load = getattr(sys.modules[type(strategy).load_checkpoint.__module__], "_load_checkpoint", None)
+    if load is None:
+        return [checked]
+
+    def load_weights(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        with loading(session):
+            original(*args, **kwargs)
+
+    def load_all(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        weights = Wrapped(sys.modules[load.__module__], "_load_raw_module_state", load_weights)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            weights.undo()
+
+    return [checked, Wrapped(strategy, "load_checkpoint", load_all)]
 
 
 def latent_weights(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lightning_eff._joining import as_recipe, joined_recipe, removed_in_training
 from lightning_eff._namespaces import Callback
 from lightning_eff._poisson import check_loss, wrap_loaders
 from lightning_eff._resume import ExactResume
-from lightning_eff._saved_weights import bake_saved, load_checked, restore_raw
+from lightning_eff._saved_weights import bake_saved, restore_raw, wrap_loading
 from lightning_eff._services import LightningServices
 from lightning_eff._whole_files import whole_files
 from lightning_eff._wrapped import Wrapped
@@ -118,10 +118,9 @@ class EffCallback(Callback):
             around += (("configure_gradient_clipping", self._clip_gradients),)
         if (private := self.session.techniques.get("dp")) is not None:
             self._wrapped += wrap_loaders(trainer, private)
-        self._wrapped += whole_files(trainer, self.session.note)
+        self._wrapped += whole_files(trainer, self.session.note) + wrap_loading(trainer.strategy, self.session)
         self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
         self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
-        self._wrapped.append(Wrapped(trainer.strategy, "load_checkpoint", load_checked))
         self._wrapped.append(Wrapped(pl_module, "training_step", self._training_step, keep_signature=True))
 
     def _configure_model(self, original: Callable[[], None]) -> None:

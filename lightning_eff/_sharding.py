@@ -109,7 +109,8 @@ def named_blocks(root: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
 def repeated_blocks(root: nn.Module) -> list[nn.Module]:
     """Return the outermost modules that stand two or more in one ModuleList or Sequential with the same class.
 
-    Left out is what has no parameters, and what shares one with a module outside of it.
+    Left out is what has no parameters, what shares one with a module outside of it, and a layer with adapters, which is
+    not there any more when these are merged.
 
     Args:
         root: Searched through.
@@ -127,7 +128,8 @@ def repeated_blocks(root: nn.Module) -> list[nn.Module]:
         listed = isinstance(module, nn.ModuleList | nn.Sequential)
         for child in module.children():
             own = Counter(_uses(child))
-            if listed and kinds[type(child)] > 1 and own and all(uses[key] == own[key] for key in own):
+            stays = not hasattr(child, "user_layer")
+            if listed and stays and kinds[type(child)] > 1 and own and all(uses[key] == own[key] for key in own):
                 found.append(child)
             else:
                 search(child)

@@ -48,10 +48,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ),
     ("lora", "deepspeed"): _OWN,
     ("lora", "fsdp1"): "flat shards of FSDP1 mix frozen codes with trained floats; use DDP",
-    ("lora", "fsdp2"): (
-        "checkpoints hold merged weights, and FSDP2 loads by the parameters' own names, which are the adapters'; use "
-        "DDP"
-    ),
     ("lora", "lbfgs"): _LBFGS,
     ("low_rank", "lora"): (
         "adapters would sit on factors that are trained themselves; train with low_rank first, or factorise the merged "
@@ -88,9 +84,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ),
     ("ticket", "deepspeed"): _OWN,
     ("ticket", "fsdp1"): _FLAT,
-    ("ticket", "fsdp2"): (
-        "a round rewinds to a whole model, which one process compares bit by bit and writes into one file; use DDP"
-    ),
     ("ticket", "lbfgs"): _LBFGS,
     ("share", "lora"): (
         "the base is frozen, and merging the adapters would move members of a cluster apart; merge, then share the "

@@ -40,6 +40,14 @@ def broadcast_(tensor: Tensor, source: int = 0) -> Tensor:
     return tensor
 
 
+def from_main(text: str) -> str:
+    """Return the main process's text; every process must call it."""
+    told = [text]
+    if world_size() > 1:
+        dist.broadcast_object_list(told)
+    return told[0]
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds: all of it unless FSDP2 has sharded it."""
     to_local = getattr(tensor, "to_local", None)

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from shared_core.errors import CheckpointError
 from shared_core.session import Session
+
+
+@contextlib.contextmanager
+def loading(session: Session) -> Iterator[None]:
+    """Surround the loading of plain weights by a trainer that goes by the parameters' names, as torch does under FSDP2.
+
+    Args:
+        session: Attached; its own state is loaded afterwards.
+    """
+    with contextlib.ExitStack() as stack:
+        if session.context is not None:
+            for technique in session.techniques.values():
+                stack.enter_context(technique.loading(session.context.model))
+        yield
 
 
 def fit_to(session: Session, state: Mapping[str, Any], surroundings: Iterable[str]) -> None:

@@ -311,6 +311,10 @@ class Technique:
     def write(self, folder: Path) -> None:
         """Write what the run leaves beside the model into its folder; called once it is over, on the main process."""
 
+    def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Return what surrounds the loading of plain weights by a trainer that goes by the parameters' names."""
+        return contextlib.nullcontext()
+
     def fits(self, state: Mapping[str, Any] | None) -> bool:
         """Return whether the model is attached to as weights saved with this state need it; None: without one."""
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import math
 from collections.abc import Mapping
@@ -32,8 +33,10 @@ from shared_core.quantization.lora_layers import (
     merged_weight,
     release_,
     select_linear,
+    user_layers,
 )
 from shared_core.quantization.modules import is_quantized
+from shared_core.sharded import fill_, is_sharded, reshard_, whole
 from shared_core.technique import Context, Technique
 
 
@@ -75,11 +78,13 @@ class LoraTraining(Technique):
         self.whole: list[str] = []
         self._begun = False
         self._undo: Undo = []
-        self._required: list[tuple[nn.Parameter, bool]] = []
+        self._required: list[tuple[nn.Module, str, bool]] = []
         self._told: dict[str, dict[str, Any]] = {}
         self._parameters = {"trained_parameters": 0, "adapter_parameters": 0, "frozen_parameters": 0}
         self._device = torch.device("cpu")
         self._last: dict[str, Any] | None = None
+        self._gathered: dict[str, Any] | None = None
+        self._model: nn.Module | None = None
 
     # -- start
 
@@ -101,19 +106,32 @@ class LoraTraining(Technique):
         library("peft", "lora")
         if any(hasattr(module, "lora_A") for module in model.modules()) or hasattr(model, "peft_config"):
             raise CompatibilityError("lora: model must have no adapters yet, got peft's; merge them, or drop lora")
-        layers, whole, self.left_out = select_linear(model, self.config)
-        self.whole = list(whole)
-        self._required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-        counts = sum(parameter.numel() for parameter, _ in self._required)
+        if any(map(is_sharded, model.parameters())):
+            raise CompatibilityError(
+                "lora: model must not be sharded yet, got one that is: adapters made now would not be; attach before "
+                "fully_shard, with strategy eff_fsdp in Lightning"
+            )
+        layers, trained_whole, self.left_out = select_linear(model, self.config)
+        self.whole = list(trained_whole)
+        self._model = model
+        parameters = {parameter: parameter.requires_grad for parameter in model.parameters()}
+        # by their place: FSDP2 puts others there
+        self._required = [
+            (module, name, parameter.requires_grad)
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        counts = sum(parameter.numel() for parameter in parameters)
         self.layers = inject(model, layers, self.config, context.generator)
         self._undo = fast_paths_off(model, tuple({type(layer) for layer in self.layers.values()}))
-        trained = {id(parameter) for module in whole.values() for parameter in module.parameters()}
-        trained &= {id(parameter) for parameter, required in self._required if required}
+        trained = {id(parameter) for module in trained_whole.values() for parameter in module.parameters()}
+        trained &= {id(parameter) for parameter, required in parameters.items() if required}
         added = {id(matrix) for layer in self.layers.values() for matrix in adapters(layer)}
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in trained | added)
         in_adapters = sum(matrix.numel() for layer in self.layers.values() for matrix in adapters(layer))
-        in_whole = sum(parameter.numel() for parameter, _ in self._required if id(parameter) in trained)
+        in_whole = sum(parameter.numel() for parameter in parameters if id(parameter) in trained)
         self._parameters = {
             "trained_parameters": in_adapters + in_whole,
             "adapter_parameters": in_adapters,
@@ -132,12 +150,19 @@ class LoraTraining(Technique):
         }
 
     def detach(self, model: nn.Module) -> None:
-        """Give back the user's layers: untouched if training has not begun, else with what was trained merged in."""
+        """Give back the user's layers: untouched if training has not begun, else with what was trained merged in.
+
+        Sharded ones are left with their base: the processes that hold the other parts may be gone.
+        """
+        if self.layers:
+            reshard_(model)
         for layer in self.layers.values():
-            give_back(model, layer, merged_weight(layer) if self._begun else None)
-        self.layers = {}
-        for parameter, required in self._required:
-            parameter.requires_grad_(required)
+            merges = self._begun and not is_sharded(layer.base_layer.weight)
+            give_back(model, layer, merged_weight(layer) if merges else None)
+        self.layers, self._model = {}, None
+        for module, name, required in self._required:
+            if (parameter := module._parameters[name]) is not None:
+                parameter.requires_grad_(required)
         self._required = []
         fast_paths_on(self._undo)
         self._undo = []
@@ -159,6 +184,8 @@ class LoraTraining(Technique):
             CompatibilityError: If an optimizer does not hold the adapters, or bitsandbytes does not run where the
                 model is now.
         """
+        reshard_(context.model)
+        self._check_wrapping()
         held = {
             id(parameter)
             for optimizer in context.optimizers
@@ -180,6 +207,33 @@ class LoraTraining(Technique):
             release_(layer)
         self._begun = True
 
+    def _check_wrapping(self) -> None:
+        for name, layer in self.layers.items():
+            if hasattr(layer, "set_reshard_after_forward"):
+                raise CompatibilityError(
+                    f"lora: {name} must be sharded with the block that it is in, got one that is sharded by itself, of "
+                    "which nothing would be gathered after the merging; name the blocks around it"
+                )
+
+    @property
+    def _is_sharded(self) -> bool:
+        return any(is_sharded(layer.base_layer.weight) for layer in self.layers.values())
+
+    def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Let sharded weights be loaded by the parameters' names, which torch looks for: those of the user's layers."""
+        if self._is_sharded:
+            return user_layers(model, self.layers.values())
+        return contextlib.nullcontext()
+
+    def before_save(self, context: Context, baked: bool) -> None:
+        """Gather what is kept in parts, so that saving needs no other process."""
+        if self._is_sharded and not baked:
+            self._gathered = self._state()
+
+    def after_save(self, context: Context) -> None:
+        """Let it go."""
+        self._gathered = None
+
     # -- end
 
     def finish(self, model: nn.Module, context: Context) -> None:
@@ -187,17 +241,18 @@ class LoraTraining(Technique):
 
         Those that qat quantises it still does: it bakes the merged weight when its own turn comes.
         """
-        self._last = self.state_dict()  # a run that trains on goes on from here, not from a newly quantised base
+        reshard_(model)
+        self._last = self._state()  # a run that trains on goes on from here, not from a newly quantised base
         for name, layer in self.layers.items():
-            merged, exact = merged_weight(layer), merged_weight(layer, torch.float64)
+            merged, exact = merged_weight(layer), whole(merged_weight(layer, torch.float64))
             told = self._told[name]
-            told["adapter_size"] = relative_error(exact, float_weight(layer.base_layer))
-            told["merge_error"] = relative_error(exact, merged)
+            told["adapter_size"] = relative_error(exact, whole(float_weight(layer.base_layer)))
+            told["merge_error"] = relative_error(exact, whole(merged))
             if self.config.requantize:
                 merged = on_grid(merged, self.config)
                 told |= _cost(exact, merged)
             elif is_quantized(layer.user_layer):
-                told |= _cost(exact, on_qat_grid(layer.user_layer, merged))
+                told |= _cost(exact, whole(on_qat_grid(layer.user_layer, merged)))
             give_back(model, layer, merged)
         self.layers = {}
 
@@ -214,15 +269,14 @@ class LoraTraining(Technique):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what each layer's weight is made of: codes and scales, or the frozen weight, and A and B."""
-        if self._last is not None:
-            return self._last
+        return self._last or self._gathered or self._state()
+
+    def _state(self) -> dict[str, Any]:
         return {
             "layers": {
                 name: {
-                    "frozen": {
-                        key: tensor.detach().clone() for key, tensor in frozen_tensors(layer.base_layer).items()
-                    },
-                    "adapters": [matrix.detach().clone() for matrix in adapters(layer)],
+                    "frozen": {key: _copy(tensor) for key, tensor in frozen_tensors(layer.base_layer).items()},
+                    "adapters": [_copy(matrix) for matrix in adapters(layer)],
                 }
                 for name, layer in self.layers.items()
             }
@@ -235,6 +289,8 @@ class LoraTraining(Technique):
         Raises:
             CheckpointError: If it is of other layers, another rank or another base.
         """
+        if self._model is not None:
+            reshard_(self._model)  # an evaluation may have come before
         try:
             saved = state["layers"]
             if set(saved) != set(self.layers):
@@ -244,7 +300,7 @@ class LoraTraining(Technique):
                 for matrix, value in zip(adapters(layer), saved[name]["adapters"], strict=True):
                     if value.shape != matrix.shape:
                         raise ValueError(f"adapters of {name} have shape {tuple(value.shape)}")
-                    matrix.copy_(value)
+                    fill_(matrix, value)
         except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"lora: state must be one that lora saved with these layers, rank and base, got {error!r}; "
@@ -276,6 +332,10 @@ class LoraTraining(Technique):
             "left_out": dict(self.left_out),
             "per_layer": per_layer,
         }
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return whole(tensor.detach()).cpu() if is_sharded(tensor) else tensor.detach().clone()
 
 
 def _cost(exact: Tensor, rounded: Tensor) -> dict[str, Any]:

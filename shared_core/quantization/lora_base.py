@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shared_core.errors import CompatibilityError, MissingExtraError, TrainingError
 from shared_core.quantization.lora_config import LoraConfig
 from shared_core.quantization.modules import is_quantized
+from shared_core.sharded import fill_
 
 _OUTLIERS = 6.0
 """Input columns with larger values are multiplied in 16 bit (Dettmers et al., 2022, arXiv:2208.07339, section 3.2)."""
@@ -146,7 +147,7 @@ def restore_(layer: Any, tensors: dict[str, Tensor]) -> None:
     if told != {name: tuple(tensor.shape) for name, tensor in mine.items()}:
         raise ValueError(f"base is made of {told}")
     for name, tensor in tensors.items():
-        mine[name].copy_(tensor)
+        fill_(mine[name], tensor)
 
 
 def on_grid(weight: Tensor, config: LoraConfig) -> Tensor:

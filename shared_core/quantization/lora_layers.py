@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import re
 from collections import Counter
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from shared_core.module_match import match_modules, own_class, plain_name
 from shared_core.quantization.lora_base import float_weight, freeze, frozen_tensors, library, restore_
 from shared_core.quantization.lora_config import LoraConfig
 from shared_core.quantization.plain_state import LEARNED
+from shared_core.ranks import local_part
+from shared_core.sharded import cut, is_sharded, whole
 
 _ADAPTER = "default"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -121,6 +125,7 @@ def inject(
         lora_dropout=config.dropout,
         target_modules="|".join(re.escape(path) for path in where.values()),
     )
+    mesh = vars(model).pop("_device_mesh", None)  # Lightning's, which peft (0.21) takes for transformers'
     try:
         for name, base in bases.items():
             model.set_submodule(where[name], base)
@@ -133,6 +138,8 @@ def inject(
     finally:
         # trainers would take it for peft's own model, whose checkpoints hold adapters alone
         vars(model).pop("peft_config", None)
+        if mesh is not None:
+            vars(model)["_device_mesh"] = mesh
     adapted: dict[str, Any] = {}
     for name, module in layers.items():
         layer: Any = model.get_submodule(where[name])
@@ -164,6 +171,8 @@ def adapters(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
 def merged_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     """Return ``Q⁻¹(Q(W)) + alpha/rank·BA``, summed in float32 at least; Q is qat's where it quantises the base.
 
+    Of a sharded layer it is sharded alike; then every process must call it.
+
     Args:
         layer: From `inject`.
         dtype: Of the result and, if wider, of the sum; by default that of the user's weight.
@@ -172,7 +181,8 @@ def merged_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     base = float_weight(layer.base_layer)
     dtype = dtype or layer.plain.dtype
     wide = torch.promote_types(dtype, torch.float32)
-    merged: Tensor = base.to(wide) + layer.scaling[_ADAPTER] * (b.to(wide) @ a.to(wide))
+    added = layer.scaling[_ADAPTER] * (whole(b).to(wide) @ whole(a).to(wide))
+    merged: Tensor = base.to(wide) + cut(added, base)
     return merged.to(dtype)
 
 
@@ -183,7 +193,7 @@ def _plain_keys(layer: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> 
     state_dict[prefix + "weight"] = merged_weight(layer)
     bias = layer.user_layer.bias  # not the base's, which bitsandbytes casts in place to the type of its input
     if bias is not None:
-        state_dict[prefix + "bias"] = bias.detach().to(layer.plain)
+        state_dict[prefix + "bias"] = bias.detach().to(layer.plain.device, layer.plain.dtype)
 
 
 def _load_plain(layer: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -198,6 +208,8 @@ def _load_plain(layer: Any, state_dict: dict[str, Any], prefix: str, *args: Any)
             missing.append(key)
         elif name == "weight":
             set_base_(layer, state_dict.pop(key))
+        elif is_sharded(current):
+            local_part(current.detach()).copy_(local_part(state_dict.pop(key)))
         else:
             current.data = state_dict.pop(key).detach().to(layer.plain).clone()
             layer.base_layer.bias.data = current.data.clone()
@@ -214,7 +226,7 @@ def set_base_(layer: Any, weight: Tensor) -> None:
         weight: (outputs, inputs).
     """
     user: nn.Linear = layer.user_layer
-    value = weight.detach().to(layer.plain)
+    value = weight.detach().to(layer.plain.device, layer.plain.dtype)
     if user.weight.numel():
         user.weight.data.copy_(value)
     if layer.base_layer is not user:
@@ -222,6 +234,27 @@ def set_base_(layer: Any, weight: Tensor) -> None:
         plain.weight = nn.Parameter(value, requires_grad=False)
         restore_(layer.base_layer, frozen_tensors(freeze(plain, layer.eff_config)))
     adapters(layer)[1].zero_()
+
+
+@contextlib.contextmanager
+def user_layers(model: nn.Module, layers: Collection[Any]) -> Iterator[None]:
+    """Let a model hold the user's own layers inside, for weights to be loaded by their names.
+
+    They become the base, and the adapters add nothing to it.
+
+    Args:
+        model: Changed in place, and back at the end.
+        layers: From `inject`, with base none.
+    """
+    places = {path: module for path, module in model.named_modules() if module in layers}
+    for path, layer in places.items():
+        model.set_submodule(path, layer.user_layer)
+    try:
+        yield
+    finally:
+        for path, layer in places.items():
+            model.set_submodule(path, layer)
+            local_part(adapters(layer)[1].detach()).zero_()
 
 
 def release_(layer: Any) -> None:
@@ -237,7 +270,9 @@ def give_back(model: nn.Module, layer: Any, weight: Tensor | None) -> None:
     path = next(path for path, module in model.named_modules() if module is layer)
     if layer.base_layer is not user:  # else it is part of the model; what qat learns on it keeps its dtype
         user.to(layer.plain.device, layer.plain.dtype)
-    if weight is not None:
+    if weight is not None and is_sharded(user.weight):  # FSDP2 gathers from where it lies
+        local_part(user.weight.detach()).copy_(local_part(weight))
+    elif weight is not None:
         user.weight.data = weight
     user.train(layer.training)
     model.set_submodule(path, user)

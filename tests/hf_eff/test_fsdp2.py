@@ -1,5 +1,6 @@
 """FSDP2 in the Trainer: sharded weights train, save and resume like whole ones, and flags that do nothing are told."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from fsdp2_runs import assert_two_trained_what_one_did, run_by_one_and_by_two
 
 from hf_eff._checkpoints import newest_whole
+from shared_core.pruning import read_ticket
 from shared_core.soup import open_ingredient, save_soup, uniform_soup
 from shared_core.state_file import load_state
 
@@ -32,7 +34,18 @@ def test_every_weight_is_really_sharded_and_multiplied_in_fp8_and_saved_whole(ru
 
 
 @pytest.mark.parametrize(
-    "name", ["soup", "loss_scale", "all", "tensorwise", "distill", "qat FULL_STATE_DICT", "qat SHARDED_STATE_DICT"]
+    "name",
+    [
+        "soup",
+        "loss_scale",
+        "ticket",
+        "lora FULL_STATE_DICT",
+        "all",
+        "tensorwise",
+        "distill",
+        "qat FULL_STATE_DICT",
+        "qat SHARDED_STATE_DICT",
+    ],
 )
 def test_two_processes_train_what_one_does(runs, name):
     assert_two_trained_what_one_did(runs, name)
@@ -42,7 +55,7 @@ def test_two_processes_train_what_one_does(runs, name):
 def test_a_resumed_run_equals_one_that_was_never_stopped(runs, kind):
     for found in runs["ranks"]:
         assert found[kind]["fp8.num_updates"] == 6
-        for run in (kind, f"qat {kind}", f"primary {kind}"):
+        for run in (kind, f"qat {kind}", f"primary {kind}", f"lora {kind}"):
             assert all(torch.equal(value, found[f"{run} resumed"][name]) for name, value in found[run].items())
 
 
@@ -111,7 +124,8 @@ def test_the_best_model_comes_back(runs):
 
 def test_what_is_not_proven_on_shards_is_refused(runs):
     for told in runs["told"]:
-        prune, flush, mutual, power, narrow = told["refused"]
+        prune, flush, mutual, power, narrow, filled = told["refused"]
+        assert "hf: lora needs cpu_ram_efficient_loading false in fsdp_config" in filled
         assert "comm with hook powersgd cannot be combined with FSDP version 2" in power
         assert "comm: FSDP2 must reduce gradients in float32" in narrow
         assert "distill cannot be combined with FSDP version 2: teacher mutual" in mutual
@@ -124,8 +138,19 @@ def test_flags_that_do_not_shard_are_refused(runs):
         assert "hf: FSDP was asked for, but accelerate does not shard here (distributed type MULTI_CPU)" in told
 
 
+def test_a_second_round_replays_the_first_bit_for_bit(runs):
+    told = json.loads((runs["folder"] / "second" / "round.json").read_text())
+    assert told["replay"] == "bit-equal"
+    one, two = (
+        read_ticket(runs["folder"].parent / number / "second" / "ticket.safetensors") for number in ("one", "two")
+    )
+    assert all(torch.equal(mask, two.masks[name]) for name, mask in one.masks.items())
+    found = runs["ranks"][0]["ticket"]
+    assert sum(int((found[name] == 0).sum()) for name in two.masks) == two.numel - told["kept"] > 0
+
+
 def test_a_run_writes_one_receipt(runs):
     receipts = list(runs["folder"].rglob("eff_receipt.json"))
     assert {receipt.parent.parent for receipt in receipts} == {runs["folder"]}
     # one of each run that came to its end, resumed ones over the first one's
-    assert runs["output"].count("efftrain receipt") == len(receipts) + 6
+    assert runs["output"].count("efftrain receipt") == len(receipts) + 8

@@ -1,11 +1,13 @@
 """FSDP2 in Lightning (ModelParallelStrategy): sharded weights train, save and resume like whole ones."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from fsdp2_runs import assert_two_trained_what_one_did, run_by_one_and_by_two
 
+from shared_core.pruning import read_ticket
 from shared_core.soup import open_ingredient, save_soup, uniform_soup
 
 SCRIPT = Path(__file__).parents[1] / "support" / "lightning_fsdp2.py"
@@ -16,7 +18,7 @@ def runs(tmp_path_factory):
     return run_by_one_and_by_two(SCRIPT, tmp_path_factory.mktemp("fsdp2"))
 
 
-@pytest.mark.parametrize("name", ["loss_scale", "all", "tensorwise", "distill", "qat", "soup"])
+@pytest.mark.parametrize("name", ["loss_scale", "ticket", "all", "tensorwise", "distill", "qat", "soup"])
 def test_two_processes_train_what_one_does(runs, name):
     assert_two_trained_what_one_did(runs, name)
 
@@ -41,7 +43,7 @@ def test_a_run_resumed_inside_an_accumulation_window_equals_one_that_was_never_s
     assert (runs["folder"] / name / "saved" / "4.ckpt").is_dir() == distributed
     for found in runs["ranks"]:
         assert found[name]["fp8.num_updates"] == 2
-        for run in (name, f"qat {name}"):
+        for run in (name, f"qat {name}", f"lora {name}"):
             assert all(torch.equal(value, found[f"{run} resumed"][key]) for key, value in found[run].items())
 
 
@@ -95,7 +97,18 @@ def test_what_is_not_proven_on_shards_is_refused(runs):
         assert "fp8 cannot be combined with tensor parallelism" in parallel
 
 
+def test_a_second_round_replays_the_first_bit_for_bit(runs):
+    told = json.loads((runs["folder"] / "second" / "round.json").read_text())
+    assert told["replay"] == "bit-equal"
+    one, two = (
+        read_ticket(runs["folder"].parent / number / "second" / "ticket.safetensors") for number in ("one", "two")
+    )
+    assert all(torch.equal(mask, two.masks[name]) for name, mask in one.masks.items())
+    found = runs["ranks"][0]["ticket"]
+    assert sum(int((found[name] == 0).sum()) for name in two.masks) == two.numel - told["kept"] > 0
+
+
 def test_a_run_writes_one_receipt(runs):
     receipts = list(runs["folder"].rglob("eff_receipt.json"))
-    # one of each run that came to its end, the four resumed ones over the first one's
-    assert runs["output"].count("efftrain receipt") == len(receipts) + 4
+    # one of each run that came to its end, the six resumed ones over the first one's
+    assert runs["output"].count("efftrain receipt") == len(receipts) + 6

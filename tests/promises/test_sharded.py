@@ -8,6 +8,8 @@ from promise_drivers import difference
 from sharded_runs import RECIPES, train
 from two_ranks import run_two_ranks
 
+from shared_core.pruning import read_ticket
+
 SCRIPT = Path(__file__).parents[1] / "support" / "sharded_runs.py"
 
 
@@ -15,7 +17,8 @@ SCRIPT = Path(__file__).parents[1] / "support" / "sharded_runs.py"
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     run_two_ranks(SCRIPT, folder)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    (folder / "one").mkdir()
+    return folder, [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 def assert_close(found, expected, recipe):
@@ -36,14 +39,36 @@ def assert_close(found, expected, recipe):
             torch.testing.assert_close(ours["learned"], theirs["learned"], atol=1e-6, rtol=0)
 
 
+def assert_one_ticket(folder, options, report):
+    found = [folder / number / options["out"] / "ticket.safetensors" for number in ("one", "two")]
+    assert [path.is_file() for path in found] == [options.get("control") is None] * 2
+    assert report["replay"] == ("bit-equal" if options["out"] == "second" else None)
+    if "control" not in options:
+        one, two = map(read_ticket, found)
+        assert difference(one.masks, two.masks) is None
+        assert two.kept < two.numel
+        torch.testing.assert_close(dict(one.weights), dict(two.weights), atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_two_processes_that_hold_half_of_each_weight_train_what_one_does(runs, recipe):
-    first, second = (run[recipe] for run in runs)
+def test_two_processes_that_hold_half_of_each_weight_train_what_one_does(runs, recipe, monkeypatch):
+    folder, ranks = runs
+    first, second = (run[recipe] for run in ranks)
     assert difference(first, second) is None
     assert difference(first["ended"]["weights"], first["resumed"]["weights"]) is None
     assert difference(first["ended"]["session"]["techniques"], first["resumed"]["session"]["techniques"]) is None
+    monkeypatch.chdir(folder / "one")
     alone, saved = train(RECIPES[recipe])
     assert_close(first["ended"], alone, recipe)
     assert first["saved"]["session"].keys() == saved["session"].keys()
+    if "ticket" in RECIPES[recipe]:
+        assert_one_ticket(folder, RECIPES[recipe]["ticket"], first["ended"]["report"]["ticket"])
+        monkeypatch.chdir(folder / "two")
     one_goes_on, _ = train(RECIPES[recipe], resume=first["saved"])
     assert_close(one_goes_on, alone, recipe)
+
+
+def test_adapters_are_made_before_sharding_and_in_larger_blocks(runs):
+    for early, alone in (rank["refused"] for rank in runs[1]):
+        assert "lora: model must not be sharded yet" in early
+        assert "lora: middle must be sharded with the block that it is in" in alone

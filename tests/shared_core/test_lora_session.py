@@ -7,10 +7,12 @@ import torch
 from lora_runs import BASES, X, net, run, session
 from torch import nn
 
+from shared_core.compatibility import check
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.quantization import LoraConfig
 from shared_core.quantization.lora_base import frozen_tensors, on_grid
 from shared_core.quantization.lora_layers import adapters
+from shared_core.recipe import Recipe
 from shared_core.state_file import load_state, save_state
 
 
@@ -218,3 +220,15 @@ def test_a_state_of_other_options_is_refused(options):
     other.attach(net())
     with pytest.raises(CheckpointError, match="resume with the options of the saved run"):
         other.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        ({"lora": {"rank": 2}}, "lora with base nf4 cannot be combined with FSDP version 2"),
+        ({"lora": {"rank": 2, "base": "none"}, "average": {"kind": "ema"}}, "average with lora cannot be combined"),
+    ],
+)
+def test_what_no_process_holds_whole_is_refused_under_fsdp2(recipe, reason):
+    with pytest.raises(CompatibilityError, match=reason):
+        check(Recipe.from_dict(recipe), {"fsdp2"})

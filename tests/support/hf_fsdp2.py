@@ -40,7 +40,14 @@ ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, **ACTIVATIONS, "matmul": {
 SOUP = {**PRUNE, "soup": {"kind": "greedy"}}
 PRIMARY = {"primary_weights": {"kind": "fp32_copy", "telemetry_every": 1}}
 COMM = {"comm": {"hook": "bf16"}}
+LORA = {"lora": {"base": "none", "rank": 4}}
 ATTENTION = ["model.layers.?.self_attn=model.layers.?.self_attn"]
+
+
+def ticket(folder, out, found=None):
+    """Return the recipe of a round, of the first or with what another found."""
+    given = {} if found is None else {"ticket": str(folder / found / "ticket.safetensors")}
+    return {"ticket": {"out": str(folder / out), "rewind_to": 2, "rate": 0.4, **given}}
 
 
 def distilled(**options):
@@ -164,8 +171,10 @@ def compared(folder):
     shards = fsdp_flags("SHARDED_STATE_DICT") if PROCESSES > 1 else {}
     return {
         "soup": found(*train(folder / "soup", SOUP, save_steps=1, **shards)),
-        "loss_scale": found(*train(folder / "loss_scale", SCALE, **plain)),
+        "loss_scale": found(*train(folder / "loss_scale", {**SCALE, **ticket(folder, "first")}, **plain)),
+        "ticket": found(*train(folder / "ticket", {**SCALE, **ticket(folder, "second", "first")}, **plain)),
         "all": found(*train(folder / "all", ALL, same=True, **plain)),
+        "lora FULL_STATE_DICT": found(*train(folder / "lora FULL_STATE_DICT", LORA)),
         "distill": found(*train(folder / "distill", distilled(attention=ATTENTION), **plain)),
         **{f"qat {kind}": found(*train(folder / f"compared {kind}", QAT[kind], **plain)) for kind in QAT},
         "tensorwise": found(*train(folder / "tensorwise", FP8["tensorwise"], same=True, **plain)),
@@ -180,9 +189,11 @@ def sharded_only(folder):
             (kind, ALL, torch.float32),
             (f"qat {kind}", QAT[kind], torch.float32),
             (f"primary {kind}", PRIMARY, torch.bfloat16),
+            (f"lora {kind}", LORA, torch.float32),
         ):
             saved, options = folder / name, {**fsdp_flags(kind), "dtype": dtype}
-            tensors[name] = found(*train(saved, recipe, **options))
+            if not saved.exists():
+                tensors[name] = found(*train(saved, recipe, **options))
             tensors[f"{name} resumed"] = found(*train(saved, recipe, resume=str(saved / "checkpoint-3"), **options))
     trainer, session = train(folder / "comm", COMM, save_strategy="no")
     tensors["comm"], told["comm"] = found(trainer, session), session.receipt()["techniques"]["comm"]
@@ -233,6 +244,7 @@ def sharded_only(folder):
         ({"distill": {"teacher": "mutual"}}, {}),
         ({"comm": {"hook": "powersgd"}}, {}),
         (COMM, in_16_bits),
+        (LORA, {"fsdp_config": {**fsdp_flags()["fsdp_config"], "cpu_ram_efficient_loading": True}}),
     ):
         try:
             train(folder / "refused", recipe, **options)

@@ -34,8 +34,15 @@ FP8 = {recipe: {"fp8": {"recipe": recipe}} for recipe in ("tensorwise", "delayed
 AVERAGE = {"average": {"kind": "ema", "decay": 0.7, "every": 2}}
 PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
 QAT = {"qat": {"scheme": "int8", "range": "minmax", "begin": 1}}
+LORA = {"lora": {"base": "none", "rank": 3}}
 SOUP = {"soup": {"kind": "greedy", "metric": "val_loss", "order": "newest"}}
 ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, "matmul": {"precision": "high"}}
+
+
+def ticket(folder, out, found=None):
+    """Return the recipe of a round, of the first or with what another found."""
+    given = {} if found is None else {"ticket": str(folder / found / "ticket.safetensors")}
+    return {"ticket": {"out": str(folder / out), "rewind_to": 2, "rate": 0.4, **given}}
 
 
 def distilled():
@@ -105,11 +112,15 @@ class Sharded(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class Validated(Sharded):
-    """Sharded by `eff_fsdp`, saved after every step, and validated."""
+class Plain(Sharded):
+    """Left to `eff_fsdp` to shard."""
 
     def configure_model(self):
         pass
+
+
+class Validated(Plain):
+    """Saved after every step, and validated."""
 
     def configure_callbacks(self):
         return [pl.callbacks.ModelCheckpoint(self.trainer.default_root_dir, save_top_k=-1, every_n_train_steps=1)]
@@ -170,7 +181,8 @@ def compared(folder):
     """Train what one process alone must train in the same way."""
     own = {"strategy": EffFSDPStrategy(save_distributed_checkpoint=True)} if PROCESSES > 1 else {}
     return {
-        "loss_scale": found(*train(folder / "loss_scale", SCALE)),
+        "loss_scale": found(*train(folder / "loss_scale", {**SCALE, **ticket(folder, "first")})),
+        "ticket": found(*train(folder / "ticket", {**SCALE, **ticket(folder, "second", "first")})),
         "all": found(*train(folder / "all", ALL, same=True)),
         "tensorwise": found(*train(folder / "tensorwise", FP8["tensorwise"], same=True)),
         "distill": found(*train(folder / "distill", distilled())),
@@ -201,6 +213,11 @@ def sharded_only(folder):
             saved = folder / name
             tensors[name] = found(*train(saved, recipe, **options))
             tensors[f"{name} resumed"] = found(*train(saved, recipe, ckpt_path=saved / "saved" / "4.ckpt", **options))
+        name = f"lora distributed={distributed}"
+        for resumed in (False, True):
+            own = {"module": Plain(), "strategy": EffFSDPStrategy(save_distributed_checkpoint=distributed)}
+            path = folder / name / "saved" / "4.ckpt" if resumed else None
+            tensors[name + " resumed" * resumed] = found(*train(folder / name, LORA, ckpt_path=path, **own))
     whole = torch.load(folder / "distributed=False" / "saved" / "5.ckpt", weights_only=True)["state_dict"]
     plain = Sharded()
     plain.load_state_dict(whole)

@@ -1,10 +1,12 @@
 """A recipe trained by a plain loop, in one process that holds all, or in two that FSDP2 gives a half of each weight."""
 
 import itertools
+import os
 import sys
 from pathlib import Path
 from typing import ClassVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from two_ranks import leave
 
+from shared_core.errors import CompatibilityError
 from shared_core.ranks import rank, world_size
 from shared_core.recipe import Recipe
 from shared_core.session import Session
@@ -21,6 +24,7 @@ from shared_core.technique import BareServices, SavedCheckpoint
 
 STEPS, BATCH, SAVED = 6, 8, 3
 GROWING = {"sparsity": 0.5, "begin": 1, "end": 5, "every": 2}
+LORA = {"base": "none", "rank": 3, "skip": ["middle"], "train": ["last"]}  # not what is sharded by itself
 RECIPES = {
     "qat": {"qat": {"scheme": "int8", "begin": 2, "freeze_observers": 5}},
     "qat-kl": {"qat": {"scheme": "int8", "range": "kl", "begin": 2}},
@@ -43,8 +47,16 @@ RECIPES = {
     "ema": {"distill": {"teacher": "ema", "ema_decay": 0.5}},
     "hidden": {"distill": {"teacher": "other", "hidden": ["middle=middle"]}},
     "relations": {"distill": {"teacher": "other", "hidden": ["hidden=hidden"], "hidden_loss": "cka"}},
+    "lora-qat": {"lora": LORA, "qat": {"scheme": "int8", "begin": 2}},
+    "lora-soup": {"lora": LORA, "soup": {"kind": "greedy", "metric": "loss", "order": "newest"}},
     "low_rank-prune": {"low_rank": {"rank": 6, "min_size": 0}, "prune": GROWING},
     "qat-prune": {"qat": {"scheme": "int8", "begin": 2}, "prune": GROWING},
+    "ticket": {"ticket": {"out": "ticket", "rewind_to": 2, "rate": 0.4}},
+    "ticket-second": {"ticket": {"out": "second", "ticket": "../two/ticket/ticket.safetensors", "rewind_to": 2}},
+    "ticket-rate": {"ticket": {"out": "rate", "rewind": "learning_rate", "scope": "global"}},
+    "ticket-redrawn": {
+        "ticket": {"out": "redrawn", "ticket": "../two/ticket/ticket.safetensors", "control": "random_reinit"}
+    },
     "fp32_copy": {"primary_weights": {"kind": "fp32_copy", "telemetry_every": 1}, "prune": GROWING},
     "stochastic": {"primary_weights": {"kind": "stochastic_rounding"}},
     "soup": {"soup": {"kind": "greedy", "metric": "loss", "order": "newest"}},
@@ -54,7 +66,7 @@ RECIPES = {
         "prune": {**GROWING, "schedule": "one_shot"},
     },
 }
-SHARDED_LATER = ("qat-lsq", "ema", "low_rank-prune")
+SHARDED_LATER = ("qat-lsq", "ema", "lora-qat", "lora-soup", "low_rank-prune")
 """Those that must see the model before it is sharded, as the Hugging Face Trainer lets them; others come after it."""
 
 
@@ -169,8 +181,16 @@ def found(net, optimizer):
     return {"weights": weights, "momentum": momentum}
 
 
+def refused(later, recipe):
+    with pytest.raises(CompatibilityError) as error:
+        train(recipe, later=later)
+    return str(error.value)
+
+
 def main(place, folder):
     torch.set_num_threads(1)
+    os.makedirs(folder / "two", exist_ok=True)
+    os.chdir(folder / "two")  # where tickets lie
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=place, world_size=2)
     results = {}
     for name, recipe in RECIPES.items():
@@ -178,6 +198,7 @@ def main(place, folder):
         ended, saved = train(recipe, later=later)
         resumed, _ = train(recipe, later=later, resume=saved)
         results[name] = {"ended": ended, "saved": saved, "resumed": resumed}
+    results["refused"] = [refused(later, {"lora": {"base": "none", "rank": 3}}) for later in (False, True)]
     torch.save(results, folder / f"{place}.pt")
     leave()
 

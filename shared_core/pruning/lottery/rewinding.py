@@ -12,20 +12,35 @@ from torch import Tensor, nn
 from shared_core.errors import CheckpointError
 from shared_core.module_match import plain_name
 from shared_core.pruning.lottery.ticket import Ticket
+from shared_core.ranks import all_reduce_, is_main, local_part
+from shared_core.sharded import fill_, is_sharded, place_of, whole
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by name, a tied one once, under its first name."""
     found: dict[str, Tensor] = {}
     seen: set[object] = set()
-    for name, value in model.state_dict().items():
+    for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             continue
-        storage = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else name
+        storage: object = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else name
+        storage = id(value) if is_sharded(value) else storage  # this process's part of it may be empty
         if storage not in seen:
             seen.add(storage)
-            found[plain_name(name)] = value
+            found[plain_name(name)] = value.detach()
     return found
+
+
+def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return `own_tensors` to be written: what FSDP2 shards is gathered one by one, into the main process's memory.
+
+    Every process must call it; the others then hold nothing.
+    """
+    own = own_tensors(model)
+    if not any(map(is_sharded, own.values())):
+        return own
+    gathered = ((name, whole(value)) for name, value in own.items())
+    return {name: value.cpu() for name, value in gathered if is_main()}
 
 
 def renamed(ticket: Ticket, weights: Mapping[str, Tensor], source: str) -> Ticket:
@@ -93,7 +108,9 @@ class _Renamed(Mapping[str, Tensor]):
 
 
 def first_difference(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor], source: str) -> str | None:
-    """Return the name of the first tensor that is not equal bit for bit, None if all are.
+    """Return the name of the first tensor that is not equal bit for bit, None if all are; every process must call it.
+
+    Of a sharded one each process compares its part.
 
     Raises:
         CheckpointError: If they are not the tensors of one model.
@@ -107,7 +124,11 @@ def first_difference(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor], so
             f"ticket: {source} must hold the weights of this model, but {odd} is {told[0]} in the model and {told[1]} "
             "in the ticket; train the model that it was found in"
         )
-    return next((name for name, value in own.items() if not same_bits(value, theirs[name])), None)
+    if not any(map(is_sharded, own.values())):
+        return next((name for name, value in own.items() if not same_bits(value, theirs[name])), None)
+    differ = [not same_bits(local_part(value), theirs[name][place_of(value)]) for name, value in own.items()]
+    all_reduce_(joined := torch.tensor(differ, dtype=torch.int32, device=next(iter(own.values())).device), "max")
+    return next((name for name, is_odd in zip(own, joined.tolist(), strict=True) if is_odd), None)
 
 
 def _kind(value: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
@@ -131,7 +152,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 def load_(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy weights into the model's own tensors, in place."""
     for name, value in own_tensors(model).items():
-        value.copy_(weights[name])
+        fill_(value, weights[name])
 
 
 def set_learning_rates(optimizers: Sequence[torch.optim.Optimizer], rates: Sequence[Sequence[Any]]) -> None:

@@ -13,6 +13,7 @@ from shared_core.pruning.criteria import magnitude
 from shared_core.pruning.lottery.config import TicketConfig
 from shared_core.pruning.masks import prune_mask, prune_masks
 from shared_core.pruning.targets import prunable_types
+from shared_core.sharded import fill_, is_sharded, whole
 
 _CONVOLUTIONS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -50,8 +51,8 @@ def next_masks(
     that rounding.
 
     Args:
-        weights: The trained weights, any shapes and devices.
-        masks: bool by the same names, True = left; empty means all of them.
+        weights: The trained weights, any shapes and devices; where FSDP2 shards them every process must call it.
+        masks: bool by the same names, whole, True = left; empty means all of them.
         rates: By the same names, each in [0, 1): every tensor by itself. Or one number: all under one threshold.
 
     Returns:
@@ -89,16 +90,18 @@ class _Scores(Sequence[Tensor]):
         self.names = list(weights)
         self.tensors = list(weights.values())
         self._masks = masks
+        # a sharded one is gathered whole, once for all its slices
+        self.part = None if any(map(is_sharded, self.tensors)) else self._part
 
     def __len__(self) -> int:
         return len(self.names)
 
     def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
-        return self.part(index, slice(None)).view(self.tensors[index].shape)
+        return self._part(index, slice(None)).view(self.tensors[index].shape)
 
-    def part(self, index: int, where: slice) -> Tensor:
+    def _part(self, index: int, where: slice) -> Tensor:
         """Return a slice of one tensor's flattened scores."""
-        name, scores = self.names[index], magnitude(self.tensors[index].reshape(-1)[where])
+        name, scores = self.names[index], magnitude(whole(self.tensors[index].detach()).reshape(-1)[where])
         if name not in self._masks:
             return scores
         return rank_below_(scores, self._masks[name].reshape(-1)[where].to(scores.device))
@@ -139,4 +142,4 @@ def redraw_(parameters: Sequence[Tensor], generator: torch.Generator) -> None:
     """
     for parameter in parameters:
         order = torch.randperm(parameter.numel(), generator=generator).to(parameter.device)
-        parameter.copy_(parameter.reshape(-1)[order].view(parameter.shape))
+        fill_(parameter, whole(parameter).reshape(-1)[order].view(parameter.shape))

@@ -21,14 +21,17 @@ from shared_core.pruning.lottery.rewinding import (
     own_tensors,
     renamed,
     set_learning_rates,
+    whole_tensors,
 )
 from shared_core.pruning.lottery.run_folder import RunFolder
 from shared_core.pruning.lottery.selection import layer_rates, next_masks, random_masks, redraw_
 from shared_core.pruning.lottery.ticket import Ticket, read_ticket
+from shared_core.pruning.mask_store import MaskStore
 from shared_core.pruning.optimizer_state import clear_moments_
 from shared_core.pruning.targets import Targets, find_targets
-from shared_core.ranks import is_main
+from shared_core.ranks import from_main, is_main, local_part
 from shared_core.receipt import figures
+from shared_core.sharded import reshard_, whole
 from shared_core.technique import Context, Technique
 
 BIT_EQUAL = "bit-equal"
@@ -54,8 +57,7 @@ class TicketTraining(Technique):
         self._folder = RunFolder(config.out)
         self._targets = Targets({}, {})
         self._weights: dict[str, nn.Parameter] = {}
-        self._masks: dict[str, Tensor] = {}
-        self._left: dict[str, int] = {}
+        self._masks = MaskStore()
         self._rates: dict[str, float] | float = config.rate
         self._ticket: Ticket | None = None
         self._digest = ""
@@ -127,7 +129,8 @@ class TicketTraining(Technique):
         """
         config = self.config
         self.timeline(context)
-        self._weights = self._targets.weights()
+        reshard_(context.model)  # a validation may have come before
+        self._weights = self._masks.weights = self._targets.weights()
         self._check_surroundings(context)
         if self._ticket is not None:
             self._ticket = renamed(self._ticket, self._weights, str(config.ticket))
@@ -143,7 +146,7 @@ class TicketTraining(Technique):
             self._rewind(context, others_begun=False)
         elif self._rewound:
             self._set_masks()
-            self._apply()
+            self._masks.apply()
             if self._ticket is None and config.rewind == "weights":
                 self._folder.check_kept(self._digest, self._at)
 
@@ -168,11 +171,6 @@ class TicketTraining(Technique):
                     "ticket: optimizer must not be LBFGS, whose line search trains pruned weights within a step; use "
                     "SGD or AdamW"
                 )
-        for name, weight in self._weights.items():
-            if hasattr(weight, "to_local"):
-                raise CompatibilityError(
-                    f"ticket: {name} must be a plain tensor, got a sharded one (DTensor); use DDP instead"
-                )
 
     # -- step k
 
@@ -181,8 +179,8 @@ class TicketTraining(Technique):
         ticket, config = self._ticket, self.config
         if ticket is None:
             if config.rewind == "weights":  # of the others the next run needs those of the end
-                kept = Ticket({}, own_tensors(context.model), self._at)
-                self._digest = kept.digest()
+                kept = Ticket({}, whole_tensors(context.model), self._at)
+                self._digest = from_main(kept.digest())
                 if is_main():
                     self._folder.keep(kept)
             return
@@ -204,8 +202,8 @@ class TicketTraining(Technique):
                 optimizer.state.clear()  # it belongs to the weights of the replay
             if others_begun:
                 context.weights_replaced()
-        self._apply()
-        clear_moments_(context.optimizers, self._weights, self._masks)
+        self._masks.apply()
+        clear_moments_(context.optimizers, self._weights, self._masks.parts)
 
     def _set_masks(self) -> None:
         if self._ticket is None:
@@ -213,22 +211,18 @@ class TicketTraining(Technique):
         masks: Mapping[str, Tensor] = self._ticket.masks
         if self.config.control == "random_mask":
             masks = random_masks(masks, self._drawn("masks"))
-        self._masks = {name: masks[name].to(weight.device) for name, weight in self._weights.items()}
-        self._left = {name: int(mask.count_nonzero()) for name, mask in self._masks.items()}
+        self._masks.set({name: masks[name].to(weight.device) for name, weight in self._weights.items()})
 
     def _drawn(self, what: str) -> torch.Generator:
         return torch.Generator().manual_seed(2 * self.config.seed + (what == "weights"))
-
-    def _apply(self) -> None:
-        if self._masks:
-            apply_mask_(list(self._weights.values()), list(self._masks.values()))
 
     # -- one step
 
     def before_optimizer_step(self, context: Context) -> None:
         """Zero the gradients of pruned weights if the trainer clips by norm; hold a fine-tuning's learning rate."""
         if self._masks and context.clips_gradients:
-            pairs = [(w.grad, self._masks[name]) for name, w in self._weights.items() if w.grad is not None]
+            parts = self._masks.parts
+            pairs = [(local_part(w.grad), parts[name]) for name, w in self._weights.items() if w.grad is not None]
             for gradient, _ in pairs:
                 if gradient.layout != torch.strided:
                     raise CompatibilityError("ticket: gradients must be dense, got a sparse one; use sparse=False")
@@ -245,7 +239,7 @@ class TicketTraining(Technique):
         if context.step == self._at:
             self._rewind(context, others_begun=True)
         else:
-            self._apply()
+            self._masks.apply()
 
     def skipped_optimizer_step(self, context: Context) -> None:
         """Nothing advances."""
@@ -259,7 +253,7 @@ class TicketTraining(Technique):
 
     def weights_replaced(self, context: Context) -> None:
         """Prune the new weights by the masks there are."""
-        self._apply()
+        self._masks.apply()
 
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
         """Keep the figures of a validation, but not its times."""
@@ -282,14 +276,15 @@ class TicketTraining(Technique):
                 f"ticket: run must go on beyond rewind_to = step {self._at}, but its final weights are of step "
                 f"{context.step}; rewind to an earlier step (or leave the best model out: load_best_model_at_end)"
             )
-        self._apply()
+        self._masks.apply()
         unmeasured = self._evaluate(context)
+        reshard_(model)
         tensors = [
             {
                 "name": name,
                 "numel": weight.numel(),
-                "kept": self._left.get(name, weight.numel()),
-                "nonzero": int(weight.count_nonzero()),
+                "kept": weight.numel() - self._masks.num_pruned.get(name, 0),
+                "nonzero": int(whole(weight.detach()).count_nonzero()),
             }
             for name, weight in self._weights.items()
         ]
@@ -311,8 +306,9 @@ class TicketTraining(Technique):
         masks = self._next_masks(context) if self.config.control == "none" else None
         if masks is not None:
             self._result["found"] = sum(int(mask.count_nonzero()) for mask in masks.values())
+        found = None if masks is None else self._found(masks, context)
         if is_main():
-            self._folder.finish(self._result, None if masks is None else self._found(masks, context))
+            self._folder.finish(self._result, found)
 
     def _evaluate(self, context: Context) -> str | None:
         """Measure the final weights unless that was done; return why it could not be."""
@@ -328,7 +324,8 @@ class TicketTraining(Technique):
         try:
             return next_masks(self._weights, self._masks, self._rates)
         except ConfigError as error:
-            name = next((name for name, weight in self._weights.items() if weight.isnan().any()), "a weight")
+            weights = {name: whole(weight.detach()) for name, weight in self._weights.items()}
+            name = next((name for name, weight in weights.items() if weight.isnan().any()), "a weight")
             raise TrainingError(
                 f"ticket: weights must be numbers, got NaN in {name} at step {context.step}; training has diverged: "
                 "lower the learning rate, or clip gradients"
@@ -336,13 +333,14 @@ class TicketTraining(Technique):
 
     def _found(self, masks: dict[str, Tensor], context: Context) -> Ticket:
         if self.config.rewind != "weights":
-            return Ticket(masks, own_tensors(context.model), self._at, self.config.rewind, self._learning_rates)
-        weights = self._folder.kept_weights() if self._ticket is None else self._ticket.weights
-        return Ticket(masks, weights or {}, self._at)
+            return Ticket(masks, whole_tensors(context.model), self._at, self.config.rewind, self._learning_rates)
+        if self._ticket is not None:
+            return Ticket(masks, self._ticket.weights, self._at)
+        return Ticket(masks, (is_main() and self._folder.kept_weights()) or {}, self._at)
 
     def detach(self, model: nn.Module) -> None:
         """Let go of masks and ticket."""
-        self._weights, self._masks, self._scheduled = {}, {}, ()
+        self._weights, self._masks, self._scheduled = {}, MaskStore(), ()
 
     def state_dict(self) -> dict[str, Any]:
         """Return whether step k was reached, with which ticket, and the validations so far; masks lie in the ticket."""
@@ -372,8 +370,8 @@ class TicketTraining(Technique):
 
     def metrics(self) -> dict[str, float]:
         """Return ``ticket/left``, the share of the weights within reach that is not pruned."""
-        numel = sum(mask.numel() for mask in self._masks.values())
-        return {"ticket/left": sum(self._left.values()) / numel if numel else 1.0}
+        numel = sum(weight.numel() for weight in self._weights.values()) if self._masks else 0
+        return {"ticket/left": (numel - sum(self._masks.num_pruned.values())) / numel if numel else 1.0}
 
     def report(self) -> dict[str, Any]:
         """Return what was trained, whether the replay was exact, per tensor how many weights are not zero."""
