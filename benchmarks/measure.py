@@ -156,7 +156,7 @@ def live_tensor_bytes() -> int:
     storages = {}
     for thing in gc.get_objects():
         # not isinstance: it would ask lazy proxies of other libraries for their class, which loads them
-        if issubclass(type(thing), torch.Tensor):
+        if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided:
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

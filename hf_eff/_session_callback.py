@@ -46,7 +46,8 @@ class SessionCallback(TrainerCallback):
         self._window = Window(trainer)
         self._unlabelled = UnlabelledExamples(trainer, self._window)
         self._poisson = PoissonData(trainer, self._window)
-        self._scaler, self._makes_optimizer = ScalerSwap(trainer), trainer.optimizer is None
+        self._scaler = ScalerSwap(trainer)
+        self._made_optimizer: Any = None
         self._training = self._baking = self._complete = self._unscaled = False
         self._scale_before: float | None = None
         self._discarded = False
@@ -177,12 +178,16 @@ class SessionCallback(TrainerCallback):
         if self.session.has_begun:
             self.session.detach()
         self._attach()
-        if self._makes_optimizer:
-            forget_optimizer(self._trainer)  # it trains a second time
+        makes_optimizer = self._trainer.optimizer is self._made_optimizer  # none, or that of an earlier `train`
+        if makes_optimizer:
+            forget_optimizer(self._trainer)
         self._scaler.put(self.session)
         resumed = kwargs.get("resume_from_checkpoint")
         self._resumed_from = Path(resumed) if resumed else None
-        return method(*args, **kwargs)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self._made_optimizer = self._trainer.optimizer if makes_optimizer else None
 
     def _call_model_init(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         model = method(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 WEIGHT, NOTHING = "weights", "nothing to leave out"
@@ -46,6 +47,18 @@ class Counts:
         """Share of the activations' bytes that the device does not hold; weights, which it holds anyway, left out."""
         before = self._total("bytes_before")
         return 1 - self._total("bytes_after") / before if before else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all counts."""
+        stored = {kind: dict(counter) for kind, counter in self._stored.items()}
+        left = {why: dict(counter) for why, counter in self._left.items()}
+        return {"forwards": self.forwards, "shared": self.shared, "stored": stored, "left": left}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.forwards, self.shared = int(state["forwards"]), int(state["shared"])
+        self._stored = {kind: Counter(counter) for kind, counter in state["stored"].items()}
+        self._left = {why: Counter(counter) for why, counter in state["left"].items()}
 
     def left_alone(self) -> str:
         """Return in words what was left alone."""

@@ -146,12 +146,14 @@ class CompressedActivations(Technique):
         self._micro_batch = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far into its step the run is."""
-        return {"micro_batch": self._micro_batch}
+        """Return how far into its step the run is, and what was counted."""
+        return {"micro_batch": self._micro_batch, "counts": self.counts.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         self._micro_batch = int(state.get("micro_batch", 0))
+        if "counts" in state:
+            self.counts.load_state_dict(state["counts"])
 
     def metrics(self) -> dict[str, float]:
         """Return the share of the activations' bytes that was saved so far."""

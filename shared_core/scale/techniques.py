@@ -20,6 +20,7 @@ _PACKED_BYTES = {"bf16": 2.0, "fp16": 2.0, "int8": 1.1}
 ACTIVATION_BYTES = {"fp32": 79, "mixed": 54, "16-true": 42}
 _SELECTIVE_SHARE = 0.66  # measured on a transformer of 16 blocks of width 256
 _CHUNK_MIB = 512  # of chunked distillation on a GPU
+_BUNDLED = 1 << 18
 _SOUP_MODELS = 2.4  # measured, see docs/techniques/soup.md
 
 
@@ -118,6 +119,13 @@ def shaped(recipe: Mapping[str, Any], shape: ModelShape) -> ModelShape:
     return shape if kept is None else replace(shape, params=shape.embeddings + round(kept * shape.matrices))
 
 
+def _share(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
+    # weights of up to 2^18 elements are clustered in rows of several, with codes of 4 bytes more; sharded ones alone
+    sizes = ((4 * shape.layers, shape.hidden**2), (2 * shape.layers, 4 * shape.hidden**2))
+    small = sum(count * size for count, size in sizes if size <= _BUNDLED and run.parts == 1)
+    return [Cost("share: codes", held=shape.params / run.parts + 4 * small, why="1 byte a weight, 5 of small ones")]
+
+
 def _nothing(why: str) -> Callable[[Any, ModelShape, PlannedRun], list[Cost]]:
     return lambda config, shape, run: [Cost(config.key, why=why)]
 
@@ -132,7 +140,7 @@ COSTS: dict[str, Callable[[Any, ModelShape, PlannedRun], list[Cost]]] = {
     "dp": _dp,
     "checkpointing": _nothing("see the line of activations; sublayer and stage depend on the model: not counted"),
     "activations": _nothing("see the line above; exact saves what the receipt says, 0 to 50 % and more"),
-    "share": lambda config, shape, run: [Cost("share: codes", held=shape.params / run.parts, why="1 byte a weight")],
+    "share": _share,
     "ticket": lambda config, shape, run: [
         Cost("ticket: masks", held=shape.matrices / run.parts, why="1 byte a weight")
     ],

@@ -114,7 +114,7 @@ def test_what_cannot_be_right_is_refused(runs):
     assert "module must not shard itself, but blocks.0 is sharded" in itself
     assert "optimisation must be automatic" in by_hand
     assert "blocks pattern 'Blok' matches no module; did you mean 'Block'?" in pattern
-    assert "comm cannot be combined with FSDP version 2" in comm
+    assert "comm with hook powersgd cannot be combined with FSDP version 2" in comm
     assert "low_rank with merge cannot be combined with FSDP version 2" in merge
     assert "DDP must have no other communication hook, got fp16_compress_hook" in hook
     assert "comm must be given once, got it in a callback and in EffDDPStrategy" in twice
@@ -135,7 +135,7 @@ def test_a_block_that_shares_a_weight_stays_with_the_root():
 
 
 def test_one_process_cannot_compress(tmp_path):
-    with pytest.raises(CompatibilityError, match="several processes under DDP, got 1"):
+    with pytest.raises(CompatibilityError, match="several processes under DDP or FSDP2, got 1"):
         train(tmp_path, {"comm": {"hook": "bf16"}}, save=False)
 
 

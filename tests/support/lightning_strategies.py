@@ -101,7 +101,7 @@ def refused(told):
         (ShardsItself(), "eff_fsdp", None),
         (ByHand(), "eff_fsdp", None),
         (None, EffFSDPStrategy(blocks=["Blok"]), None),
-        (None, "eff_fsdp", {"comm": {"hook": "bf16"}}),
+        (None, "eff_fsdp", {"comm": {"hook": "powersgd"}}),
         (None, "eff_fsdp", {"low_rank": {"rank": 8, "merge": True}}),
         (None, own, {"comm": {"hook": "bf16"}}),
         (None, "eff_ddp_bf16", {"comm": {"hook": "fp16"}}),
