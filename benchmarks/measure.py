@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import gc
 import json
@@ -156,9 +157,10 @@ def live_tensor_bytes() -> int:
     storages = {}
     for thing in gc.get_objects():
         # not isinstance: it would ask lazy proxies of other libraries for their class, which loads them
-        if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided:
-            storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+        if issubclass(type(thing), torch.Tensor):
+            with contextlib.suppress(RuntimeError):  # sparse and fake ones have none
+                storage = thing.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
