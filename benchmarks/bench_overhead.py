@@ -18,7 +18,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from bookkeeping import RECIPES, TENSORS, PlainLoop, arithmetic, timed
-from measure import Row, Spread, Times, added, cpu_seconds, in_turn, main, python
+from measure import QUIET_HF, QUIET_LIGHTNING, Row, Spread, Times, added, cpu_seconds, in_turn, main, python
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -70,11 +70,7 @@ def hf_step(folder: str, steps: int, plugin: Callable[[Trainer], Any] | None) ->
         folder,
         max_steps=WARMUP + steps,
         per_device_train_batch_size=BATCH,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
+        **QUIET_HF,
     )
     watch = Stopwatch()
     trainer = Trainer(model=Classifier(), args=arguments, train_dataset=data, callbacks=[watch])
@@ -107,12 +103,8 @@ def lightning_step(folder: str, steps: int, callback: Callable[[], pl.Callback] 
     data = TensorDataset(torch.randn(num_examples, WIDTH), torch.arange(num_examples) % 2)
     trainer = pl.Trainer(
         max_epochs=1,
-        accelerator="cpu",
         default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET_LIGHTNING,
         callbacks=[callback()] if callback else [],
     )
     module = TimedModule()

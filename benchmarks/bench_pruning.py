@@ -17,6 +17,7 @@ import pytorch_lightning as pl
 import torch
 from measure import (
     MIB,
+    QUIET_LIGHTNING,
     Row,
     Spread,
     in_turn,
@@ -229,12 +230,8 @@ def fit(width: int, folder: str, callback: Callable[[], pl.Callback] | None) -> 
     loader = DataLoader(TensorDataset(torch.randn(16 * STEPS_PER_EPOCH, width)), batch_size=16)
     trainer = pl.Trainer(
         max_epochs=3,
-        accelerator="cpu",
         default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET_LIGHTNING,
         callbacks=[callback()] if callback else [],
     )
     module = Timed(width)

@@ -20,7 +20,7 @@ import pytorch_lightning as pl
 import torch
 from bench_overhead import Stopwatch, median_step
 from digits28 import digits, lenet
-from measure import MIB, Row, in_turn, main, milliseconds, peak_allocated, ratio
+from measure import MIB, QUIET_HF, QUIET_LIGHTNING, Row, in_turn, main, milliseconds, peak_allocated, ratio
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -80,11 +80,7 @@ def hf_step(folder: str, data: list[dict[str, Any]], steps: int, name: str) -> f
         folder,
         max_steps=WARMUP + steps,
         per_device_train_batch_size=BATCH,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
+        **QUIET_HF,
     )
     watch = Stopwatch()
     trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[watch])
@@ -121,12 +117,8 @@ def lightning_step(folder: str, data: TensorDataset, steps: int, name: str) -> f
         recipe["distill"] = {**recipe["distill"], "student": "model"}
     trainer = pl.Trainer(
         max_steps=WARMUP + steps,
-        accelerator="cpu",
         default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET_LIGHTNING,
         callbacks=[lightning_eff.EffCallback(recipe)],
     )
     module = TimedModule(model)

@@ -37,6 +37,14 @@ LIBRARIES = (
     "safetensors",
 )
 MIB = float(1 << 20)
+QUIET_HF: dict[str, Any] = {
+    "use_cpu": True, "report_to": "none", "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True,
+}  # fmt: skip
+"""What a step does not need of Hugging Face's TrainingArguments and, below, of Lightning's Trainer."""
+QUIET_LIGHTNING: dict[str, Any] = {
+    "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+    "enable_model_summary": False,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

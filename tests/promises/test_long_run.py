@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
-from promise_drivers import CLIP, LoopServices, batches, hf_trainer, run_lightning
+from promise_drivers import CLIP, LoopServices, batches, hf_trainer, run_lightning, step_and_tell
 from promise_table import TOGETHER, make_net, recipe_of
 from torch import Tensor
 from transformers import TrainerCallback
@@ -99,10 +99,7 @@ def bare(steps, watch, folder):
         scaler.unscale_(optimizer)
         session.before_optimizer_step()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        scaler.step(optimizer)
-        skipped = scaler.was_skipped(optimizer)
-        scaler.update()
-        session.skipped_optimizer_step() if skipped else session.after_optimizer_step()
+        step_and_tell(session, optimizer, scaler)
         optimizer.zero_grad()
         watch.look(step, model, optimizer, session)
     session.finish()

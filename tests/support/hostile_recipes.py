@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import torch
 from hypothesis import strategies as st
+from promise_drivers import step_and_tell
 from torch import nn
 
 from shared_core.errors import EffError
@@ -209,14 +210,7 @@ def two_steps(recipe: Any) -> None:
         if scaler is not None:
             scaler.unscale_(optimizer)
         session.before_optimizer_step()
-        if scaler is None:
-            optimizer.step()
-            session.after_optimizer_step()
-        else:
-            scaler.step(optimizer)
-            skipped = scaler.was_skipped(optimizer)
-            scaler.update()
-            session.skipped_optimizer_step() if skipped else session.after_optimizer_step()
+        step_and_tell(session, optimizer, scaler)
         optimizer.zero_grad()
     session.finish()
     session.receipt()

@@ -79,6 +79,18 @@ class LoopServices(BareServices):
         self._model.train(training)
 
 
+def step_and_tell(session: Session, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+    """Step as a plain loop does, with the scaler if there is one, and tell the session whether it was applied."""
+    if scaler is None:
+        optimizer.step()
+        session.after_optimizer_step()
+    else:
+        scaler.step(optimizer)
+        skipped = scaler.was_skipped(optimizer)
+        scaler.update()
+        session.skipped_optimizer_step() if skipped else session.after_optimizer_step()
+
+
 def run_bare(recipe: Any, *, accumulate: int = 1, batch_norm: bool = True, optim: str = "adamw_torch") -> Result:
     """A plain loop that divides the loss by the number of micro-batches, as both trainers do."""
     model = make_net(batch_norm=batch_norm, recipe=recipe)
@@ -105,14 +117,7 @@ def run_bare(recipe: Any, *, accumulate: int = 1, batch_norm: bool = True, optim
         session.before_optimizer_step()
         for student in (model, *getattr(session.techniques.get("distill"), "peers", ())):
             torch.nn.utils.clip_grad_norm_(student.parameters(), CLIP)
-        if scaler is None:
-            optimizer.step()
-            session.after_optimizer_step()
-        else:
-            scaler.step(optimizer)
-            skipped = scaler.was_skipped(optimizer)
-            scaler.update()
-            session.skipped_optimizer_step() if skipped else session.after_optimizer_step()
+        step_and_tell(session, optimizer, scaler)
         optimizer.zero_grad()
     session.finish()
     return Result(dict(model.state_dict()), session.receipt().values, model=model)

@@ -1,6 +1,5 @@
 """One rank of two-process runs; Writes weights and session state, one file a rank and recipe."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -25,6 +24,4 @@ def main(front_end: str, folder: Path, recipes: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # as under torchrun: else Lightning takes WORLD_SIZE away at the end of its first run
-    os.environ["TORCHELASTIC_RUN_ID"] = "tests"
     main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

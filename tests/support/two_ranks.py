@@ -68,6 +68,8 @@ def ranks_of(file, folder, *arguments):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    # as torchrun does: else Lightning takes WORLD_SIZE away at the end of its first run
+    meeting["TORCHELASTIC_RUN_ID"] = "tests"
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"} for rank in range(2)]
     return [([file, *(arguments or (rank, folder))], meeting | own[rank]) for rank in range(2)]
 
