@@ -61,6 +61,7 @@ replicas: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	$(BIN)/python docs/tables.py
+	$(BIN)/python docs/peers.py
 
 .PHONY: help quickstart test test-long test-matrix check fmt bench bench-gpu cost replicas docs
 .DEFAULT_GOAL := help

@@ -1,6 +1,7 @@
 """What the documents say is what the code does."""
 
 import dataclasses
+import importlib.util
 import re
 from pathlib import Path
 
@@ -51,3 +52,27 @@ def test_the_repository_speaks_of_the_project_alone():
             continue
         found = words.search(path.read_text(encoding="utf-8"))
         assert not found, f"{path}: {found}"
+
+
+def rows_of(cell):
+    """Return the rows of the specification that a cell such as ``A1, B1-B3`` names."""
+    for letter, first, last in re.findall(r"([A-H])(\d*)(?:–[A-H](\d+))?b?(?:, |$)", cell):
+        yield from (f"{letter}{number}" for number in range(int(first), int(last or first) + 1)) if first else [letter]
+
+
+def test_the_feature_table_holds_every_row_with_a_page_and_its_tests():
+    rows = re.findall(r"^\| ([A-H][^|]*) \| \[[^|]+\]\(docs/[^|]+\) \| [^|]+ \| (.+) \|$", README, flags=re.M)
+    assert all(re.fullmatch(r"(\[[\w ]+\]\(tests/[\w/]+\.py\) ?)+", tests) for _, tests in rows)
+    named = {row for cell, _ in rows for row in rows_of(cell)}
+    last = {"A": 14, "B": 17, "C": 13, "D": 12, "E": 8, "F": 5}
+    assert named == {f"{letter}{i}" for letter, end in last.items() for i in range(1, end + 1)} | {"G", "H"}
+
+
+def test_the_figure_of_the_peers_holds_the_committed_results():
+    spec = importlib.util.spec_from_file_location("peers", ROOT / "docs" / "peers.py")
+    peers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(peers)
+    drawn = (ROOT / "docs" / "peers.svg").read_text(encoding="utf-8")
+    for line in [*peers.STEP, *peers.MEMORY]:
+        for told, name in zip(peers.figures(line), ("efftrain", line[2]), strict=True):
+            assert f"{told} {line[1]}  {name}" in drawn, "run `make docs`"
