@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared_core.errors import CheckpointError, ConfigError
+from shared_core.errors import CheckpointError, ConfigError, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn  # `eff --help` must not wait for torch
@@ -33,7 +33,10 @@ def function(name: str, where: str) -> Callable[..., Any]:
         ) from error
     found: Any = getattr(module, function_name, None)
     if not callable(found):
-        raise ConfigError(f"{where} must name a function of {module_name}, got {function_name!r}")
+        own = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        raise ConfigError(
+            f"{where} must name a function of {module_name}, got {function_name!r}{nearest(function_name, own)}"
+        )
     return found  # type: ignore[no-any-return]
 
 

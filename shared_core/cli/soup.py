@@ -119,9 +119,9 @@ def soup(
     if seed and order != "random":
         raise ConfigError(f"eff soup: --seed must come with --order random, got it with --order {order}; add it")
     found = expand(paths or [])
+    opened = open_ingredients(found) if found else []  # first, so that a pattern that matched no file is named
     if len(found) < 2:
         raise CheckpointError(f"eff soup: PATH must name at least two checkpoints, got {len(found)}; give more")
-    opened = open_ingredients(found)
     if out is not None:
         check_target(out, opened[0])
     if journal is not None:
