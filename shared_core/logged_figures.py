@@ -25,9 +25,7 @@ FIGURES = {
     "low_rank/parameters": Figure("share of the model's parameters that is left"),
     "lora/layers": Figure("layers with an adapter"),
     "lora/trained": Figure("parameters that are trained"),
-    "primary_weights/small_updates": Figure(
-        "share of the latest step's updates that 16 bit alone would have lost", in_bar=True
-    ),
+    "primary_weights/small_updates": Figure("share of updates that 16 bit alone would have lost", in_bar=True),
     "prune/sparsity": Figure("share of the weights within reach that the masks prune", in_bar=True),
     "ticket/left": Figure("share of the weights within reach that is not pruned"),
     "share/values": Figure("distinct values that all shared weights together have; 0 until they are clustered"),
@@ -47,8 +45,10 @@ FIGURES = {
     "distill/peer_task_loss": Figure("mean task loss of the other students", only="with `teacher: mutual`"),
     "loss_scale/scale": Figure("the scale", in_bar=True),
     "loss_scale/skipped": Figure("steps skipped so far"),
-    "loss_scale/underflow": Figure("share of nonzero gradients below the smallest normal number", in_bar=True),
-    "loss_scale/zero": Figure("share of gradients that are zero"),
+    "loss_scale/underflow": Figure(
+        "share of scaled gradients that are not zero and below the smallest normal number", in_bar=True
+    ),
+    "loss_scale/zero": Figure("share of scaled gradients that are zero"),
     "loss_scale/headroom": Figure("powers of two between the largest scaled gradient and overflow"),
     "loss_scale/flushed": Figure("share of nonzero activation gradients that became zero", only="with `flush_every`"),
     "loss_scale/grad_below_normal": Figure(

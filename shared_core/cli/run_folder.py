@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shared_core.cli.tensorboard_events import EVENTS, can_read, event_curves, hugging_face_name
+from shared_core.cli.tensorboard_events import EVENTS, event_curves, hugging_face_name
 from shared_core.errors import CheckpointError
 from shared_core.journal_file import read_object
 from shared_core.receipt import RECEIPT_FILE
@@ -121,14 +121,16 @@ def _read_folder(run: RunFolder) -> None:
 
 
 def _read_events(run: RunFolder, home: Path, *, of_hugging_face: bool) -> None:
-    files = sorted([*home.glob(EVENTS), *home.glob(f"runs/**/{EVENTS}")])  # names of files and folders hold the time
-    if files and not can_read():
+    found = [*home.glob(EVENTS), *(home.glob(f"runs/*/{EVENTS}") if of_hugging_face else ())]
+    files = sorted(found, key=lambda file: file.name)  # which begins with the time in seconds
+    try:
+        curves = event_curves(dict.fromkeys(file.parent for file in files)) if files else {}
+    except ImportError:
         run.notes.append("TensorBoard's events here are not read without it (pip install tensorboard)")
-    elif files:
-        run.files += [_name(run, file) for file in files]
-        curves = event_curves(dict.fromkeys(file.parent for file in files))
-        renamed = {hugging_face_name(tag) if of_hugging_face else tag: curve for tag, curve in curves.items()}
-        _add(run, {name: curve for name, curve in renamed.items() if name not in _AXES})
+        return
+    run.files += [_name(run, file) for file in files]
+    renamed = {hugging_face_name(tag) if of_hugging_face else tag: curve for tag, curve in curves.items()}
+    _add(run, {name: curve for name, curve in renamed.items() if name not in _AXES})
 
 
 def _read_beside(run: RunFolder) -> None:

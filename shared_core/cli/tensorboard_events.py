@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,16 +10,14 @@ from pathlib import Path
 EVENTS = "events.out.tfevents.*"
 
 
-def can_read() -> bool:
-    """Return whether TensorBoard is installed."""
-    return importlib.util.find_spec("tensorboard") is not None
-
-
 def event_curves(folders: Iterable[Path]) -> dict[str, list[tuple[int, float]]]:
     """Return by tag (step, value) of all finite scalars; of a step that two folders hold, what the later one says.
 
     Args:
         folders: With event files, the oldest first: a resumed run writes into a new one.
+
+    Raises:
+        ImportError: If TensorBoard is not installed, or not whole.
     """
     accumulators = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     points: dict[str, dict[int, float]] = {}

@@ -14,7 +14,7 @@ RECEIPT = {"front_end": "hf", "history": {"figures": [{"step": 5, "prune/sparsit
 
 class Accumulator:
     def __init__(self, folder, size_guidance):
-        self.read = json.loads(Path(folder, "events.out.tfevents.1").read_text())
+        self.read = json.loads(next(Path(folder).glob("events.*")).read_text())
         assert size_guidance == {"scalars": 0}
 
     def Reload(self):
@@ -31,7 +31,6 @@ class Accumulator:
 def tensorboard(monkeypatch):
     for name in ("tensorboard", "tensorboard.backend", "tensorboard.backend.event_processing"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        sys.modules[name].__spec__ = SimpleNamespace()
     module = SimpleNamespace(EventAccumulator=Accumulator, SCALARS="scalars")
     monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", module)
 
@@ -40,10 +39,10 @@ def write(folder, receipt, **events):
     folder.mkdir(parents=True, exist_ok=True)
     if receipt:
         (folder / "eff_receipt.json").write_text(json.dumps(receipt))
-    for name, scalars in events.items():
+    for number, (name, scalars) in enumerate(events.items(), 1):
         at = folder / "runs" / name if receipt else folder / "lightning_logs" / name
         at.mkdir(parents=True)
-        (at / "events.out.tfevents.1").write_text(json.dumps(scalars))
+        (at / f"events.out.tfevents.{number}").write_text(json.dumps(scalars))
     return folder
 
 
@@ -54,9 +53,9 @@ def test_a_hugging_face_run_has_its_own_names_and_a_resumed_one_all_its_steps(tm
         "train/epoch": [(5, 1)],
     }
     second = {"train/prune/sparsity": [(15, 0.75), (20, float("nan"))]}
-    run = read_run(write(tmp_path / "run", RECEIPT, Nov01=first, Nov02=second))
+    run = read_run(write(tmp_path / "run", RECEIPT, Nov30=first, Dec01=second))
     assert run.curves == {"prune/sparsity": [(5, 0.25), (10, 0.5), (15, 0.75)], "eval_loss": [(10, 2.0)]}
-    assert "runs/Nov01/events.out.tfevents.1" in run.files
+    assert run.files[1:] == ["runs/Nov30/events.out.tfevents.1", "runs/Dec01/events.out.tfevents.2"]
 
 
 def test_lightning_tags_stay_and_no_receipt_is_needed(tmp_path, tensorboard):
@@ -65,7 +64,8 @@ def test_lightning_tags_stay_and_no_receipt_is_needed(tmp_path, tensorboard):
 
 
 def test_without_tensorboard_one_line_says_so_and_the_receipt_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("shared_core.cli.run_folder.can_read", lambda: False)
+    for name in [*filter(lambda name: name.startswith("tensorboard."), sys.modules), "tensorboard"]:
+        monkeypatch.setitem(sys.modules, name, None)
     run = read_run(write(tmp_path / "run", RECEIPT, Nov01={}))
     assert run.curves == {"prune/sparsity": [(5, 0.25)]}
     assert sum("pip install tensorboard" in note for note in run.notes) == 1
