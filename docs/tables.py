@@ -6,10 +6,17 @@ from pathlib import Path
 from shared_core.cli.compat import distributed_markdown
 from shared_core.cli.flags import markdown as flags
 from shared_core.cli.formats import markdown as formats
+from shared_core.logged_figures import markdown as logged
 
 DOCS = Path(__file__).resolve().parent
 
-for name, table in (("flags.md", flags()), ("formats.md", formats()), ("distributed.md", distributed_markdown())):
+TABLES = {
+    "flags.md": flags(),
+    "formats.md": formats(),
+    "distributed.md": distributed_markdown(),
+    "logging.md": logged(),
+}
+for name, table in TABLES.items():
     page = (DOCS / name).read_text(encoding="utf-8")
     heading = re.escape(table.splitlines()[0])
     (DOCS / name).write_text(re.sub(rf"{heading}\n(\|.*\n)*", lambda _: table, page), encoding="utf-8")  # noqa: B023

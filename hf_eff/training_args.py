@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 
 from shared_core.config import TechniqueConfig
 from shared_core.errors import ConfigError
+from shared_core.option_texts import default_text, meaning, type_text
 from shared_core.positions import Position
 from shared_core.recipe import Recipe
 from shared_core.rooms import ROOMS, flags
@@ -49,21 +50,29 @@ def flag_type(hint: Any, metadata: typing.Mapping[str, Any]) -> Any:
     return hint | None
 
 
+def _argument(text: str, kind: str) -> Any:
+    # argparse formats help with %; the last part prints nothing, and keeps "(default: None)" away
+    metadata = {"help": text.replace("%", "%%") + "%(default).0s"}
+    if kind == "true | false" or " " not in kind:  # of others argparse shows the choices
+        metadata["metavar"] = {"true | false": "true|false", "list": "ITEM"}.get(kind, kind.upper())
+    return dataclasses.field(default=None, metadata=metadata)
+
+
 def _fields() -> list[tuple[str, Any, Any]]:
     fields: list[tuple[str, Any, Any]] = []
     for flag, (key, option) in flags().items():
         config_class: type[TechniqueConfig] = ROOMS[key].config_class
         hint = config_class.hints()[option.name]
-        text = str(option.metadata["help"])
-        if option.name == config_class.switch:
+        text = meaning(option)
+        if option.name in (config_class.switch, config_class.other_switch):
             text += f" Switches {key} on."
-        elif option.default not in (dataclasses.MISSING, None, ()):
-            text += f" Default: {option.default}."
-        # argparse formats help with %; the last part prints nothing, and keeps "(default: None)" away
-        metadata = {"help": text.replace("%", "%%") + "%(default).0s"}
-        fields.append((flag, flag_type(hint, option.metadata), dataclasses.field(default=None, metadata=metadata)))
+        elif default := default_text(option.default):
+            text += f" Default: {default}."
+        fields.append(
+            (flag, flag_type(hint, option.metadata), _argument(text, type_text(option.metadata.get("flag_type", hint))))
+        )
     help_text = "A YAML or JSON file of a recipe, beside or instead of the single flags."
-    fields.append((RECIPE_FLAG, str | None, dataclasses.field(default=None, metadata={"help": help_text})))
+    fields.append((RECIPE_FLAG, str | None, _argument(help_text, "file")))
     return fields
 
 

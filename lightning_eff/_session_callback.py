@@ -21,6 +21,7 @@ from lightning_eff._whole_files import whole_files
 from lightning_eff._wrapped import Wrapped
 from lightning_eff.loss_scaling import use_scaling_precision
 from shared_core.compatibility import check
+from shared_core.logged_figures import is_in_bar
 from shared_core.plain_checkpoint import DEPLOYMENT_KEY
 from shared_core.receipt import Receipt
 from shared_core.recipe import Recipe
@@ -29,7 +30,6 @@ from shared_core.session import Session
 from shared_core.soup.sources import RUN_KEY
 
 _STATE_KEY, _RESUME_KEY = "eff_state", "eff_resume"
-_SHORT = 20
 
 
 class EffCallback(Callback):
@@ -260,9 +260,9 @@ class EffCallback(Callback):
         window_ended = not trainer.fit_loop._should_accumulate()
         if pl_module.automatic_optimization and window_ended and not (self._applied or self._discarded):
             session.skipped_optimizer_step()
-        if trainer.log_every_n_steps and window_ended and trainer.global_step % trainer.log_every_n_steps == 0:
+        if window_ended and trainer._logger_connector.should_update_logs:
             for name, value in session.metrics().items():
-                pl_module.log(name, value, prog_bar=len(name) <= _SHORT, on_step=True, on_epoch=False)
+                pl_module.log(name, value, prog_bar=is_in_bar(name), on_step=True, on_epoch=False)
 
     # -- evaluation
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from shared_core.config import TechniqueConfig
+from shared_core.option_texts import meaning
 from shared_core.rooms import room
 
 _Class = TypeVar("_Class", bound=type)
@@ -26,7 +27,7 @@ def _parameters(
             default=inspect.Parameter.empty if default is dataclasses.MISSING else default,
             annotation=field.metadata.get("flag_type", hints[field.name]),
         )
-        yield parameter, field.metadata["help"]
+        yield parameter, meaning(field)
 
 
 def typed_options(key: str, **defaults: Any) -> Callable[[_Class], _Class]:

@@ -56,6 +56,7 @@ class Receipt:
 
     def __init__(self, values: Mapping[str, Any], writers: Iterable[Callable[[Path], None]] = ()) -> None:
         self.values, self._writers = dict(values), tuple(writers)
+        self._folder: Path | None = None
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
@@ -70,8 +71,9 @@ class Receipt:
         for file in (path, *map(Path, filter(None, [os.environ.get(VARIABLE)]))):
             with atomic_write(file) as temporary:
                 temporary.write_text(json_text(self.values) + "\n", encoding="utf-8")
+        self._folder = path.parent
         for write in self._writers:
-            write(path.parent)
+            write(self._folder)
         return path
 
     @classmethod
@@ -95,13 +97,16 @@ class Receipt:
         return table
 
     def text(self, width: int = 110) -> str:
-        """Return the table, and the notes under it, as plain text."""
+        """Return the table, the notes under it, and where it was written, as plain text."""
         from rich.console import Console
 
         console = Console(width=width, record=True, file=io.StringIO())
         console.print(self.table())
         for note in self.values["notes"]:
             console.print(f"note: {note}", markup=False, highlight=False)
+        if self._folder is not None:
+            told = f"all of it: {self._folder / RECEIPT_FILE}; as a page: eff report {self._folder}"
+            console.print(told, markup=False, highlight=False, soft_wrap=True)
         return console.export_text().rstrip()
 
 
@@ -130,7 +135,7 @@ def _is_figure(name: str, value: Any) -> bool:
 
 
 def headline(report: Mapping[str, Any]) -> str:
-    """Return the plain figures of a technique's report in one line, and of lists how long they are."""
+    """Return the plain figures of a technique's report in one line, and how long lists are that are not empty."""
     parts = []
     for name, value in report.items():
         if isinstance(value, bool | str) or value is None:
@@ -139,6 +144,6 @@ def headline(report: Mapping[str, Any]) -> str:
             parts.append(f"{name} {value:.4g}")
         elif isinstance(value, int):
             parts.append(f"{name} {value:,}")
-        elif isinstance(value, list | tuple | dict) and name not in ("note", "notes"):
+        elif isinstance(value, list | tuple | dict) and value and name != "notes" and not name.startswith("per_"):
             parts.append(f"{name} {len(value)}")
     return ", ".join(parts)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shared_core import logged_figures
 from shared_core.cli.compat import distributed_markdown
 from shared_core.cli.flags import markdown
 from shared_core.rooms import ROOMS
@@ -22,6 +23,11 @@ def test_the_flag_table_is_the_generated_one():
 def test_the_table_of_what_runs_over_processes_is_the_generated_one():
     page = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
     assert distributed_markdown() in page, "run `make docs`"
+
+
+def test_the_table_of_what_is_logged_is_the_generated_one():
+    page = (ROOT / "docs" / "logging.md").read_text(encoding="utf-8")
+    assert logged_figures.markdown() in page, "run `make docs`"
 
 
 @pytest.mark.parametrize("target", re.findall(r"\]\((?!http)([^)#]+)", README))

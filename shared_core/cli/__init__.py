@@ -54,11 +54,13 @@ app.command(cls=PruneCommand)(prune)
 app.command()(quantize)
 app.command()(report)
 app.command(
+    options_metavar="",
     context_settings={
         "ignore_unknown_options": True,
         "allow_extra_args": True,
+        "allow_interspersed_args": False,  # all after the script is for it and for the techniques
         "help_option_names": ["--help"],
-    }
+    },
 )(run)
 app.command()(shrink)
 app.command()(soup)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shared_core.cli.folders import keep_report
+from shared_core.cli.progress_bar import bar
 from shared_core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor  # `eff --help` must not wait for torch
 
+    from shared_core.pruning.compression.reader import CompressedFile
     from shared_core.pruning.compression.writer import Compression
 
 # What a model needs beside its weights: config, tokenizer, processor. Not its training state, nor code.
@@ -52,9 +55,11 @@ def compress(
         raise CheckpointError(f"eff compress: --out must not exist yet, got {out}; remove it or choose another")
     make_folder(out.parent)
     files = _files(model)
-    done = write(_tensors(model), out, bits=bits, bits_of=_bits_of(bits_of or []), min_size=min_size, files=files)
+    widths = _bits_of(bits_of or [])
+    with bar("compressing") as advance:
+        done = write(_tensors(model), out, bits=bits, bits_of=widths, min_size=min_size, files=files, progress=advance)
     started = time.perf_counter()
-    for _ in CompressedFile(out, max_bytes=done.original_bytes + (1 << 40)).tensors():
+    for _ in _restored(CompressedFile(out, max_bytes=done.original_bytes + (1 << 40))):
         pass  # every payload is restored and compared with its CRC
     seconds = time.perf_counter() - started
     size = done.original_bytes + sum(len(content) for content in files.values())
@@ -91,7 +96,7 @@ def decompress(
     started = time.perf_counter()
     compressed = CompressedFile(file, max_bytes=max_bytes)
     beside = {name: content for name, content in compressed.files().items() if _goes_along(Path(name))}
-    tensors = dict(compressed.tensors())
+    tensors = dict(_restored(compressed))
     seconds = time.perf_counter() - started
     with atomic_folder(out) as folder:
         # each tensor once, as save_pretrained and safetensors.torch.save_model have it
@@ -105,6 +110,13 @@ def decompress(
         return
     typer.echo(f"{len(tensors)} tensors, {num_bytes:,} bytes, decompressed in {seconds:.2f} s")
     typer.echo(f"wrote {out}")
+
+
+def _restored(file: CompressedFile) -> Iterator[tuple[str, Tensor]]:
+    with bar("decompressing") as advance:
+        for number, named in enumerate(file.tensors(), 1):
+            advance(number, len(file.index.tensors))
+            yield named
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import typer
 
 from shared_core.cli.folders import keep_report
 from shared_core.cli.loading import build_model, load_weights, user_batches
+from shared_core.cli.progress_bar import bar
 from shared_core.errors import ConfigError
 from shared_core.strict_json import json_text
 
@@ -63,10 +64,11 @@ def export(
         return
     from shared_core.quantization.export_onnx import export_onnx
 
-    report = export_onnx(
-        network, inputs, out,
-        opset=opset, dynamic_batch=not static_batch, verify=not no_verify, calibration=batches,
-    )  # fmt: skip
+    with bar("exporting"):
+        report = export_onnx(
+            network, inputs, out,
+            opset=opset, dynamic_batch=not static_batch, verify=not no_verify, calibration=batches,
+        )  # fmt: skip
     keep_report(out, dataclasses.asdict(report))
     if as_json:
         typer.echo(json_text(dataclasses.asdict(report)))
@@ -89,7 +91,8 @@ def _export_program(
 ) -> None:
     from shared_core.quantization.export_executorch import export_executorch
 
-    report = export_executorch(network, inputs, out, verify=verify, calibration=batches)
+    with bar("exporting"):
+        report = export_executorch(network, inputs, out, verify=verify, calibration=batches)
     keep_report(out, dataclasses.asdict(report))
     if as_json:
         typer.echo(json_text(dataclasses.asdict(report)))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import typing
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,35 +15,17 @@ def describe_flags(*keys: str) -> list[dict[str, str]]:
     Args:
         keys: Of the techniques; none: of all.
     """
+    from shared_core.option_texts import default_text, meaning, type_text
     from shared_core.rooms import ROOMS
     from shared_core.rooms import flags as flags_of
 
     rows = []
     for flag, (key, field) in flags_of(*keys).items():
         hint = ROOMS[key].config_class.hints()[field.name]
-        no_default = field.default is dataclasses.MISSING
-        default = "required" if no_default else "" if field.default in ((), None) else _text(field.default)
-        kind = _type_text(field.metadata.get("flag_type", hint))
-        rows.append({"flag": f"--{flag}", "type": kind, "default": default, "help": field.metadata["help"]})
+        default = "required" if field.default is dataclasses.MISSING else default_text(field.default)
+        kind = type_text(field.metadata.get("flag_type", hint))
+        rows.append({"flag": f"--{flag}", "type": kind, "default": default, "help": meaning(field)})
     return rows
-
-
-def _text(default: Any) -> str:
-    return ", ".join(default) if isinstance(default, tuple) else str(default)
-
-
-def _type_text(hint: Any) -> str:
-    from shared_core.positions import Position
-
-    if hint in (Position, Position | None):
-        return "position"
-    if typing.get_origin(hint) is typing.Literal:
-        return " | ".join(str(choice) for choice in typing.get_args(hint))
-    if typing.get_origin(hint) is tuple:
-        return "list"
-    inner = [arg for arg in typing.get_args(hint) if arg is not type(None)]
-    name = str(getattr(inner[0] if inner else hint, "__name__", hint))
-    return {"str": "text", "int": "integer", "float": "number", "bool": "true | false"}.get(name, name)
 
 
 def markdown() -> str:

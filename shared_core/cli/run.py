@@ -6,16 +6,18 @@ import runpy
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from shared_core.errors import CompatibilityError, ConfigError, nearest
+from shared_core.errors import CompatibilityError, ConfigError, EffError, nearest
 
 if TYPE_CHECKING:
     from shared_core.recipe import Recipe
 
 GROUP = "efftrain.front_ends"
+_OF_A_TRAINER = {"average_tokens_across_devices"}  # begins like a technique's flag
 
 
 class FrontEnd(Protocol):
@@ -70,10 +72,10 @@ def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
         name = name.replace("-", "_")
         is_flag = argument.startswith("--")
         if not is_flag or (name not in known and name != "eff_recipe"):
-            if is_flag and any(name.startswith(f"{key}_") for key in ROOMS):
-                raise ConfigError(
-                    f"eff run: --{name} is not a flag{nearest(name, known)}; the script's own flags go after `--`"
-                )
+            key = next((key for key in ROOMS if name.startswith(f"{key}_")), None)
+            if is_flag and key and name not in _OF_A_TRAINER:
+                hint = nearest(name, flags(key))
+                raise ConfigError(f"eff run: --{name} is not a flag{hint}; the script's own flags can stand after `--`")
             rest.append(argument)
             continue
         if not equals:
@@ -102,18 +104,26 @@ def recipe_of(flags: dict[str, Any]) -> Recipe:
 
 def run(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(help="The training script (or -m-style module name ending in no .py).")],
+    script: Annotated[
+        str,
+        typer.Argument(metavar="SCRIPT [FLAGS]...", help="The training script (train.py), or a module (my.train)."),
+    ],
 ) -> None:
     """Run a training script of either trainer with techniques switched on by flags; the script is not edited.
 
     Our flags (--prune_sparsity, --qat_scheme, --distill_teacher, --loss_scale_kind, --soup_kind, … and --eff_recipe
-    FILE) may stand anywhere after the script; it never sees them. What follows `--` is the script's alone.
+    FILE; `eff flags` lists all) may stand anywhere after the script, which never sees them. All others are the
+    script's, --help too, and so is what follows `--`.
     """
+    if script.startswith("-"):
+        raise ConfigError(f"eff run: script must come before the flags, got {script!r}")
     ours, rest = take_flags(context.args)
     recipe = recipe_of(ours)
-    if not recipe:
+    asks_for_help = any(argument in ("--help", "-h") for argument in rest)
+    if not recipe and not asks_for_help:
         raise ConfigError(
-            "eff run: at least one technique must be switched on; add a flag such as --prune_sparsity 0.8"
+            "eff run: at least one technique must be switched on; add a flag such as --prune_sparsity 0.8 (`eff flags` "
+            "lists all)"
         )
     is_file = script.endswith(".py")
     if is_file and not Path(script).is_file():
@@ -123,16 +133,34 @@ def run(
         raise ConfigError("eff run: needs a trainer; pip install 'efftrain[hf]' or 'efftrain[lightning]'")
     for front_end in installed:
         front_end.install(recipe)
+    if asks_for_help:
+        typer.echo(f"eff run: these are the flags of {script}; `eff flags` lists those that may stand among them")
 
     sys.argv = [script, *rest]
-    if is_file:
-        sys.path.insert(0, str(Path(script).resolve().parent))
-        runpy.run_path(script, run_name="__main__")
-    else:
-        sys.path.insert(0, "")
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    try:
+        if is_file:
+            sys.path.insert(0, str(Path(script).resolve().parent))
+            runpy.run_path(script, run_name="__main__")
+        else:
+            sys.path.insert(0, "")
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+    except EffError:
+        raise
+    except Exception as error:
+        traceback = _from_script(error)
+        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+        raise SystemExit(1) from error
     if not any(front_end.used() for front_end in installed):
         raise CompatibilityError(
             f"eff run: {script} must train with the Hugging Face Trainer or Lightning, but no training by either was "
             "seen; nothing was switched on"
         )
+
+
+def _from_script(error: BaseException) -> TracebackType | None:
+    """Return the traceback as the script alone would have it."""
+    entry = error.__traceback__
+    for is_runpy in (False, True):
+        while entry is not None and (entry.tb_frame.f_globals.get("__name__") == "runpy") is is_runpy:
+            entry = entry.tb_next
+    return entry

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shared_core.cli.tensorboard_events import EVENTS, event_curves, hugging_face_name
 from shared_core.errors import CheckpointError
 from shared_core.journal_file import read_object
 from shared_core.receipt import RECEIPT_FILE
@@ -72,8 +73,8 @@ def read_run(path: Path) -> RunFolder:
     if not run.files:
         raise CheckpointError(
             f"report: {path} must hold what a run leaves, got none of {RECEIPT_FILE} (also looked for in */version_*), "
-            f"{_STATE} (also in checkpoint-*), {_LOG}, *{_SOUP}, *{_COMMAND}, {', '.join(REPORTS.values())}; give the "
-            "output folder of a run, a logger's folder, or what a command wrote"
+            f"{_STATE} (also in checkpoint-*), {_LOG}, {EVENTS}, *{_SOUP}, *{_COMMAND}, {', '.join(REPORTS.values())}; "
+            "give the output folder of a run, a logger's folder, or what a command wrote"
         )
     return run
 
@@ -94,9 +95,7 @@ def of_ours(*runs: RunFolder) -> Iterator[None]:
 
 def _read_folder(run: RunFolder) -> None:
     versions = [run.path] if (run.path / RECEIPT_FILE).is_file() else _newest(run.path, "*/version_*")
-    home = next(
-        (folder for folder in versions if any((folder / name).is_file() for name in (RECEIPT_FILE, _LOG))), None
-    )
+    home = next((at for at in versions if any(any(at.glob(name)) for name in (RECEIPT_FILE, _LOG, EVENTS))), None)
     home = home or run.path
     if len(versions) > 1:
         run.notes.append(
@@ -107,18 +106,31 @@ def _read_folder(run: RunFolder) -> None:
         for points in receipt.get("history", {}).values():
             _add(run, _curves(points))
     states = [folder / _STATE for folder in (run.path, *_newest(run.path, "checkpoint-*"))]
-    if (state := next((file for file in states if file.is_file()), None)) is not None:
+    state = next((file for file in states if file.is_file()), None)
+    _read_events(run, home, of_hugging_face=state is not None or (receipt or {}).get("front_end") == "hf")
+    if state is not None:
         _add(run, _curves((_json(run, state) or {}).get("log_history", [])))
     elif receipt is not None and receipt.get("front_end") == "hf":
         run.notes.append(f"no {_STATE} here, so the trainer's own log is not known; trainer.save_state() writes one")
     if (home / _LOG).is_file():
         _add(run, _curves(_csv(run, home / _LOG)))
-    if any(home.glob("events.out.tfevents.*")):
-        run.notes.append("TensorBoard's events in this folder are not read; the curves are those of the receipt")
     for name, file in REPORTS.items():
         is_foreign = name == "curve" and not (run.path / _SEARCH).is_file()
         if not is_foreign and (found := _json(run, run.path / file)) is not None:
             run.reports[name] = found
+
+
+def _read_events(run: RunFolder, home: Path, *, of_hugging_face: bool) -> None:
+    found = [*home.glob(EVENTS), *(home.glob(f"runs/*/{EVENTS}") if of_hugging_face else ())]
+    files = sorted(found, key=lambda file: file.name)  # which begins with the time in seconds
+    try:
+        curves = event_curves(dict.fromkeys(file.parent for file in files)) if files else {}
+    except ImportError:
+        run.notes.append("TensorBoard's events here are not read without it (pip install tensorboard)")
+        return
+    run.files += [_name(run, file) for file in files]
+    renamed = {hugging_face_name(tag) if of_hugging_face else tag: curve for tag, curve in curves.items()}
+    _add(run, {name: curve for name, curve in renamed.items() if name not in _AXES})
 
 
 def _read_beside(run: RunFolder) -> None:

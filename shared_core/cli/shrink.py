@@ -12,6 +12,7 @@ import typer
 from shared_core.cli.arguments import AsJson, Out, Weights
 from shared_core.cli.folders import check_new, copy_beside, load_folder
 from shared_core.cli.loading import build_model, function, load_weights
+from shared_core.cli.progress_bar import bar
 from shared_core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def shrink(
         if not is_folder:
             raise ConfigError(f"eff shrink: {model} must return (model, example_inputs), got a model alone")
         example = made_up_inputs(network)
-    result = remove(network, example, multiple_of=multiple_of, allow_inexact=allow_inexact)
+    with bar("shrinking"):
+        result = remove(network, example, multiple_of=multiple_of, allow_inexact=allow_inexact)
     report = _report(result)
     with atomic_folder(out) as temporary:
         if is_folder:

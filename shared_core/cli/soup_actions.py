@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any, Literal, cast
 import typer
 
 from shared_core.cli.loading import device_name, function
+from shared_core.cli.progress_bar import bar
 from shared_core.cli.run import front_ends
 from shared_core.errors import CheckpointError, ConfigError, MissingExtraError
 from shared_core.strict_json import json_text
@@ -70,12 +72,9 @@ class Judge:
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Callable[[], None]]:
-    from rich.console import Console
-    from rich.progress import Progress, TimeElapsedColumn
-
-    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("evaluations (at most)", total=total)
-        yield lambda: progress.advance(task)
+    number = itertools.count(1)
+    with bar("evaluations (at most)") as advance:
+        yield lambda: advance(next(number), total)
 
 
 def search(
@@ -151,7 +150,8 @@ def average(
     from shared_core.soup.saving import save_soup, write_path
     from shared_core.soup.uniform import average_of
 
-    found = average_of(usable, shares, **options)
+    with bar("averaging"):
+        found = average_of(usable, shares, **options)
     weights = None if shares is None else found.weights
     path = json.dumps({
         "ingredients": found.ingredients, "weights": weights, "left_out": found.left_out,

@@ -74,6 +74,7 @@ class Distillation(Technique):
         self._soft: tuple[Tensor, Tensor] | None = None
         self._task: Tensor | None = None
         self._pair_losses: dict[str, Tensor] = {}
+        self._on_the_way: dict[str, float] = {}
         self._saved_teachers: Mapping[str, Any] = {}
         self._saved_pairs: dict[str, Any] = {}
         self._told: dict[str, Any] = {}
@@ -185,6 +186,8 @@ class Distillation(Technique):
         temperature = self._at(context, config.temperature, config.temperature_end)
         batch = StudentBatch(student, forward, labels, self._causal, temperature, told)
         alpha = self._at(context, config.alpha, config.alpha_end)
+        moving = {"alpha": (alpha, config.alpha_end), "temperature": (temperature, config.temperature_end)}
+        self._on_the_way = {name: value for name, (value, end) in moving.items() if end is not None}
         with torch.set_grad_enabled(alpha != 1 or config.mutual):
             compared = comparison.compare(batch)
         total, count = compared.total, compared.count
@@ -318,7 +321,7 @@ class Distillation(Technique):
         self._saved_teachers, self._saved_pairs = state.get("teachers", {}), dict(state.get("pairs", {}))
 
     def metrics(self) -> dict[str, float]:
-        """Return the latest micro-batch's task loss, and its soft term with T², averaged over positions."""
+        """Return the latest micro-batch's task loss, its soft term with T² over positions, and options that move."""
         if self._soft is None or self._task is None:
             return {}
         total, count = self._soft
@@ -326,6 +329,7 @@ class Distillation(Technique):
             "distill/soft_loss": float(total / count.clamp(min=1)),
             "distill/task_loss": float(self._task),
             **{f"distill/{name}_loss": float(term) for name, term in self._pair_losses.items()},
+            **{f"distill/{name}": value for name, value in self._on_the_way.items()},
             **self._share(),
             **(self._comparison.metrics() if self._comparison else {}),
         }

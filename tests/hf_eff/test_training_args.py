@@ -8,6 +8,7 @@ from transformers import HfArgumentParser, Seq2SeqTrainingArguments, Trainer, Tr
 from trl import SFTConfig
 
 from hf_eff import EffFlags, EffTrainer, EffTrainingArguments, attach, with_eff
+from shared_core.cli.run import take_flags
 from shared_core.errors import ConfigError
 from shared_core.rooms import flags
 
@@ -331,3 +332,20 @@ def test_flags_reach_eff_trainer_and_join_its_recipe(make, tmp_path):
     )  # fmt: skip
     assert list(trainer.session.recipe) == ["prune", "qat"]
     assert attach(trainer) is trainer.session
+
+
+@pytest.mark.parametrize("arguments_class", [Seq2SeqTrainingArguments, SFTConfig])
+def test_eff_run_leaves_the_trainers_own_flags_alone(arguments_class):
+    own = [f"--{prefix}{field.name}" for field in dataclasses.fields(arguments_class) for prefix in ("", "no_")]
+    assert take_flags(own) == ({}, own)
+
+
+def test_help_of_every_flag_is_a_sentence_with_its_range_and_default():
+    parser = HfArgumentParser(EffFlags)
+    shown = {action.dest: parser._get_formatter()._expand_help(action) for action in parser._actions}
+    shown.pop("help")
+    assert all(text.endswith(".") and "None" not in text for text in shown.values())
+    assert shown["prune_sparsity"] == "Share of the weights that are zero at the end, in [0, 1). Switches prune on."
+    assert shown["distill_alpha"] == "Weight of the task loss; the soft term gets 1 - alpha. In [0, 1]. Default: 0.5."
+    assert shown["low_rank_skip"].endswith("Default: last.")
+    assert "--prune_sparsity NUMBER" in parser.format_help()

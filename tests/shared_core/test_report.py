@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError
+from shared_core.receipt import RECEIPT_FILE, Receipt, headline
 
 HOSTILE = "[/b]<script>alert(1)</script>|[x](javascript:y)\"'&"
 RECEIPT = {
@@ -226,3 +227,14 @@ def test_wrong_places_and_runs_named_twice(tmp_path):
     with pytest.raises(ConfigError, match=r"--out must be an .html file"):
         eff(run, "--out", tmp_path / "page.pdf")
     assert re.search("eff_report", eff("--help").output)
+
+
+def test_a_written_receipt_says_where_it_lies(tmp_path):
+    receipt = Receipt(RECEIPT)
+    assert "eff report" not in receipt.text()
+    receipt.write(tmp_path / "run")
+    assert receipt.text().endswith(f"{tmp_path / 'run' / RECEIPT_FILE}; as a page: eff report {tmp_path / 'run'}")
+
+
+def test_a_headline_leaves_out_empty_lists_and_what_is_per_layer():
+    assert headline({"layers": 2, "left_out": {}, "per_layer": [1, 2], "tensors": ["a"]}) == "layers 2, tensors 1"

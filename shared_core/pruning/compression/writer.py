@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -84,6 +84,7 @@ def compress(
     bits_of: Mapping[str, int | None] | None = None,
     min_size: int = MIN_SIZE,
     files: Mapping[str, bytes] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Compression:
     """Write a state dict into one small file and return what it took.
 
@@ -104,6 +105,7 @@ def compress(
             wins, and what is named is compressed whatever its size.
         min_size: Tensors with fewer elements are stored exactly.
         files: Contents of further files, such as a config, by plain name.
+        progress: Called with (tensors written, tensors) after each, to show a bar.
 
     Raises:
         ConfigError: If an option breaks its rule, or a pattern matches nothing.
@@ -134,10 +136,12 @@ def compress(
     entries, told, other = [], [], []
     with atomic_write(path) as temporary, temporary.open("wb") as file:
         file.write(bytes(HEADER.size))
-        for name, tensor in tensors.items():
+        for number, (name, tensor) in enumerate(tensors.items(), 1):
             entry, line = _write_tensor(file, name, tensor, widths[name])
             entries.append(entry)
             told.append(line)
+            if progress is not None:
+                progress(number, len(tensors))
         for name, content in (files or {}).items():
             packed = zlib.compress(content, 9)
             file.write(packed)
