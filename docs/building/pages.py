@@ -78,7 +78,7 @@ def api_page(package: str) -> str:
     tree = ast.parse(_file(package).read_text(encoding="utf-8"))
     lines = [f"# {package}", "", ast.get_docstring(tree) or "", ""]
     for home in public_names(package):
-        lines += [f"::: {home}", *_without_hooks(package), ""]
+        lines += [f"::: {home}", *_options(package), ""]
         if key := _technique_of(home):
             config = ROOMS[key].config_name
             place = _home(f"shared_core.{ROOMS[key].name}", config)
@@ -86,11 +86,12 @@ def api_page(package: str) -> str:
     return "\n".join(lines)
 
 
-def _without_hooks(package: str) -> list[str]:
-    # what a trainer calls on a callback is no business of who uses it
-    if package not in ("hf_eff", "lightning_eff"):
-        return []
-    return ["    options:", "      members: [recipe, session, receipt]"]
+def _options(package: str) -> list[str]:
+    if package in ("hf_eff", "lightning_eff"):  # what a trainer calls on a callback is no business of who uses it
+        return ["    options:", "      members: [recipe, session, receipt]"]
+    if package == "eff_kernels":  # whose ops are imported from its modules
+        return ["    options:", "      show_root_full_path: true"]
+    return []
 
 
 def _technique_of(home: str) -> str | None:
