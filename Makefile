@@ -13,7 +13,7 @@ help:
 	@echo "make bench-gpu    measure every operation beside the peers on a CUDA GPU"
 	@echo "make cost         measure how each technique's time and memory grow (CPU, under 5 minutes), write docs/cost.md"
 	@echo "make replicas     train the replicas of published results on CPU (20 minutes), write their table"
-	@echo "make docs         rewrite the generated tables in docs/"
+	@echo "make docs         rewrite the generated tables in docs/ and build the pages into site/ (no network)"
 
 $(VENV)/.examples: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), 'Python 3.11 or newer is needed: make PYTHON=python3.11 ...'"
@@ -62,6 +62,7 @@ replicas: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python docs/tables.py
 	$(BIN)/python docs/peers.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .PHONY: help quickstart test test-long test-matrix check fmt bench bench-gpu cost replicas docs
 .DEFAULT_GOAL := help

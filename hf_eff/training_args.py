@@ -181,8 +181,8 @@ def with_eff(arguments_class: type) -> type:
 
 if typing.TYPE_CHECKING:
 
-    class EffTrainingArguments(EffFlags, TrainingArguments):  # noqa: D101
-        ...
+    class EffTrainingArguments(EffFlags, TrainingArguments):
+        """`TrainingArguments` with the flags of every technique; `recipe` is what they switch on."""
 
 else:
     EffTrainingArguments = with_eff(TrainingArguments)

@@ -18,9 +18,12 @@ from shared_core.positions import Position, parse_position
 def option(default: Any = dataclasses.MISSING, *, help: str, **extra: Any) -> Any:
     """Return a dataclass field with help text; `extra` goes into its metadata.
 
-    ``low``/``high`` bound a number inclusively, ``above``/``below`` exclusively. With
-    ``only_with={"range": ("ema",)}`` a value other than the default needs one of these values of that option: elsewhere
-    it would be ignored without a word.
+    Args:
+        default: Its value when not given; without one it must be given.
+        help: For ``--help``, `eff flags` and the documents.
+        extra: ``low``/``high`` bound a number inclusively, ``above``/``below`` exclusively. With
+            ``only_with={"range": ("ema",)}`` a value other than the default needs one of these values of that option:
+            elsewhere it would be ignored without a word. ``flag_type`` is the type that a command line reads.
     """
     return dataclasses.field(default=default, metadata={"help": help, **extra})
 
@@ -113,6 +116,11 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
 
     YAML gives ``1e-3`` as a string and a command line gives everything as one, so strings are read; nothing else is
     bent: ``True`` is no number, ``0.5`` no integer, NaN and infinity no number at all.
+
+    Args:
+        value: As YAML, a command line or Python gave it.
+        hint: An annotation: of a number, text, Literal, tuple, Position, or one of these and None.
+        where: ``prune.sparsity``, for the message.
 
     Raises:
         ConfigError: If `value` cannot be such a value.

@@ -53,6 +53,10 @@ class MissingExtraError(EffError, ImportError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the known name nearest to `name`, or the list of known names if any.
 
+    Args:
+        name: What was given.
+        known: What could have been.
+
     Example:
         >>> nearest("sparsitty", ["sparsity", "begin"])
         "; did you mean 'sparsity'?"

@@ -57,7 +57,12 @@ def _sized(tensor: object) -> bool:
 
 
 def write_deployment(folder: Path | str, values: Mapping[str, Any]) -> None:
-    """Write what `Session.deployment` returned beside the weights in `folder`; nothing if there is nothing."""
+    """Write what `Session.deployment` returned beside the weights in `folder`; nothing if there is nothing.
+
+    Args:
+        folder: That of the weights; it exists.
+        values: Technique → plain values that JSON holds.
+    """
     if values:
         with atomic_write(Path(folder) / DEPLOYMENT_FILE) as temporary:
             temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -65,6 +70,9 @@ def write_deployment(folder: Path | str, values: Mapping[str, Any]) -> None:
 
 def read_deployment(path: Path | str) -> dict[str, Any]:
     """Return what was written beside the weights: of a model's folder, or of a Lightning ``.ckpt``.
+
+    Args:
+        path: A folder, or a file that Lightning wrote.
 
     Raises:
         CheckpointError: If there is nothing, or it cannot be read.
@@ -85,6 +93,10 @@ def read_deployment(path: Path | str) -> dict[str, Any]:
 def unlike(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
     """Return the names that weights lack for a model, ties aside, and those that the model has not in their shape.
 
+    Args:
+        model: Whose names and shapes count.
+        weights: Name → tensor, as in a state dict.
+
     Example:
         >>> unlike(nn.Linear(2, 1), {"weight": torch.zeros(1, 3)})
         (['bias'], ['weight'])
@@ -98,6 +110,11 @@ def unlike(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], 
 
 def check_values(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
     """Refuse weights that a model cannot compute with: not finite, or integers for numbers and the other way round.
+
+    Args:
+        model: Whose parameters say what is a number and what an integer.
+        weights: Name → tensor; other names are not looked at.
+        where: Who refuses, for the message.
 
     Raises:
         CheckpointError: Naming the weight.

@@ -36,6 +36,10 @@ FINISH_ORDER = (
 def in_order(keys: Iterable[str], order: tuple[str, ...] = ORDER) -> list[str]:
     """Return recipe keys in the order of composition, whatever order they were given in.
 
+    Args:
+        keys: Of techniques, any order.
+        order: All keys, in the order wanted; by default `ORDER`.
+
     Example:
         >>> in_order(["soup", "qat", "prune"])
         ['prune', 'qat', 'soup']
@@ -149,7 +153,12 @@ class BareServices:
 
 
 def mean_over_micro_batch(total: Tensor, count: Tensor | int) -> Tensor:
-    """Return ``total / count``, 0 where nothing counts: the normaliser of a trainer that averages micro-batches."""
+    """Return ``total / count``, 0 where nothing counts: the normaliser of a trainer that averages micro-batches.
+
+    Args:
+        total: A sum over what counts.
+        count: How many that were; a number, or an integer tensor of one element.
+    """
     return total / max(int(count), 1)
 
 
@@ -336,7 +345,12 @@ class Technique:
 
 
 def overrides(technique: Technique, verb: str) -> bool:
-    """Return whether a technique has its own version of a verb, so that a session can leave out the others."""
+    """Return whether a technique has its own version of a verb, so that a session can leave out the others.
+
+    Args:
+        technique: Of any class.
+        verb: The name of a method of `Technique`.
+    """
     return getattr(type(technique), verb) is not getattr(Technique, verb)
 
 
@@ -345,7 +359,11 @@ _VERBS = ("forward", "loss", *_STEP, "before_eval", "after_eval", "before_save",
 
 
 def driven(techniques: Mapping[str, Technique]) -> dict[str, list[tuple[str, Technique]]]:
-    """Return, for each verb of every step or so, the techniques that do something then, in the order of their turns."""
+    """Return, for each verb of every step or so, the techniques that do something then, in the order of their turns.
+
+    Args:
+        techniques: Recipe key → technique, in the order of composition.
+    """
     turns = {
         verb: [(key, technique) for key, technique in techniques.items() if overrides(technique, verb)]
         for verb in _VERBS

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shared_core import logged_figures
-from shared_core.cli.compat import distributed_markdown
+from shared_core.cli.compat import distributed_markdown, pairs_markdown
 from shared_core.cli.flags import markdown
 from shared_core.rooms import ROOMS
 
@@ -20,14 +20,12 @@ def test_the_flag_table_is_the_generated_one():
     assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8").endswith(markdown()), "run `make docs`"
 
 
-def test_the_table_of_what_runs_over_processes_is_the_generated_one():
-    page = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
-    assert distributed_markdown() in page, "run `make docs`"
-
-
-def test_the_table_of_what_is_logged_is_the_generated_one():
-    page = (ROOT / "docs" / "logging.md").read_text(encoding="utf-8")
-    assert logged_figures.markdown() in page, "run `make docs`"
+@pytest.mark.parametrize(
+    ("page", "table"),
+    [("distributed.md", distributed_markdown), ("recipes.md", pairs_markdown), ("logging.md", logged_figures.markdown)],
+)
+def test_the_tables_of_what_combines_are_the_generated_ones(page, table):
+    assert table() in (ROOT / "docs" / page).read_text(encoding="utf-8"), "run `make docs`"
 
 
 @pytest.mark.parametrize("target", re.findall(r"\]\((?!http)([^)#]+)", README))

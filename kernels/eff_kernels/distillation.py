@@ -24,6 +24,10 @@ _SCRATCH = 4
 def arithmetic_dtype(dtype: torch.dtype, temperature: float) -> torch.dtype:
     """Return the type for softmaxes of logits of a type: float32, or float64 for float64 and extreme temperatures.
 
+    Args:
+        dtype: Of the logits.
+        temperature: Above 0.
+
     Example:
         >>> arithmetic_dtype(torch.bfloat16, 2.0), arithmetic_dtype(torch.float32, 50.0)
         (torch.float32, torch.float64)
@@ -34,6 +38,12 @@ def arithmetic_dtype(dtype: torch.dtype, temperature: float) -> torch.dtype:
 
 def tile_rows(rows: int, classes: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return how many of `rows` rows `kd_rows_` works on at a time: what a core's cache holds, at most a sixteenth.
+
+    Args:
+        rows: How many there are.
+        classes: Of each.
+        dtype: That of the arithmetic.
+        device: Where they lie.
 
     Example:
         >>> tile_rows(256, 32_000_000, torch.float32, torch.device("cpu"))
@@ -47,6 +57,13 @@ def tile_rows(rows: int, classes: int, dtype: torch.dtype, device: torch.device)
 
 def scratch_rows(rows: int, classes: int, logits: torch.dtype, temperature: float, device: torch.device) -> int:
     """Return how many rows of logits weigh as much as what `kd_rows_` needs beside them, rounded up.
+
+    Args:
+        rows: How many there are.
+        classes: Of each.
+        logits: Their dtype.
+        temperature: Above 0.
+        device: Where they lie.
 
     Example:
         >>> scratch_rows(256, 32_000_000, torch.bfloat16, 2.0, torch.device("cpu"))
@@ -145,7 +162,9 @@ def kd_rows_torch_(
     teacher_softcap: float,
     ruled_out: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `kd_rows_` does, by torch operations on a few rows at a time; the arguments are the same.
+    """Return what `kd_rows_` does, by torch operations on a few rows at a time.
+
+    Args: As of `kd_rows_`.
 
     Example:
         >>> student, teacher = torch.zeros(1, 2), torch.tensor([[2.0, 0.0]])

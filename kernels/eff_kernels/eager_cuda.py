@@ -17,6 +17,10 @@ def on_eager_cuda(x: Tensor, *others: Tensor | None) -> bool:
 
     The compiler fuses torch's own operations and cannot look into an operator; ``torch.func`` cannot either.
 
+    Args:
+        x: Any tensor.
+        others: Tensors that the operation takes as well, or None in their place.
+
     Example:
         >>> on_eager_cuda(torch.ones(2))
         False
@@ -34,6 +38,9 @@ def on_eager_cuda(x: Tensor, *others: Tensor | None) -> bool:
 
 def is_plain(x: Tensor) -> bool:
     """Return whether a tensor is no subclass but a parameter; a subclass (a DTensor, say) has its data elsewhere.
+
+    Args:
+        x: Any tensor.
 
     Example:
         >>> is_plain(nn.Parameter(torch.ones(2)))

@@ -187,7 +187,11 @@ def _(
 
 
 def dequantize(matrix: Scaled) -> Tensor:
-    """Return the values of an FP8 matrix in float32."""
+    """Return the values of an FP8 matrix in float32.
+
+    Args:
+        matrix: Codes and scales, as `cast` and `quantize` return them.
+    """
     return matrix.codes.float() * _along(matrix.scale, matrix.block, matrix.codes.shape)
 
 
@@ -274,7 +278,11 @@ def _rows_in_float32(device: torch.device) -> bool:
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """Return whether a device has FP8 tensor cores: NVIDIA of compute capability 8.9 and later."""
+    """Return whether a device has FP8 tensor cores: NVIDIA of compute capability 8.9 and later.
+
+    Args:
+        device: Any; False for all but CUDA.
+    """
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)

@@ -63,6 +63,9 @@ def count_magnitudes(tensors: Sequence[Tensor], threshold: float) -> Magnitudes:
 def bits_of_threshold(threshold: float) -> int:
     """Return the bits of a threshold as a float32.
 
+    Args:
+        threshold: Rounded to float32.
+
     Raises:
         ValueError: If that is not a normal number above 0.
 
@@ -77,7 +80,12 @@ def bits_of_threshold(threshold: float) -> int:
 
 
 def as_magnitudes(histogram: Tensor, rest: Tensor) -> Magnitudes:
-    """Return the counts, given zeros, small ones and the bits of the largest side by side."""
+    """Return the counts, given zeros, small ones and the bits of the largest side by side.
+
+    Args:
+        histogram: As `count_magnitudes_of` returns it.
+        rest: int64, [tensors, 3].
+    """
     return Magnitudes(histogram, rest[:, 0], rest[:, 1], rest[:, 2].to(torch.int32).view(torch.float32))
 
 

@@ -63,6 +63,10 @@ def _apply_masks(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 def fit_masks(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> bool:
     """Return whether masks can be read in the order of their tensors: all packed, or all bool of the same strides.
 
+    Args:
+        tensors: Any dtype.
+        masks: One for each, bool of its shape, or uint8 with eight values a byte.
+
     Example:
         >>> fit_masks([torch.ones(2, 3)], [torch.ones(3, 2, dtype=torch.bool).T])
         False

@@ -16,7 +16,11 @@ from eff_kernels.quantization_dispatch import grid_gradients, grid_on_triton, ro
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which quantisation is computed: float64 for float64, float32 for the rest."""
+    """Return the type in which quantisation is computed: float64 for float64, float32 for the rest.
+
+    Args:
+        dtype: Floating.
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -46,6 +50,10 @@ def symmetric_scale(weight: Tensor, axis: int | None, qmax: int) -> Tensor:
 
 def scale_of_largest(amax: Tensor, qmax: int) -> Tensor:
     """Return ``amax / qmax``, 1 where that is 0, never so small that ``amax / scale`` exceeds `qmax`; any shape.
+
+    Args:
+        amax: Largest magnitudes, not negative; floating.
+        qmax: Largest code, above 0.
 
     Example:
         >>> scale_of_largest(torch.tensor([2.54, 0.0]), 127)
@@ -155,6 +163,12 @@ def _(grad: Tensor, codes: Tensor, low: float, high: float) -> Tensor:
 
 def pass_inside(grad: Tensor, codes: Tensor, qmin: int, qmax: int) -> Tensor:
     """Return `grad` where ``qmin <= codes <= qmax`` and zero elsewhere, at a NaN either; both of one type.
+
+    Args:
+        grad: Any shape, floating.
+        codes: Not yet clamped; the same shape and dtype.
+        qmin: Smallest code.
+        qmax: Largest code.
 
     Example:
         >>> pass_inside(torch.ones(3), torch.tensor([-8.0, 7.0, 7.1]), -8, 7)
@@ -272,5 +286,11 @@ def fake_quantize_symmetric(weight: Tensor, axis: int, qmax: int) -> Tensor:
 
 
 def along(values: Tensor, dims: int, axis: int) -> Tensor:
-    """Return per-channel `values` shaped to broadcast along `axis` of a tensor with `dims` dimensions."""
+    """Return per-channel `values` shaped to broadcast along `axis` of a tensor with `dims` dimensions.
+
+    Args:
+        values: 1-d.
+        dims: How many the tensor has.
+        axis: Of its channels; negative counts from the end.
+    """
     return values.reshape([-1 if dim == axis % dims else 1 for dim in range(dims)])

@@ -20,6 +20,10 @@ from eff_kernels.quantization_dispatch import round_rows
 def code_range(bits: int, symmetric: bool) -> tuple[int, int]:
     """Return the smallest and largest code: ±(2^(b−1) − 1) if symmetric, else −2^(b−1) and 2^(b−1) − 1.
 
+    Args:
+        bits: At least 2.
+        symmetric: Whether the zero point is 0.
+
     Example:
         >>> code_range(4, True), code_range(4, False)
         ((-7, 7), (-8, 7))

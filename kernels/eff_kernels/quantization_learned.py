@@ -21,6 +21,10 @@ SMALLEST_SCALE = 2.0**-126
 def sum_like(values: Tensor, like: Tensor) -> Tensor:
     """Return `values` summed over the axes along which `like` is broadcast, in the shape of `like`.
 
+    Args:
+        values: Any shape that `like` broadcasts to.
+        like: Its shape is that of the result.
+
     Example:
         >>> sum_like(torch.ones(4, 2, 3), torch.zeros(2, 1))
         tensor([[12.],

@@ -58,6 +58,9 @@ def binary_values(weight: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
 def signs(x: Tensor) -> Tensor:
     """Return −1 where `x` is negative, NaN where it is NaN, and 1 elsewhere, zeros of both signs included.
 
+    Args:
+        x: Any shape, floating.
+
     Example:
         >>> signs(torch.tensor([-2.0, -0.0, 0.0, 3.0, float("nan")]))
         tensor([-1.,  1.,  1.,  1., nan])
@@ -84,6 +87,11 @@ class _Ternarize(torch.autograd.Function):
 
 def ternarize(weight: Tensor, axis: int | None, threshold: float = 0.7) -> Tensor:
     """Return ``scale · code`` of `ternary_values` in the type of `weight`; gradient 1.
+
+    Args:
+        weight: Floating, any shape.
+        axis: Of its channels, each with a scale; None: one scale for all.
+        threshold: In means of the magnitude, below which a weight becomes 0.
 
     Example:
         >>> ternarize(torch.tensor([[1.0, -3.0, 0.2]]), 0)
@@ -115,6 +123,11 @@ class _Binarize(torch.autograd.Function):
 
 def binarize(x: Tensor, axis: int | None, scaled: bool) -> Tensor:
     """Return the signs of `x`, times the mean magnitude if scaled; the gradient passes where ``|x| <= 1``.
+
+    Args:
+        x: Floating, any shape.
+        axis: Of its channels, each with a scale; None: one scale for all.
+        scaled: Whether signs are multiplied by the mean magnitude.
 
     Example:
         >>> binarize(torch.tensor([[1.0, -3.0, 0.5]]), 0, True)

@@ -35,6 +35,9 @@ class TensorTable(NamedTuple):
 def runs_in_one_launch(*columns: Sequence[Tensor]) -> bool:
     """Return whether Triton can read these tensors by address: plain, dense, of one GPU, and not while compiling.
 
+    Args:
+        columns: Lists of tensors of one length, which a launch reads together.
+
     Example:
         >>> runs_in_one_launch([torch.ones(2)])
         False

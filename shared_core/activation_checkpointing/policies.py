@@ -19,6 +19,7 @@ from shared_core.errors import ConfigError, MatchError, nearest
 from shared_core.module_match import own_class, plain_name
 
 POLICIES = ("block", "sublayer", "sqrt", "stage", "every_k", "selective")
+"""Names that `apply_policy` takes, beside ``budget:…``."""
 
 
 def apply_policy(

@@ -43,6 +43,19 @@ def compat(
         console.print(f"{number:>3}. {reason}", markup=False, highlight=False, soft_wrap=True)
 
 
+def pairs_markdown() -> str:
+    """Return the table of techniques that are refused together, and why, as Markdown."""
+    from shared_core.compatibility import matrix
+
+    rows, refused = matrix(), {}
+    for row in rows:
+        for other in (other["technique"] for other in rows):
+            pair = frozenset((row["technique"], other))
+            if row[other] not in ("yes", "-") and pair not in refused:
+                refused[pair] = f"| `{row['technique']}` + `{other}` | {row[other]} |"
+    return "\n".join(["| together | why not |", "|---|---|", *refused.values()]) + "\n"
+
+
 def distributed_markdown() -> str:
     """Return the table of techniques and ways to spread a run over processes, as Markdown."""
     from shared_core.compatibility import matrix

@@ -32,8 +32,8 @@ def markdown() -> str:
     """Return the table as Markdown."""
     lines = ["| flag | type | default | |", "|---|---|---|---|"]
     for row in describe_flags():
-        kind = row["type"].replace("|", "\\|")
-        lines.append(f"| `{row['flag']}` | {kind} | {row['default']} | {row['help']} |")
+        cells = (text.replace("|", "\\|") for text in (row["type"], row["default"], row["help"]))
+        lines.append(f"| `{row['flag']}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,8 @@ import typer
 from shared_core.errors import CompatibilityError, ConfigError, EffError, nearest
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from shared_core.recipe import Recipe
 
 GROUP = "efftrain.front_ends"
@@ -45,6 +48,17 @@ def front_ends() -> list[FrontEnd]:
         except ImportError:
             continue
     return found
+
+
+def names_by_saved(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """Return tensors' names in a model by what its library saves them as (transformers saves ViT's by older names).
+
+    Args:
+        model: A model; one without ``save_pretrained`` is saved by its own names.
+        names: Of its tensors.
+    """
+    finds = [getattr(front_end, "saved_names", None) for front_end in front_ends() if hasattr(model, "save_pretrained")]
+    return {saved: name for find in finds if find is not None for name, saved in find(model, names).items()}
 
 
 def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:

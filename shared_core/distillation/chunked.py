@@ -134,10 +134,12 @@ def chunked_kd_sum(
     vocab_size: int | None = None,
     budget_mib: float | None = None,
 ) -> ChunkedSums:
-    """Return the sums of `chunked_kd_loss` over rows, and how many there are; the arguments are the same.
+    """Return the sums of `chunked_kd_loss` over rows, and how many there are.
 
     ``total / rows`` is that loss where all rows that count are labelled. Where a `mask` lets unlabelled rows count,
     the two means have different denominators: give ``alpha`` accordingly.
+
+    Args: As of `chunked_kd_loss`.
 
     Example:
         >>> hidden, weight = torch.ones(3, 1), torch.tensor([[0.0], [1.0]])

@@ -312,3 +312,4 @@ DIVERGENCES: dict[str, Divergence] = {
     "huber": huber_sum,
     "teacher_bounded_mse": teacher_bounded_mse_sum,
 }
+"""By name, as the option `divergence` takes it: functions of both logits, which return a sum and what it counts."""

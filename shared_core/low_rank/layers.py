@@ -145,6 +145,9 @@ def merge(model: nn.Module) -> list[str]:
     Exact up to the rounding of the product to the weights' dtype. The model's own layers come back: same classes and
     keys as before it was factorised.
 
+    Args:
+        model: With factorised layers; changed in place.
+
     Example:
         >>> from shared_core.low_rank import LowRankConfig, factorize
         >>> net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))

@@ -108,18 +108,13 @@ def hide(folder: Path | str) -> None:
 
 def _own_names(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return weights by the model's names, where its library saves them by others (transformers does for ViT)."""
-    from shared_core.cli.run import front_ends
+    from shared_core.cli.run import names_by_saved
 
-    if not hasattr(model, "save_pretrained"):
-        return state
     parts = ("first.weight", "second.weight", "second.bias")
     names = dict.fromkeys(
         [*model.state_dict(), *(f"{name}.{part}" for name, _ in model.named_modules() for part in parts)]
     )
-    saved: dict[str, str] = {}
-    for front_end in front_ends():
-        if (find := getattr(front_end, "saved_names", None)) is not None:
-            saved |= {other: name for name, other in find(model, list(names)).items()}
+    saved = names_by_saved(model, list(names))
     return {name if name in names else saved.get(name, name): value for name, value in state.items()}
 
 

@@ -288,6 +288,9 @@ _LATTICES = {row.name: _lattice(row) for row in _ROWS if row.kind in ("posit", "
 def lookup(name: str) -> Format:
     """Return the row of a format.
 
+    Args:
+        name: A key of `FORMATS`, such as ``fp8_e4m3``.
+
     Raises:
         ConfigError: There is no such format; the message names the nearest.
 

@@ -11,6 +11,9 @@ from shared_core.errors import ConfigError
 def magnitude(weight: Tensor) -> Tensor:
     """Return ``|w|`` as float32 (float64 for float64), a new tensor (Han et al. 2015, arXiv:1506.02626).
 
+    Args:
+        weight: Any shape, any floating dtype.
+
     Example:
         >>> magnitude(torch.tensor([-2.0, 0.5]))
         tensor([2.0000, 0.5000])

@@ -21,6 +21,9 @@ _FILL = (2, 3, 0, 1)
 def is_two_four(weight: Tensor) -> bool:
     """Return whether of every four neighbours along the last axis at most two are not zero.
 
+    Args:
+        weight: Any dtype; other than two dimensions, or a last one that four does not divide, is False.
+
     Example:
         >>> is_two_four(torch.tensor([[1.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 3.0]]))
         True

@@ -249,7 +249,11 @@ def fold_pair_(layer: nn.Module, batch_norm: nn.Module, quantizer: FoldQuantizer
 
 
 def unfold_pair_(layer: nn.Module) -> None:
-    """Give a folded layer and its batch norm their stock classes back; a layer that is stock stays so."""
+    """Give a folded layer and its batch norm their stock classes back; a layer that is stock stays so.
+
+    Args:
+        layer: Of a pair that `fold_pair_` has folded, or any other.
+    """
     if type(layer) in STOCK:
         norm: Any = layer.fold.batch_norm  # type: ignore[union-attr]
         layer.__class__, norm.__class__ = STOCK[type(layer)], STOCK[type(norm)]

@@ -65,6 +65,10 @@ class TorchaoMethodConfig(TechniqueConfig):
 def methods_here(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> dict[str, dict[str, str]]:
     """Return method → scheme → why it does not run on a device, ``""`` where it does; found by trying.
 
+    Args:
+        device: Where a small layer is converted and run.
+        dtype: Of its weights and inputs: float32, bfloat16 or float16.
+
     Raises:
         MissingExtraError: If torchao is not installed.
 
@@ -233,6 +237,9 @@ def to_plain_weights(model: nn.Module) -> nn.Module:
 
     The weights are ordinary parameters again, which checkpoints hold and the float model loads. A scale that a method
     applies to a layer's input is multiplied into its columns. The result computes with float inputs.
+
+    Args:
+        model: As `quantize_with_torchao` returns it; changed in place.
 
     Raises:
         MatchError: If no layer has a weight of torchao's.

@@ -13,7 +13,11 @@ from shared_core.soup.path_report import check_matplotlib
 
 
 def diagnosis_table(found: Diagnosis) -> Table:
-    """Return one row an ingredient: metric, distances, and metrics on the way to it from the best one."""
+    """Return one row an ingredient: metric, distances, and metrics on the way to it from the best one.
+
+    Args:
+        found: As `diagnose` returns it.
+    """
     left_out = [f"{_short(name)} {reason}" for name, reason in found.left_out.items()]
     table = Table(
         title=f"uniform soup of {len(found.names)}: {found.uniform:.6g}", box=box.SIMPLE, padding=(0, 1, 0, 0),
@@ -39,6 +43,10 @@ def _short(name: str) -> str:
 
 def diagnosis_plot(found: Diagnosis, file: str | Path) -> Path:
     """Write a plot of the ways from the best ingredient to the others, and of all distances; return its file.
+
+    Args:
+        found: As `diagnose` returns it.
+        file: Its ending names the format, one that matplotlib writes.
 
     Raises:
         MissingExtraError: If matplotlib is not installed.

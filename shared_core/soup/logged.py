@@ -52,6 +52,9 @@ def logged_metrics(ingredient: Ingredient) -> dict[str, float]:
 
     Read are ``trainer_state.json`` of the Hugging Face Trainer, and in a Lightning checkpoint what our callbacks wrote
     and the scores that ModelCheckpoint keeps by file name.
+
+    Args:
+        ingredient: As `open_ingredient` returns it; one that lies in no file has none.
     """
     if ingredient.path is None:
         return {}

@@ -18,7 +18,11 @@ from shared_core.soup.greedy import SoupResult
 
 
 def path_table(result: SoupResult) -> Table:
-    """Return the path as a table: one row an ingredient, in the order tried."""
+    """Return the path as a table: one row an ingredient, in the order tried.
+
+    Args:
+        result: As `greedy_soup` returns it.
+    """
     table = Table(title=f"soup of {len(result.ingredients)} of {len(result.history)}: {result.score:.6g}")
     logged = any("logged" in row for row in result.history)
     for name, justify in (("", "right"), ("ingredient", "left"), *([("logged", "right")] if logged else []),
@@ -44,6 +48,9 @@ def path_dict(result: SoupResult) -> dict[str, Any]:
 def path_json(result: SoupResult) -> str:
     """Return `path_dict` as JSON.
 
+    Args:
+        result: As `greedy_soup` returns it.
+
     Example:
         >>> path_json(SoupResult({}, ["a"], 0.5, []))
         '{"score": 0.5, "ingredients": ["a"], "history": [], "repeat": null}'
@@ -53,6 +60,9 @@ def path_json(result: SoupResult) -> str:
 
 def noise_of(result: SoupResult) -> str | None:
     """Return a line about an evaluation that gave equal weights two metrics, None if it did not.
+
+    Args:
+        result: As `greedy_soup` returns it.
 
     Example:
         >>> noise_of(SoupResult({}, ["a"], 0.5, [], repeat=(0.5, 0.5))) is None
@@ -76,6 +86,10 @@ def rank_errors(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def path_plot(result: SoupResult, file: str | Path) -> Path:
     """Write a plot of the metric along the path and return its file.
+
+    Args:
+        result: As `greedy_soup` returns it.
+        file: Its ending names the format, one that matplotlib writes.
 
     Raises:
         MissingExtraError: If matplotlib is not installed.

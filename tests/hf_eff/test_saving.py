@@ -5,9 +5,10 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, TrainerCallback
+from transformers import AutoModelForSequenceClassification, TrainerCallback, ViTConfig, ViTForImageClassification
 
 from hf_eff import ModelSoup, Pruning, QuantizationAwareTraining, attach
+from shared_core.cli.loading import load_weights
 from shared_core.soup import uniform_soup
 from shared_core.state_file import load_state
 
@@ -163,3 +164,13 @@ assert FRONT_END.used()
     assert done.stdout.count("own train") == 2
     assert "zeros 0.5" in done.stdout
     assert done.stdout.count("efftrain receipt") == 2
+
+
+def test_commands_load_a_folder_that_transformers_wrote_under_older_names(tmp_path):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = ViTConfig(image_size=4, patch_size=2, num_channels=1, **sizes)
+    trained, fresh = ViTForImageClassification(config), ViTForImageClassification(config)
+    trained.save_pretrained(tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() != trained.state_dict().keys()
+    load_weights(fresh, tmp_path, "eff quantize")
+    assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in trained.state_dict().items())

@@ -23,6 +23,9 @@ _NOT_THE_MODEL = frozenset({"_name_or_path", "transformers_version", "architectu
 def teacher_fingerprint(teacher: nn.Module) -> str:
     """Return a hash of a model's class, configuration and every tensor of its state dict.
 
+    Args:
+        teacher: On any device; its values are read.
+
     Example:
         >>> one, other = nn.Linear(2, 2), nn.Linear(2, 2)
         >>> _ = other.load_state_dict(one.state_dict())
@@ -49,6 +52,9 @@ def teacher_fingerprint(teacher: nn.Module) -> str:
 
 def folder_fingerprint(folder: Path | str) -> str:
     """Return a hash of the configuration and the weight files in a model's folder, without building the model.
+
+    Args:
+        folder: With weights in ``.safetensors`` or ``.bin``; its ``config.json`` counts too, if there is one.
 
     Raises:
         CheckpointError: If it holds no weights.
@@ -89,7 +95,10 @@ def tokenizer_vocabulary(tokenizer: Any) -> dict[str, int] | None:
 
 
 def template_fingerprint(tokenizer: Any) -> str | None:
-    """Return a hash of a tokenizer's chat template, None if it has none; arguments as of `tokenizer_fingerprint`."""
+    """Return a hash of a tokenizer's chat template, None if it has none.
+
+    Args: As of `tokenizer_fingerprint`.
+    """
     if isinstance(tokenizer, Path | str):
         folder = Path(tokenizer)
         file = folder / "chat_template.jinja"

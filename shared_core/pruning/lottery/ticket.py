@@ -91,6 +91,9 @@ def write_ticket(path: Path | str, ticket: Ticket) -> Path:
 def read_ticket(path: Path | str) -> Ticket:
     """Return the ticket in a file; its masks are read, its weights when they are asked for.
 
+    Args:
+        path: A ``ticket.safetensors``, as `LotteryTicket` and ``eff lottery`` write it.
+
     Raises:
         CheckpointError: If the file is missing, damaged, no ticket, or of a newer format.
     """

@@ -1,0 +1,103 @@
+"""A hook of mkdocs: the pages of the API, one a package, read from its sources."""
+
+import ast
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from shared_core.rooms import ROOMS
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = (
+    "hf_eff", "lightning_eff", "shared_core", *dict.fromkeys(f"shared_core.{room.name}" for room in ROOMS.values()),
+    "shared_core.distillation.cache", "shared_core.chain", "shared_core.scale", "shared_core.explanation",
+    "shared_core.numerics", "shared_core.plain_checkpoint", "shared_core.config", "shared_core.positions",
+    "shared_core.technique", "shared_core.errors", "eff_kernels",
+)  # fmt: skip
+LAUNCHERS = ("_triton", "_launch", "_dispatch")  # modules of eff_kernels that its own functions call
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Put the pages into the navigation, behind those of the configuration file."""
+    config.nav.append({"API": [{package: f"api/{package}.md"} for package in PACKAGES]})
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    """Add the pages."""
+    for package in PACKAGES:
+        files.append(File.generated(config, f"api/{package}.md", content=api_page(package)))
+
+
+def public_names(module: str) -> list[str]:
+    """Return where each public name of a package or module is defined, read from its source.
+
+    A package's names are those that its ``__init__`` imports for others; those of a module, and of the modules of a
+    package that imports none, are its own.
+    """
+    if exported := _exports(module):
+        return [_home(source, name) for name, source in exported.items()]
+    modules = [module]
+    if (folder := _file(module)).name == "__init__.py":
+        stems = sorted(path.stem for path in folder.parent.glob("[!_]*.py"))
+        modules = [f"{module}.{stem}" for stem in stems if not stem.endswith(LAUNCHERS)]
+    return [f"{home}.{name}" for home in modules for name in _own_names(home)]
+
+
+def api_page(package: str) -> str:
+    """Return the Markdown of a package's page, for mkdocstrings to fill."""
+    tree = ast.parse(_file(package).read_text(encoding="utf-8"))
+    lines = [f"# {package}", "", ast.get_docstring(tree) or "", ""]
+    for home in public_names(package):
+        lines += [f"::: {home}", *_options(package), ""]
+        if key := _technique_of(home):
+            config = ROOMS[key].config_name
+            place = _home(f"shared_core.{ROOMS[key].name}", config)
+            lines += [f"Options: those of [`{config}`][{place}]; as flags [`--{key}_…`](../flags.md).", ""]
+    return "\n".join(lines)
+
+
+def _options(package: str) -> list[str]:
+    if package in ("hf_eff", "lightning_eff"):  # what a trainer calls on a callback is no business of who uses it
+        return ["    options:", "      members: [recipe, session, receipt]"]
+    if package == "eff_kernels":  # whose ops are imported from its modules
+        return ["    options:", "      show_root_full_path: true"]
+    return []
+
+
+def _technique_of(home: str) -> str | None:
+    module, _, name = home.rpartition(".")
+    if not module.startswith(("hf_eff.", "lightning_eff.")):
+        return None
+    text = next((ast.unparse(node) for node in _statements(module) if getattr(node, "name", "") == name), "")
+    found = re.search(r"key: ClassVar\[str\] = '(\w+)'|@typed_options\('(\w+)'", text)
+    return next(filter(None, found.groups())) if found else None
+
+
+def _file(module: str) -> Path:
+    path = ROOT / ("kernels" if module.startswith("eff_kernels") else "") / module.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _statements(module: str) -> list[ast.stmt]:
+    return ast.parse(_file(module).read_text(encoding="utf-8")).body
+
+
+def _exports(module: str) -> dict[str, str]:
+    """Return the module that each name is imported from which the module's ``__init__`` passes on."""
+    if (file := _file(module)).name != "__init__.py":
+        return {}
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname == alias.name}
+
+
+def _home(module: str, name: str) -> str:
+    source = _exports(module).get(name)
+    return _home(source, name) if source else f"{module}.{name}"
+
+
+def _own_names(module: str) -> list[str]:
+    definitions = (ast.FunctionDef, ast.ClassDef)
+    return [node.name for node in _statements(module) if isinstance(node, definitions) and node.name[0] != "_"]

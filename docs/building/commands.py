@@ -1,0 +1,27 @@
+"""A hook of mkdocs: a page of the commands of `eff`, as ``--help`` tells them."""
+
+import typer
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from shared_core.cli import app
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    """Add the page."""
+    files.append(File.generated(config, "commands.md", content=page()))
+
+
+def page() -> str:
+    """Return the page's Markdown."""
+    lines = ["# Commands", "", "What `eff COMMAND --help` tells of each."]
+    for name, command in typer.main.get_command(app).commands.items():
+        lines += ["", f"## eff {name}", "", command.help, "", "| option | meaning | default |", "|---|---|---|"]
+        with command.context_class(command, info_name=name) as context:
+            parameters = [parameter for parameter in command.get_params(context) if parameter.name != "help"]
+        for parameter in parameters:
+            default = "required" if parameter.required else parameter.default
+            told = str(default) if isinstance(default, str | int | float) and default is not False else ""
+            cells = (f"`{parameter.opts[0]}`", parameter.help or "", told)
+            lines.append("| " + " | ".join(cell.replace("\n", " ").replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"

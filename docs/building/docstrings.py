@@ -1,0 +1,32 @@
+"""An extension of griffe, for what it does not read by itself in this project's sources."""
+
+import ast
+import re
+from typing import Any
+
+import griffe
+
+
+class Docstrings(griffe.Extension):
+    """Examples and formulas are code; options and classes made by a function have their docstrings."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Name the section of doctests as griffe knows it, and show formulas as they are written."""
+        if obj.docstring:
+            text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.M)
+            obj.docstring.value = re.sub(r":math:(?=`)", "", text)
+
+    def on_attribute(self, *, attr: griffe.Attribute, **_: Any) -> None:
+        """Read ``sparsity: float = option(0.5, help="Share of weights")`` as an attribute with default and docstring.
+
+        ``Name: Any = None`` is what type checkers see of a class that a function of the module makes.
+        """
+        if str(attr.value).startswith("option("):
+            call: Any = ast.parse(str(attr.value), mode="eval").body
+            text = next(keyword.value for keyword in call.keywords if keyword.arg == "help")
+            attr.docstring = griffe.Docstring(ast.literal_eval(text), parent=attr)
+            attr.value = ast.unparse(call.args[0]) if call.args else None
+        elif str(attr.annotation) == "Any" and attr.parent.is_module and not attr.docstring:
+            classes = (node for node in ast.walk(ast.parse(attr.module.source)) if isinstance(node, ast.ClassDef))
+            made = next((ast.get_docstring(node) for node in classes if node.name == attr.name), None)
+            attr.docstring = griffe.Docstring(made, parent=attr) if made else None

@@ -1,0 +1,174 @@
+"""Every block of code in the documents: Python compiles, fits the signatures and runs, commands and recipes parse."""
+
+import ast
+import builtins
+import importlib
+import inspect
+import re
+import runpy
+import shlex
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+import yaml
+from torch import nn
+
+from shared_core import Recipe
+from shared_core.cli import app
+from shared_core.cli.run import recipe_of, take_flags
+from shared_core.rooms import ROOMS, flags
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+OURS = ("hf_eff", "lightning_eff", "shared_core", "eff_kernels")
+# as its own in the first line, or in a string
+NAMES_A_FILE = re.compile(r"""^# \w+\.\w+$|["']\S*[\w}](/|\.py\b)\S*["']""", flags=re.M)
+SHELL = ("", "bash", "console")
+NEEDS_MORE = {  # than `surroundings`
+    "exporting.md": "a quantised model",
+    "loss_scaling.md": "a GPU",
+    "shrink.md": "a model of transformers",
+    "sparse_inference.md": "a GPU",
+}
+COMMANDS = typer.main.get_command(app)
+
+
+def blocks(page, *languages):
+    """Return the texts of a page's blocks in these languages."""
+    found = re.finditer(r"^( *)```(\w*)\n(.*?)^\1```$", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return [textwrap.dedent(block[3]) for block in found if block[2] in languages]
+
+
+def commands(page):
+    """Return the words of each command of a page's shell blocks; comments and prompts are left out."""
+    for block in blocks(page, *SHELL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if re.match(r"(\$ )?([A-Z_]+=\S+ )*(eff|make|python|torchrun|accelerate) ", line):
+                yield shlex.split(line.removeprefix("$ "), comments=True)
+
+
+def missing_names(tree):
+    """Return what a program uses and neither defines nor imports."""
+    nodes = list(ast.walk(tree))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    bound = {node.id for node in names if not isinstance(node.ctx, ast.Load)} | set(dir(builtins))
+    bound |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    bound |= {alias.asname or alias.name.split(".")[0] for node in imports(tree) for alias in node.names}
+    return {node.id for node in names} - bound
+
+
+def imports(tree):
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def check_use(tree):
+    """Check that what is imported of this project exists, and that its functions take what they are given."""
+    ours = {package: importlib.import_module(package) for package in ("hf_eff", "lightning_eff")}
+    for node in imports(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in OURS:
+            module = importlib.import_module(node.module)
+            ours |= {alias.name: getattr(module, alias.name) for alias in node.names}
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        function = ours.get(ast.unparse(call.func))
+        if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) in OURS:
+            function = getattr(ours[call.func.value.id], call.func.attr)
+        starred = any(isinstance(argument, ast.Starred) for argument in call.args)
+        if callable(function) and not starred and all(keyword.arg for keyword in call.keywords):
+            inspect.signature(function).bind(*call.args, **{word.arg: word.value for word in call.keywords})
+            if key := getattr(function, "key", ""):  # a callback, whose options are those of its technique
+                assert {word.arg for word in call.keywords} <= ROOMS[key].config_class.hints().keys()
+
+
+def surroundings():
+    """Return what a block may use without making it: a model, what it takes, and a loss."""
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)]
+    batch = torch.rand(8, 64)
+    return {
+        "__name__": "__main__",
+        "model": nn.Sequential(*blocks, nn.Linear(64, 10)),
+        "batches": [batch],
+        "pairs": [(batch, torch.zeros(8, dtype=torch.long))],
+        "criterion": nn.CrossEntropyLoss(),
+    }
+
+
+@EVERY_PAGE
+def test_python(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(page, "python"):
+        tree = ast.parse(block)
+        check_use(tree)
+        given = surroundings()
+        if missing_names(tree) <= given.keys() and not NAMES_A_FILE.search(block) and page.name not in NEEDS_MORE:
+            exec(compile(tree, str(page), "exec"), given)
+
+
+def parse(words):
+    """Parse a command of `eff` as it does, up to opening the files."""
+    name, *arguments = words
+    command = COMMANDS.commands[name]
+    if name in ("run", "chain", "lottery"):  # which take the flags of techniques too
+        arguments = take_flags(arguments)[1]
+    if name == "run":
+        return
+    context = command.context_class(command, info_name=name)
+    command.make_parser(context).parse_args(list(arguments))
+
+
+@EVERY_PAGE
+def test_commands(page):
+    for words in commands(page):
+        while "=" in words[0]:
+            words.pop(0)
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M), words
+        elif words[0] == "eff":
+            cut = words.index("--") if "--" in words else len(words)
+            parse(words[1:cut])
+        else:
+            ours, _ = take_flags(words[1:])
+            assert recipe_of({name: value for name, value in ours.items() if name != "eff_recipe"}) is not None
+
+
+@EVERY_PAGE
+def test_commands_and_flags_in_the_text(page):
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    spans = re.findall(r"`([^`]+)`", text)
+    for span in spans:
+        words = span.replace("\n", " ").split()
+        if words[0] == "eff" and len(words) > 1 and re.fullmatch(r"[a-z][a-z-]+", words[1]):
+            options = {name for parameter in COMMANDS.commands[words[1]].params for name in parameter.opts}
+            given = {word.partition("=")[0] for word in words[2:] if word.startswith("--") and len(word) > 2}
+            if words[1] not in ("run", "chain", "lottery", "prune", "low-rank"):  # which also take flags
+                assert given <= options, span
+        for flag in re.findall(r"--(\w+)", span):
+            if any(flag.startswith(f"{key}_") for key in ROOMS) and not flag.endswith("_"):
+                assert flag in flags(), span
+
+
+@EVERY_PAGE
+def test_recipes(page):
+    for block in blocks(page, "yaml"):
+        values = yaml.safe_load(block)
+        if "trainer" not in values:  # a file of LightningCLI
+            assert Recipe.from_dict(values)
+
+
+@pytest.mark.parametrize("name", ["hugging_face", "lightning"])
+def test_the_pages_of_the_trainers_run_as_they_are(name, tmp_path, monkeypatch, capsys):
+    page = ROOT / "docs" / f"{name}.md"
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(page, "python", "yaml"):
+        if file := re.match(r"# (\w+\.\w+)\n", block):
+            (tmp_path / file[1]).write_text(block)
+    runs = [words for words in commands(page) if words[0] == "python"] or [["python", "train.py"]]
+    for words in runs:
+        monkeypatch.setattr(sys, "argv", words[1:])
+        runpy.run_path(words[1], run_name="__main__")
+    assert list(tmp_path.rglob("eff_receipt.json"))

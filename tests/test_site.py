@@ -1,0 +1,114 @@
+"""The pages that `make docs` builds: strictly, without a network, and with every public name in the API."""
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from shared_core.cli import app
+from shared_core.rooms import ROOMS
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {"hf_eff", "lightning_eff", "shared_core", *(f"shared_core.{room.name}" for room in ROOMS.values())}
+PACKAGES |= {"shared_core.chain", "shared_core.numerics", "shared_core.scale"}
+BUILD = """
+import socket, sys
+def refuse(*_):
+    raise OSError("no network here")
+socket.socket.connect = socket.getaddrinfo = refuse
+from mkdocs.__main__ import cli
+cli(["build", "--strict", "--site-dir", sys.argv[1]])
+"""
+
+
+def test_the_site(tmp_path):
+    # one test, for a build takes ten seconds
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", BUILD, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    check_that_nothing_is_loaded_from_elsewhere(tmp_path)
+    check_that_lists_and_tables_are_such(tmp_path)
+    check_that_every_public_name_has_its_text(tmp_path)
+    commands = (tmp_path / "commands.html").read_text(encoding="utf-8")
+    assert [name for name in typer.main.get_command(app).commands if f'<h2 id="eff-{name}"' not in commands] == []
+
+
+def check_that_nothing_is_loaded_from_elsewhere(site):
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        loaded = re.findall(r"<(?:link|script|img|iframe|source)\b[^>]*\b(?:href|src)=.?(?:https?:)?//[^>]*>", text)
+        assert not loaded, f"{page.name}: {loaded}"
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"(url\(|@import )['\"]?(https?:)?//", sheet.read_text(encoding="utf-8")), sheet
+
+
+def check_that_lists_and_tables_are_such(site):
+    # mkdocs' Markdown wants an empty line before them, which a reader of the file does not miss
+    for page in site.rglob("*.html"):
+        for paragraph in re.findall(r"<p>(.*?)</p>", page.read_text(encoding="utf-8"), flags=re.S):
+            swallowed = re.search(r"^ *([-*] |\d+\. |\|).*", paragraph, flags=re.M)
+            assert not swallowed, f"{page.relative_to(site)}: {swallowed[0]}"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_rows_of_tables_have_as_many_cells_as_their_heading(page):
+    cells = 0
+    for line in page.read_text(encoding="utf-8").splitlines():
+        bars = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+        assert cells in (0, bars) or not bars, line
+        cells = bars
+
+
+def public_names():
+    """Return package and name of what is public by what Python says, and of ops that rooms take from eff_kernels."""
+    found = set()
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        names = getattr(module, "__all__", None) or [
+            name for name, value in vars(module).items() if getattr(value, "__module__", "").startswith(package)
+        ]
+        found |= {(package, name) for name in names if name[0] != "_"}
+    for source in (ROOT / "shared_core").rglob("*.py"):
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("eff_kernels."):
+                found |= {(str(node.module), alias.name) for alias in node.names if not alias.name.isupper()}
+    return sorted(found)
+
+
+def check_that_every_public_name_has_its_text(site):
+    told = set()
+    for page in (site / "api").glob("*.html"):
+        parts = re.split(r'<h2 id="([\w.]+)"', page.read_text(encoding="utf-8"))
+        named = zip(parts[1::2], parts[2::2], strict=True)
+        told |= {(page.stem, home) for home, text in named if re.search(r"doc-contents.*?<p>\S", text, flags=re.S)}
+    lacking = set(public_names()) - {(page, home.rpartition(".")[2]) for page, home in told}
+    lacking -= {tuple(home.rsplit(".", 1)) for page, home in told if page == "eff_kernels"}
+    assert not lacking, lacking
+
+
+def test_docstrings_tell_what_is_returned_and_every_argument():
+    lacking = {}
+    for package, name in public_names():
+        value = getattr(importlib.import_module(package), name)
+        value = getattr(value, "_init_fn", value)  # an operator of torch.library
+        if not callable(value):
+            continue
+        doc = inspect.cleandoc(value.__doc__ or "")
+        section = re.search(r"^Args:\n((?: .*\n?|\n)*)", doc, flags=re.M)
+        told = re.findall(r"^ {4}([\w*][\w, *]*):", section[1] if section else "", flags=re.M)
+        signature = inspect.signature(value) if not isinstance(value, type) else inspect.Signature()
+        silent = signature.parameters.keys() - set(re.findall(r"\w+", " ".join(told)))
+        if silent and not re.search(r"^Args.*: As of `", doc, flags=re.M):
+            lacking[package, name] = silent
+        if signature.return_annotation not in (None, "None", inspect.Signature.empty) and "eturn" not in doc:
+            lacking[package, name] = "what it returns"
+        if not doc or doc.startswith(f"{name}("):  # the latter is what dataclasses write by themselves
+            lacking[package, name] = "a docstring"
+    assert not lacking, lacking
