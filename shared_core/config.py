@@ -80,6 +80,27 @@ class TechniqueConfig:
         """Return the options as plain values that JSON and YAML can hold and `from_dict` reads."""
         return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
+    def changed(self) -> dict[str, str]:
+        """Return the options that differ from their defaults, as Python writes them; a module by its class alone.
+
+        Example:
+            >>> from shared_core.pruning import PruneConfig
+            >>> PruneConfig(sparsity=0.8, skip=["last"], begin=0.0).changed()
+            {'sparsity': '0.8', 'skip': "['last']"}
+        """
+        written = {field.name: _written(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        # compared as they are written: position 1 is a step, and 1.0 the end
+        defaults = {field.name: _written(field.default) for field in dataclasses.fields(self)}
+        return {name: text for name, text in written.items() if text != defaults[name]}
+
+    def __repr__(self) -> str:
+        return self.call_text(type(self).__name__)
+
+    def call_text(self, function: str, **others: Any) -> str:
+        """Return the call of a function with these options, and others before them, that differ from the defaults."""
+        options = {**{name: repr(value) for name, value in others.items()}, **self.changed()}
+        return f"{function}({', '.join(f'{name}={text}' for name, text in options.items())})"
+
     def _error(self, name: str, rule: str) -> ConfigError:
         return ConfigError(f"{self.key}: {name} {rule}, got {getattr(self, name)!r}")
 
@@ -90,6 +111,12 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return f"<{type(value).__qualname__}>"
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_written, value))}]"
+    return repr(value) if _plain(value) == value else str(_plain(value))
 
 
 def _check_bounds(value: Any, bounds: Mapping[str, Any], where: str) -> None:

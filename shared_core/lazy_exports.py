@@ -28,7 +28,11 @@ class _LazyPackage(ModuleType):
             return sorted(homes)
         if name not in homes:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(homes[name]), name)
+        try:
+            value = getattr(importlib.import_module(homes[name]), name)
+        except ModuleNotFoundError as error:
+            _name_extra(error, self.__name__)
+            raise
         setattr(self, name, value)
         return value
 
@@ -39,6 +43,16 @@ class _LazyPackage(ModuleType):
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *_homes(self)})
+
+
+def _name_extra(error: ModuleNotFoundError, package: str) -> None:
+    """Raise `MissingExtraError` in place of an error that one of efftrain's optional libraries is not there."""
+    from shared_core.errors import MissingExtraError
+    from shared_core.libraries import libraries
+
+    for library in libraries():
+        if library.extra and library.name == error.name:
+            raise MissingExtraError(package, library.name, library.extra) from error
 
 
 @functools.cache

@@ -147,7 +147,9 @@ class Recipe(Mapping[str, TechniqueConfig]):
         return isinstance(other, Recipe) and self.to_dict() == other.to_dict()
 
     def __repr__(self) -> str:
-        return f"Recipe.from_dict({self.to_dict()!r})"
+        changed = {key: config.changed().items() for key, config in self._configs.items()}
+        options = {key: ", ".join(f"{name!r}: {text}" for name, text in items) for key, items in changed.items()}
+        return f"Recipe.from_dict({{{', '.join(f'{key!r}: {{{text}}}' for key, text in options.items())}}})"
 
 
 def _mapping(read: Callable[[str], Any], source: str | Path) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -38,10 +39,9 @@ def front_ends() -> list[FrontEnd]:
     """Return the installed front ends; one whose trainer is missing is left out."""
     found = []
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-        try:
-            found.append(entry.load())
-        except ImportError:
-            continue
+        front_end = entry.load()
+        if any(map(find_spec, front_end.libraries)):
+            found.append(front_end)
     return found
 
 
