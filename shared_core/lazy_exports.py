@@ -27,7 +27,8 @@ class _LazyPackage(ModuleType):
         if name == "__all__":
             return sorted(homes)
         if name not in homes:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+            # with both, Python's traceback tells the nearest name
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name, obj=self)
         try:
             value = getattr(importlib.import_module(homes[name]), name)
         except ModuleNotFoundError as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from shared_core.errors import CompatibilityError, ConfigError, nearest
+from shared_core.errors import CompatibilityError, ConfigError, did_you_mean, nearest
 
 if TYPE_CHECKING:
     from shared_core.recipe import Recipe
@@ -100,6 +100,15 @@ def recipe_of(flags: dict[str, Any]) -> Recipe:
     return recipe.merged(Recipe.from_yaml(Path(file))) if file else recipe
 
 
+def _nearest_flag(arguments: list[str]) -> str:
+    """Return what the first flag that resembles one of ours may have been meant for, or nothing."""
+    from shared_core.rooms import flags
+
+    names = (argument[2:].partition("=")[0] for argument in arguments if argument.startswith("--"))
+    known = [f"--{flag}" for flag in (*flags(), "eff_recipe")]
+    return next((hint for name in names if (hint := did_you_mean(f"--{name}".replace("-", "_"), known))), "")
+
+
 def run(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="The training script (or -m-style module name ending in no .py).")],
@@ -114,10 +123,11 @@ def run(
     if not recipe:
         raise ConfigError(
             "eff run: at least one technique must be switched on; add a flag such as --prune_sparsity 0.8"
+            + _nearest_flag(rest)
         )
     is_file = script.endswith(".py")
     if is_file and not Path(script).is_file():
-        raise ConfigError(f"eff run: script must be a file, got {script!r}")
+        raise ConfigError(f"eff run: script must be a file, got {script!r}; check the path")
     installed = front_ends()
     if not installed:
         raise ConfigError("eff run: needs a trainer; pip install 'efftrain[hf]' or 'efftrain[lightning]'")
