@@ -36,7 +36,7 @@ test: $(VENV)/.dev
 test-long: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not gpu"
 
-package: # needs an index; some 5 minutes
+package: # needs an index; 3 minutes of CPU beside what the downloads take
 	OMP_NUM_THREADS=1 $(PYTHON) tests/package_smoke.py
 
 test-matrix: # MATRIX=FOLDER keeps the environments; END=oldest or END=newest runs one; some 15 minutes each on two cores
