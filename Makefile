@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 help:
 	@echo "make quickstart   install, run the main job on real data, show the before/after table"
 	@echo "make test         install what tests need, run them (no network, no GPU)"
+	@echo "make package      build the source archive and the wheel into dist/, use them where nothing else is installed"
 	@echo "make test-matrix  a share of the tests with the oldest and the newest torch and trainers, in environments of their own"
 	@echo "make check        ruff, format check, mypy; rewrites nothing"
 	@echo "make fmt          rewrite files with ruff"
@@ -34,6 +35,9 @@ test: $(VENV)/.dev
 
 test-long: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not gpu"
+
+package: # needs an index; 3 minutes of CPU beside what the downloads take
+	OMP_NUM_THREADS=1 $(PYTHON) tests/package_smoke.py
 
 test-matrix: # MATRIX=FOLDER keeps the environments; END=oldest or END=newest runs one; some 15 minutes each on two cores
 	OMP_NUM_THREADS=1 $(PYTHON) tests/matrix.py $(END)
@@ -64,5 +68,5 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/peers.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-.PHONY: help quickstart test test-long test-matrix check fmt bench bench-gpu cost replicas docs
+.PHONY: help quickstart test test-long package test-matrix check fmt bench bench-gpu cost replicas docs
 .DEFAULT_GOAL := help

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import Trainer
 
 from hf_eff._session_callback import SessionCallback
 from hf_eff.training_args import EffFlags
 from shared_core.errors import ConfigError
 from shared_core.recipe import Recipe
 from shared_core.session import Session
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 
 def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | None = None) -> Session:
@@ -34,6 +33,8 @@ def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | N
     Example:
         ``attach(trainer, {"prune": {"sparsity": 0.8}}); trainer.train()``
     """
+    if not isinstance(trainer, Trainer):
+        raise ConfigError(f"hf: trainer must be a transformers Trainer, got {type(trainer).__name__}; construct one")
     session_callback = session_callback_of(trainer)
     wanted = as_recipe(recipe)
     args: Any = trainer.args

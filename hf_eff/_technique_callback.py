@@ -32,6 +32,9 @@ class EffCallback(TrainerCallback):
         self.session: Session | None = None
         """The session of the trainer that this callback was given to."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.recipe!r})"
+
     def join(self, trainer: Trainer) -> None:
         """Attach to a trainer that has not trained yet."""
         self.session = attach(trainer, self.recipe)
@@ -75,6 +78,9 @@ class TechniqueCallback(EffCallback):
 
     def __init__(self, **options: Any) -> None:
         super().__init__({self.key: options})
+
+    def __repr__(self) -> str:
+        return self.recipe[self.key].call_text(type(self).__name__)
 
 
 def _trainer_under_construction(callback: EffCallback) -> Trainer:

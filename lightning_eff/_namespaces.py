@@ -10,7 +10,20 @@ from typing import TYPE_CHECKING, Any
 from shared_core.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from pytorch_lightning import Callback as Callback
+    import lightning.pytorch as unified
+    import pytorch_lightning as pl
+
+    # A type checker takes our classes for those of either name; what is really made has the one base that it needs.
+    class Callback(pl.Callback, unified.Callback): ...  # type: ignore[misc]
+
+    class MixedPrecision(pl.plugins.MixedPrecision, unified.plugins.MixedPrecision): ...  # type: ignore[misc]
+
+    class DDPStrategy(pl.strategies.DDPStrategy, unified.strategies.DDPStrategy): ...  # type: ignore[misc]
+
+    class ModelParallelStrategy(  # type: ignore[misc]
+        pl.strategies.ModelParallelStrategy, unified.strategies.ModelParallelStrategy
+    ): ...
+
 
 PYTORCH_LIGHTNING, LIGHTNING = "pytorch_lightning", "lightning.pytorch"
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -237,11 +236,9 @@ def _as_module(model: Any) -> nn.Module:
 
 
 def _hub_teacher(name: str, student: nn.Module) -> nn.Module:
-    for entry in entry_points(group="efftrain.front_ends", name="hf"):
-        try:
-            load = getattr(entry.load(), "load_teacher", None)
-        except ImportError as error:
-            raise MissingExtraError(f"distill: teacher {name!r}", "transformers", "hf") from error
-        if load is not None:
+    from shared_core.cli.run import front_ends
+
+    for front_end in front_ends():
+        if (load := getattr(front_end, "load_teacher", None)) is not None:
             return _as_module(load(name, student))
-    raise CheckpointError(f"distill: teacher must be a .ckpt or a Transformers model here, got {name!r}")
+    raise MissingExtraError(f"distill: teacher {name!r}", "transformers", "hf")

@@ -70,6 +70,9 @@ class EffCallback(Callback):
         self._applied = self._discarded = False
         self._validated_at = -1
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.recipe!r})"
+
     @property
     def receipt(self) -> Receipt | None:
         """What was asked, touched and run so far, by all callbacks of the run together; None before `fit`."""

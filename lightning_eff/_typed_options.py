@@ -33,7 +33,8 @@ def _parameters(
 def typed_options(key: str, **defaults: Any) -> Callable[[_Class], _Class]:
     """Return a class decorator: ``__init__(self, ..., **options)`` gets the options of a technique as its signature.
 
-    jsonargparse reads types and choices from the signature and help from the docstring's ``Args``.
+    jsonargparse reads types and choices from the signature and help from the docstring's ``Args``. The instance's
+    `recipe` (a plugin's `eff_recipe`) holds the options, its `given` what else ``__init__`` takes; both make its repr.
 
     Args:
         key: The technique's recipe key.
@@ -52,6 +53,13 @@ def typed_options(key: str, **defaults: Any) -> Callable[[_Class], _Class]:
         head = doc if "\nArgs:" in doc else f"{doc}\n\nArgs:"
         lines = [f"    {parameter.name}: {text}" for parameter, text in options]
         cls.__doc__ = "\n".join([head, *lines, ""])
+
+        def text(made: Any) -> str:
+            given = {p.name: value for p in kept[1:] if (value := made.given[p.name]) != p.default}
+            config: TechniqueConfig = (getattr(made, "eff_recipe", None) or made.recipe)[key]
+            return config.call_text(type(made).__name__, **given)
+
+        cls.__repr__ = text  # type: ignore[assignment, method-assign]
         return cls
 
     return decorate

@@ -19,9 +19,13 @@ def for_pytorch_lightning() -> list[Any]:
         # Runs in every Trainer of the environment, so nothing is imported before it is needed.
         return []
     from lightning_eff._session_callback import EffCallback
+    from shared_core.errors import ConfigError
     from shared_core.recipe import Recipe
 
-    return [EffCallback(Recipe.from_yaml(source))]
+    try:
+        return [EffCallback(Recipe.from_yaml(source))]
+    except ConfigError as error:
+        raise ConfigError(f"{VARIABLE}: {error}") from error
 
 
 for_lightning = for_pytorch_lightning

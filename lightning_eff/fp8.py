@@ -54,11 +54,11 @@ def fp8_precision_class(namespace: str) -> Any:
             self.eff_recipe = {"fp8": Fp8Config.from_dict({"recipe": "tensorwise", **options})}
             super().__init__("bf16-mixed", device or "cpu")
             self.precision = precision
-            self._device_given = device
+            self.given = {"precision": precision, "device": device}
 
         def convert_module(self, module: Any) -> Any:
             """Make a callback of ours drive the Trainer if there is none; layers are swapped by its session."""
-            if self._device_given is None:
+            if self.given["device"] is None:
                 self.device = module.trainer.strategy.root_device.type
             EffCallback.join_late(module.trainer, module)
             return super().convert_module(module)
@@ -75,7 +75,10 @@ def fp8_precision_class(namespace: str) -> Any:
 
 
 if TYPE_CHECKING:
-    Fp8Precision: Any = None
+    from lightning_eff._namespaces import MixedPrecision
+
+    class Fp8Precision(MixedPrecision):  # noqa: D101
+        def __init__(self, precision: Literal["bf16-mixed", "32-true"] = ..., **options: Any) -> None: ...
 
 
 def __getattr__(name: str) -> Any:

@@ -55,12 +55,12 @@ def precision_class(namespace: str) -> Any:
             # Lightning refuses any scaler with bf16-mixed; which autocast it enters is asked of `precision` each time
             super().__init__("16-mixed", device or "cpu", scaler=LossScaler(**self.config.scaler_options()))
             self.precision = precision
-            self._device_given = device
+            self.given = {"precision": precision, "device": device}
 
         def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
             """Take the Trainer's device, and let a session count the steps if no callback of ours does."""
             module = model if hasattr(model, "automatic_optimization") else model.module
-            if self._device_given is None:
+            if self.given["device"] is None:
                 self.device = module.trainer.strategy.root_device.type
             from lightning_eff._session_callback import EffCallback
 
@@ -116,7 +116,10 @@ def use_scaling_precision(trainer: Any, config: TechniqueConfig) -> Any:
 
 
 if TYPE_CHECKING:
-    LossScalingPrecision: Any = None
+    from lightning_eff._namespaces import MixedPrecision
+
+    class LossScalingPrecision(MixedPrecision):  # noqa: D101
+        def __init__(self, precision: Literal["16-mixed", "32-true", "bf16-mixed"] = ..., **options: Any) -> None: ...
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,7 @@
 """Everything for Trainers imported from ``pytorch_lightning``."""
 
+from typing import TYPE_CHECKING
+
 from lightning_eff import ActivationCheckpointing as ActivationCheckpointing
 from lightning_eff import CompressedActivations as CompressedActivations
 from lightning_eff import DifferentialPrivacy as DifferentialPrivacy
@@ -22,7 +24,13 @@ from lightning_eff.fp8 import fp8_precision_class
 from lightning_eff.loss_scaling import precision_class
 from lightning_eff.strategies import ddp_class, fsdp_class
 
-LossScalingPrecision = precision_class(PYTORCH_LIGHTNING)
-Fp8Precision = fp8_precision_class(PYTORCH_LIGHTNING)
-EffDDPStrategy = ddp_class(PYTORCH_LIGHTNING)
-EffFSDPStrategy = fsdp_class(PYTORCH_LIGHTNING)
+if TYPE_CHECKING:
+    from lightning_eff import EffDDPStrategy as EffDDPStrategy
+    from lightning_eff import EffFSDPStrategy as EffFSDPStrategy
+    from lightning_eff import Fp8Precision as Fp8Precision
+    from lightning_eff import LossScalingPrecision as LossScalingPrecision
+else:
+    LossScalingPrecision = precision_class(PYTORCH_LIGHTNING)
+    Fp8Precision = fp8_precision_class(PYTORCH_LIGHTNING)
+    EffDDPStrategy = ddp_class(PYTORCH_LIGHTNING)
+    EffFSDPStrategy = fsdp_class(PYTORCH_LIGHTNING)

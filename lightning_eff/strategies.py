@@ -21,6 +21,10 @@ def _public(made: Any, namespace: str) -> Any:
     return made
 
 
+def _call_text(made: Any, given: dict[str, Any]) -> str:
+    return f"{type(made).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+
 @functools.cache
 def ddp_class(namespace: str) -> Any:
     """Return `EffDDPStrategy` for Trainers imported from this namespace.
@@ -44,6 +48,10 @@ def ddp_class(namespace: str) -> Any:
         def __init__(self, comm: dict[str, Any] | None = None, **kwargs: Any) -> None:
             super().__init__(**kwargs)
             self.eff_recipe = {"comm": CommConfig.from_dict(comm)} if comm is not None else {}
+            self._given = ({"comm": comm} if comm is not None else {}) | kwargs
+
+        def __repr__(self) -> str:
+            return _call_text(self, self._given)
 
         def _register_ddp_hooks(self) -> None:
             hook, wrapper = self._ddp_comm_hook, self._ddp_comm_wrapper
@@ -105,6 +113,11 @@ def fsdp_class(namespace: str) -> Any:
                 tuple(blocks or ()), reshard_after_forward, param_dtype, reduce_dtype, forward_prefetch,
                 backward_prefetch,
             )  # fmt: skip
+            self._given = ({"save_distributed_checkpoint": True} if save_distributed_checkpoint else {}) | kwargs
+
+        def __repr__(self) -> str:
+            sharding = {name: value for name, value in vars(self.sharding).items() if value != getattr(Sharding, name)}
+            return _call_text(self, sharding | self._given)
 
         def setup_environment(self) -> None:
             """Make one mesh of all processes: layers are not split between them."""
@@ -154,8 +167,14 @@ def fsdp_class(namespace: str) -> Any:
 
 
 if TYPE_CHECKING:
-    EffDDPStrategy: Any = None
-    EffFSDPStrategy: Any = None
+    from lightning_eff._namespaces import DDPStrategy, ModelParallelStrategy
+
+    class EffDDPStrategy(DDPStrategy):  # noqa: D101
+        def __init__(self, comm: dict[str, Any] | None = ..., **kwargs: Any) -> None: ...
+
+    class EffFSDPStrategy(ModelParallelStrategy):  # noqa: D101
+        def __init__(self, blocks: list[str] | None = ..., **kwargs: Any) -> None: ...
+
 
 _MAKERS = {"EffDDPStrategy": ddp_class, "EffFSDPStrategy": fsdp_class}
 

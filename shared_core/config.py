@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
-from shared_core.errors import ConfigError, nearest
+from shared_core.errors import ConfigError, as_share, did_you_mean, nearest
 from shared_core.positions import Position, parse_position
 
 
@@ -39,6 +39,11 @@ class TechniqueConfig:
     key: ClassVar[str] = ""
     switch: ClassVar[str] = ""
     other_switch: ClassVar[str] = ""
+
+    def __new__(cls, **options: Any) -> Self:
+        """Refuse what is not an option; Python's own error would not tell the nearest one."""
+        cls._check_names(options)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Coerce every option to its annotation, check its bounds, then check them against each other."""
@@ -69,19 +74,43 @@ class TechniqueConfig:
         """Return the config with these options; unknown names are errors that name the nearest known one."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"recipe: {cls.key} must be a mapping of its options, got {values!r}")
-        known = {field.name: field for field in dataclasses.fields(cls)}
-        for name in values:
+        cls._check_names(values)
+        for field in dataclasses.fields(cls):
+            if field.default is dataclasses.MISSING and field.name not in values:
+                raise ConfigError(f"recipe: {cls.key}.{field.name} must be given; it has no default")
+        return cls(**values)
+
+    @classmethod
+    def _check_names(cls, options: Mapping[str, Any]) -> None:
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in options:
             if name not in known:
                 raise ConfigError(f"recipe: {cls.key}.{name} is not an option{nearest(str(name), known)}")
-        for name, field in known.items():
-            no_default = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-            if no_default and name not in values:
-                raise ConfigError(f"recipe: {cls.key}.{name} must be given; it has no default")
-        return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as plain values that JSON and YAML can hold and `from_dict` reads."""
         return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+    def changed(self) -> dict[str, str]:
+        """Return the options that differ from their defaults, as Python writes them; a module by its class alone.
+
+        Example:
+            >>> from shared_core.pruning import PruneConfig
+            >>> PruneConfig(sparsity=0.8, skip=["last"], begin=0.0).changed()
+            {'sparsity': '0.8', 'skip': "['last']"}
+        """
+        written = {field.name: _written(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        # compared as they are written: position 1 is a step, and 1.0 the end
+        defaults = {field.name: _written(field.default) for field in dataclasses.fields(self)}
+        return {name: text for name, text in written.items() if text != defaults[name]}
+
+    def __repr__(self) -> str:
+        return self.call_text(type(self).__name__)
+
+    def call_text(self, function: str, **others: Any) -> str:
+        """Return the call of a function with these options, and others before them, that differ from the defaults."""
+        options = {**{name: repr(value) for name, value in others.items()}, **self.changed()}
+        return f"{function}({', '.join(f'{name}={text}' for name, text in options.items())})"
 
     def _error(self, name: str, rule: str) -> ConfigError:
         return ConfigError(f"{self.key}: {name} {rule}, got {getattr(self, name)!r}")
@@ -93,6 +122,12 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return f"<{type(value).__qualname__}>"
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_written, value))}]"
+    return repr(value) if _plain(value) == value else str(_plain(value))
 
 
 def _check_bounds(value: Any, bounds: Mapping[str, Any], where: str) -> None:
@@ -108,7 +143,8 @@ def _check_bounds(value: Any, bounds: Mapping[str, Any], where: str) -> None:
     if not all(holds[kind](bounds[kind]) for kind in holds if kind in bounds):
         low = f"[{bounds['low']}" if "low" in bounds else f"({bounds.get('above', '-inf')}"
         high = f"{bounds['high']}]" if "high" in bounds else f"{bounds.get('below', 'inf')})"
-        raise ConfigError(f"{where}: {where.rsplit('.', 1)[-1]} must be in {low}, {high}, got {value!r}")
+        hint = as_share(value) if bounds.get("high", bounds.get("below")) == 1 else ""
+        raise ConfigError(f"{where}: {where.rsplit('.', 1)[-1]} must be in {low}, {high}, got {value!r}{hint}")
 
 
 def coerce(value: Any, hint: Any, where: str) -> Any:
@@ -151,7 +187,7 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
         if value in get_args(hint) and not isinstance(value, bool):
             return value
         choices = [str(choice) for choice in get_args(hint)]
-        hint_text = nearest(value, choices) if isinstance(value, str) else ""
+        hint_text = did_you_mean(value, choices) if isinstance(value, str) else ""
         raise ConfigError(f"{where}: {name} must be one of {', '.join(choices)}, got {value!r}{hint_text}")
     if origin is tuple:
         items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
@@ -175,7 +211,8 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
 
 def _number(value: Any, kind: type[int] | type[float], where: str) -> int | float:
     what = "a whole number" if kind is int else "a finite number"
-    error = ConfigError(f"{where}: {where.rsplit('.', 1)[-1]} must be {what}, got {value!r}")
+    hint = as_share(value) if kind is float and "%" in str(value) else ""
+    error = ConfigError(f"{where}: {where.rsplit('.', 1)[-1]} must be {what}, got {value!r}{hint}")
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise error
     try:

@@ -64,7 +64,30 @@ def nearest(name: str, known: Iterable[str]) -> str:
         '; known: a, b'
     """
     known = sorted(known)
-    if not known:
+    return did_you_mean(name, known) or (f"; known: {', '.join(known)}" if known else "")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the known name nearest to `name`, whatever its case, or nothing.
+
+    Example:
+        >>> did_you_mean("EMA", ["ema", "swa"]), did_you_mean("zzz", ["ema", "swa"])
+        ("; did you mean 'ema'?", '')
+    """
+    lower = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.6)
+    return f"; did you mean '{lower[close[0]]}'?" if close else ""
+
+
+def as_share(value: object) -> str:
+    """Return how a percentage that was given for a share is written, or nothing.
+
+    Example:
+        >>> as_share("80%"), as_share(80), as_share("half"), as_share(800)
+        ('; 80 % is written 0.8', '; 80 % is written 0.8', '', '')
+    """
+    try:
+        percent = float(str(value).rstrip("% "))
+    except ValueError:
         return ""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(known)}"
+    return f"; {percent:g} % is written {percent / 100:g}" if 1 < percent <= 100 else ""

@@ -27,8 +27,13 @@ class _LazyPackage(ModuleType):
         if name == "__all__":
             return sorted(homes)
         if name not in homes:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(homes[name]), name)
+            # with both, Python's traceback tells the nearest name
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name, obj=self)
+        try:
+            value = getattr(importlib.import_module(homes[name]), name)
+        except ModuleNotFoundError as error:
+            _name_extra(error, self.__name__)
+            raise
         setattr(self, name, value)
         return value
 
@@ -39,6 +44,16 @@ class _LazyPackage(ModuleType):
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *_homes(self)})
+
+
+def _name_extra(error: ModuleNotFoundError, package: str) -> None:
+    """Raise `MissingExtraError` in place of an error that one of efftrain's optional libraries is not there."""
+    from shared_core.errors import MissingExtraError
+    from shared_core.libraries import libraries
+
+    for library in libraries():
+        if library.extra and library.name == error.name:
+            raise MissingExtraError(package, library.name, library.extra) from error
 
 
 @functools.cache

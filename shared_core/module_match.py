@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shared_core.errors import MatchError, nearest
+from shared_core.errors import ConfigError, MatchError, nearest
 
 _PLACES = ("first", "last")
 
@@ -19,6 +19,12 @@ class Matched:
 
     name: str
     module: nn.Module
+
+
+def check_model(model: object, where: str) -> None:
+    """Raise `ConfigError` unless `model` is a module: a state dict or a path is none."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{where}: model must be a module, got {type(model).__name__}; build it first")
 
 
 def plain_name(name: str) -> str:

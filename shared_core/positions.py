@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from shared_core.errors import ConfigError, UnknownLengthError
+from shared_core.errors import ConfigError, UnknownLengthError, as_share
 
 Position = int | float | str
 
@@ -59,7 +59,8 @@ def parse_position(value: Position, where: str = "position") -> ParsedPosition:
         ('step', 'fraction')
     """
     rule = "must be a step (500), a fraction of the run in [0, 1] (0.3) or epochs ('2ep')"
-    error = ConfigError(f"{where}: {where.rsplit('.', 1)[-1]} {rule}, got {value!r}")
+    hint = as_share(value) if isinstance(value, float) or "%" in str(value) else ""
+    error = ConfigError(f"{where}: {where.rsplit('.', 1)[-1]} {rule}, got {value!r}{hint}")
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise error
     try:

@@ -38,7 +38,9 @@ class Recipe(Mapping[str, TechniqueConfig]):
     def __init__(self, configs: Mapping[str, TechniqueConfig]) -> None:
         for key, config in configs.items():
             if not isinstance(config, room(key).config_class):
-                raise ConfigError(f"recipe: {key} must be a {room(key).config_name}, got {config!r}")
+                raise ConfigError(
+                    f"recipe: {key} must be a {room(key).config_name}, got {config!r}; Recipe.from_dict takes options"
+                )
         self._configs = {key: configs[key] for key in in_order(configs)}
 
     @classmethod
@@ -62,12 +64,12 @@ class Recipe(Mapping[str, TechniqueConfig]):
     @classmethod
     def from_yaml(cls, source: str | Path) -> Recipe:
         """Return the recipe in a YAML file, or in a YAML text (which has a colon followed by space or a line end)."""
-        return cls.from_dict(_mapping(parse_yaml, source))
+        return cls.from_dict(_mapping(parse_yaml, "YAML", source))
 
     @classmethod
     def from_json(cls, source: str | Path) -> Recipe:
         """Return the recipe in a JSON file, or in a JSON text (which starts with a brace)."""
-        return cls.from_dict(_mapping(functools.partial(parse_json, unique=True), source))
+        return cls.from_dict(_mapping(functools.partial(parse_json, unique=True), "JSON", source))
 
     @classmethod
     def from_flags(cls, values: Mapping[str, Any]) -> Recipe:
@@ -147,22 +149,24 @@ class Recipe(Mapping[str, TechniqueConfig]):
         return isinstance(other, Recipe) and self.to_dict() == other.to_dict()
 
     def __repr__(self) -> str:
-        return f"Recipe.from_dict({self.to_dict()!r})"
+        changed = {key: config.changed().items() for key, config in self._configs.items()}
+        options = {key: ", ".join(f"{name!r}: {text}" for name, text in items) for key, items in changed.items()}
+        return f"Recipe.from_dict({{{', '.join(f'{key!r}: {{{text}}}' for key, text in options.items())}}})"
 
 
-def _mapping(read: Callable[[str], Any], source: str | Path) -> Mapping[str, Any]:
-    text = str(source)
+def _mapping(read: Callable[[str], Any], kind: str, source: str | Path) -> Mapping[str, Any]:
+    text, name = str(source), ""
     if isinstance(source, Path) or not ("\n" in text or ": " in text or text.lstrip().startswith("{")):
         try:
-            text = Path(source).read_text(encoding="utf-8")
+            text, name = Path(source).read_text(encoding="utf-8"), f"{source} "
         except (OSError, ValueError) as error:  # the latter of another encoding, and of a name with a NUL
             raise ConfigError(f"recipe: {source} must be a readable text file, got {error}") from error
     try:
         values = read(text)
     except ValueError as error:
-        raise ConfigError(f"recipe: must be valid text, got {str(error)[:300]}") from error
+        raise ConfigError(f"recipe: {name}must be valid {kind}, got {str(error)[:300]}") from error
     if values is None:
         return {}
     if not isinstance(values, Mapping):
-        raise ConfigError(f"recipe: must be a mapping of techniques to options, got {values!r}")
+        raise ConfigError(f"recipe: {name}must be a mapping of techniques to options, got {values!r}")
     return values

@@ -70,7 +70,9 @@ def room(key: str) -> Room:
         ConfigError: If there is none; names the nearest.
     """
     if key not in ROOMS:
-        raise ConfigError(f"recipe: {key!r} is not a technique{nearest(str(key), ROOMS)}")
+        of_room = [repr(room.key) for room in ROOMS.values() if room.name == key]
+        hint = f"; did you mean {' or '.join(of_room)}?" if of_room else nearest(str(key), ROOMS)
+        raise ConfigError(f"recipe: {key!r} is not a technique{hint}")
     return ROOMS[key]
 
 

@@ -58,9 +58,9 @@ class Session:
     """
 
     def __init__(
-        self, recipe: Recipe, *, front_end: str = "bare", services: Services | None = None, seed: int = 0
+        self, recipe: Mapping[str, Any], *, front_end: str = "bare", services: Services | None = None, seed: int = 0
     ) -> None:
-        self.recipe, self._front_end, self._seed = recipe, front_end, seed
+        self.recipe, self._front_end, self._seed = Recipe.from_dict(recipe), front_end, seed
         self._services = services or BareServices()
         self._reset()
 

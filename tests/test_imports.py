@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from shared_core import quantization
+from shared_core.errors import MissingExtraError
 
 HEAVY = (
     "torchao", "bitsandbytes", "peft", "onnx", "onnxscript", "matplotlib", "opacus", "sklearn", "scipy", "rich",
@@ -70,6 +71,28 @@ def test_lazy_packages_tell_their_names(tmp_path, monkeypatch):
     assert lazy_one.two == 2
     with pytest.raises(AttributeError, match="module 'lazy_one' has no attribute 'three'"):
         _ = lazy_one.three
+
+
+@pytest.mark.parametrize(
+    ("library", "error", "told"),
+    [
+        ("transformers", MissingExtraError, r"^lazy_two: needs transformers, .* pip install 'efftrain\[hf\]'"),
+        ("nobodys_library", ModuleNotFoundError, "nobodys_library"),
+    ],
+)
+def test_a_name_that_needs_an_extra_tells_which(library, error, told, tmp_path, monkeypatch):
+    (tmp_path / "two_home.py").write_text(f"import {library}\n")
+    (tmp_path / "lazy_two.py").write_text(
+        "from shared_core.lazy_exports import export_lazily\n"
+        "if False:\n    from two_home import two as two\n"
+        "export_lazily(__name__)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "lazy_two", raising=False)
+    lazy_two = importlib.import_module("lazy_two")
+    with pytest.raises(error, match=told):
+        _ = lazy_two.two
 
 
 @pytest.mark.parametrize("name", ["pytorch", "lightning"])

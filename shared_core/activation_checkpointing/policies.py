@@ -88,7 +88,7 @@ def check_policy(policy: str) -> None:
         parse_budget(policy)
     elif policy not in POLICIES:
         raise ConfigError(
-            f"checkpointing: policy must be one that exists, got {policy!r}{nearest(policy, (*POLICIES, BUDGET))}"
+            f"checkpointing: policy must be one that exists, got {policy!r}{nearest(policy, (*POLICIES, 'budget:0.5'))}"
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
@@ -35,6 +37,22 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"efftrain {version('efftrain')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _eff(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None: ...
+
+
 app.command()(cache_teacher)
 app.command(cls=ChainCommand)(chain)
 app.command()(compat)

@@ -31,7 +31,7 @@ def doctor(
         "libraries": [
             {**dataclasses.asdict(library), "state": library.state, "install": library.install} for library in found
         ],
-        "trainers": trainers(),
+        "trainers": [front_end.name for front_end in front_ends()],
         "techniques": {key: dataclasses.asdict(ability) for key, ability in abilities(device).items()},
         "usable": not any(library.state in ("out of range", "known bad") for library in found),
     }
@@ -43,13 +43,6 @@ def doctor(
         _show(told)
     if not told["usable"]:
         raise typer.Exit(1)
-
-
-def trainers() -> list[str]:
-    """Return the names of the trainers that are installed with their front ends."""
-    from importlib.util import find_spec
-
-    return [front_end.name for front_end in front_ends() if any(map(find_spec, front_end.libraries))]
 
 
 def _show(told: dict[str, Any]) -> None:

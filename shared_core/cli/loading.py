@@ -22,14 +22,17 @@ def function(name: str, where: str) -> Callable[..., Any]:
     """
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name):
-        raise ConfigError(f"{where} must be module:function, got {name!r}")
+        raise ConfigError(
+            f"{where} must be module:function, got {name!r}; my_module:build names build of my_module.py in this folder"
+        )
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
+        what = f"write {module_name[:-3]}:{function_name}" if module_name.endswith(".py") else "check the name"
         raise ConfigError(
-            f"{where} must name an importable module, got {name!r}: {error}; name one that can be imported from here"
+            f"{where} must name an importable module, got {name!r}: {error}; {what}, and run where it can be imported"
         ) from error
     found: Any = getattr(module, function_name, None)
     if not callable(found):

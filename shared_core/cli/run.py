@@ -6,13 +6,14 @@ import runpy
 import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from shared_core.errors import CompatibilityError, ConfigError, EffError, nearest
+from shared_core.errors import CompatibilityError, ConfigError, EffError, did_you_mean, nearest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,10 +44,9 @@ def front_ends() -> list[FrontEnd]:
     """Return the installed front ends; one whose trainer is missing is left out."""
     found = []
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-        try:
-            found.append(entry.load())
-        except ImportError:
-            continue
+        front_end = entry.load()
+        if any(map(find_spec, front_end.libraries)):
+            found.append(front_end)
     return found
 
 
@@ -116,6 +116,15 @@ def recipe_of(flags: dict[str, Any]) -> Recipe:
     return recipe.merged(Recipe.from_yaml(Path(file))) if file else recipe
 
 
+def _nearest_flag(arguments: list[str]) -> str:
+    """Return what the first flag that resembles one of ours may have been meant for, or nothing."""
+    from shared_core.rooms import flags
+
+    names = (argument[2:].partition("=")[0] for argument in arguments if argument.startswith("--"))
+    known = [f"--{flag}" for flag in (*flags(), "eff_recipe")]
+    return next((hint for name in names if (hint := did_you_mean(f"--{name}".replace("-", "_"), known))), "")
+
+
 def run(
     context: typer.Context,
     script: Annotated[
@@ -137,11 +146,11 @@ def run(
     if not recipe and not asks_for_help:
         raise ConfigError(
             "eff run: at least one technique must be switched on; add a flag such as --prune_sparsity 0.8 (`eff flags` "
-            "lists all)"
+            "lists all)" + _nearest_flag(rest)
         )
     is_file = script.endswith(".py")
     if is_file and not Path(script).is_file():
-        raise ConfigError(f"eff run: script must be a file, got {script!r}")
+        raise ConfigError(f"eff run: script must be a file, got {script!r}; check the path")
     installed = front_ends()
     if not installed:
         raise ConfigError("eff run: needs a trainer; pip install 'efftrain[hf]' or 'efftrain[lightning]'")

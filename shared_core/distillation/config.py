@@ -21,7 +21,7 @@ CACHE = "cache:"
 """Before the folder of a cached teacher."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class DistillConfig(TechniqueConfig):
     """Options of distillation: ``--distill_*`` as flags, ``distill:`` in a recipe.
 

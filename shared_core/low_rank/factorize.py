@@ -23,6 +23,7 @@ from shared_core.low_rank.rank_rule import read_report
 from shared_core.low_rank.selection import Candidate, candidates, choose_ranks, select
 from shared_core.low_rank.sensitivity import measure_worth
 from shared_core.model_calls import call, evaluated
+from shared_core.module_match import check_model
 from shared_core.ranks import world_size
 from shared_core.sharded import whole
 
@@ -94,6 +95,7 @@ def factorize(
         ((7114, 2026), 8, {})
     """
     started = time.perf_counter()
+    check_model(model, "low_rank")
     config = config if isinstance(config, LowRankConfig) else LowRankConfig.from_dict(config)
     model = getattr(model, "_orig_mod", model)  # of a compiled one
     if config.merge:

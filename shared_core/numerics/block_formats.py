@@ -11,7 +11,7 @@ from eff_kernels.blocks import GROUP_SIZES, mx_round, nvfp4_round
 from eff_kernels.eager_cuda import on_eager_cuda
 from torch import Tensor
 
-from shared_core.errors import ConfigError, nearest
+from shared_core.errors import ConfigError, did_you_mean
 from shared_core.numerics.encoding import encode
 from shared_core.numerics.formats import FORMATS
 from shared_core.numerics.rounding import INPUTS, RoundingMode, binade, round_to
@@ -223,7 +223,9 @@ def _check(where: str, x: Tensor, group_size: int, axis: int) -> None:
 
 def _check_element(element: str) -> None:
     if element not in ELEMENTS:
-        raise ConfigError(f"mx: element must be one of {ELEMENTS}, got {element!r}{nearest(str(element), ELEMENTS)}")
+        raise ConfigError(
+            f"mx: element must be one of {ELEMENTS}, got {element!r}{did_you_mean(str(element), ELEMENTS)}"
+        )
 
 
 def _check_tensor_scale(per_tensor_scale: Tensor | None) -> None:

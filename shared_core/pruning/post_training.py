@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.module_match import check_model
 from shared_core.pruning.calibration import Calibration, Loss
 from shared_core.pruning.config import DURING_TRAINING, GATHERED, TRACED, UNITS, PruneConfig
 from shared_core.pruning.cost_watch import CostWatch
@@ -116,6 +117,7 @@ def prune(
         [[0.0, -2.0], [3.0, 0.0]]
     """
     started = time.perf_counter()
+    check_model(model, "prune")
     config = as_config(config)
     model = getattr(model, "_orig_mod", model)  # of a compiled one
     batches = _checked_batches(config, calibration, num_batches)

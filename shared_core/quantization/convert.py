@@ -11,6 +11,7 @@ from torch import nn
 
 from shared_core.errors import MatchError
 from shared_core.fast_paths import fast_paths_off
+from shared_core.module_match import check_model
 from shared_core.quantization.fast_convert import TorchaoLinear, to_torchao, wants_torchao
 from shared_core.quantization.integer_embedding import IntEmbedding
 from shared_core.quantization.integer_modules import INTEGER, CodeModule, IntegerLayer
@@ -61,6 +62,7 @@ def convert(
         >>> round(integer(torch.tensor([[1.0, 2.0]])).item(), 4)
         3.04
     """
+    check_model(model, "convert")
     fast = wants_torchao(backend)
     converted = copy.deepcopy(model)
     merge_folds_(converted, ranges)

@@ -8,7 +8,7 @@ import torch
 from eff_kernels import quantization_group as kernels
 from torch import Tensor
 
-from shared_core.errors import ConfigError, nearest
+from shared_core.errors import ConfigError, did_you_mean
 from shared_core.quantization.fake_quant import check_axis, check_floats
 
 _DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -46,5 +46,7 @@ def fp8_fake_quantize(
     if x.numel() == 0:
         raise ConfigError(f"{where}: x must have elements, got shape {tuple(x.shape)}")
     if format not in _DTYPES:
-        raise ConfigError(f"{where}: format must be one of {sorted(_DTYPES)}, got {format!r}{nearest(format, _DTYPES)}")
+        raise ConfigError(
+            f"{where}: format must be one of {sorted(_DTYPES)}, got {format!r}{did_you_mean(format, _DTYPES)}"
+        )
     return kernels.fake_quantize_fp8(x, _DTYPES[format], axis)

@@ -16,6 +16,7 @@ from eff_kernels import quantization as kernels
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
+from shared_core.module_match import check_model
 from shared_core.quantization import bias_correction, equalization
 from shared_core.quantization.config import QatConfig
 from shared_core.quantization.estimator_bank import EstimatorBank
@@ -115,6 +116,7 @@ def quantize_with_report(
         MatchError: If no layer can be quantised.
         TrainingError: If a layer saw no finite input.
     """
+    check_model(model, WHERE)
     # a kept quantiser would not be baked; `apply_ranges` makes the layers anew
     config = dataclasses.replace(as_config(config), keep=False)
     if config.range in ("lsq", "lsq_plus", "pact"):

@@ -156,6 +156,8 @@ def test_a_technique_given_twice_is_refused(make, tmp_path):
     trainer = make.trainer(tmp_path, callbacks=[Pruning(**PRUNE)])
     with pytest.raises(ConfigError, match="prune must be given once"):
         attach(trainer, {"prune": PRUNE})
+    with pytest.raises(ConfigError, match="trainer must be a transformers Trainer, got "):
+        attach(trainer.model, {"prune": PRUNE})
 
 
 def test_an_exception_leaves_a_usable_trainer(make, tmp_path):

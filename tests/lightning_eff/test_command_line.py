@@ -86,7 +86,7 @@ def test_the_environment_variable_reaches_every_trainer(namespace, tmp_path, mon
     fit(trainer, make_module(namespace))
     assert list(ours(trainer)[0].receipt["techniques"]) == ["prune", "qat"]
     monkeypatch.setenv("EFF_RECIPE", str(tmp_path / "nowhere.yaml"))
-    with pytest.raises(ConfigError, match="readable"):
+    with pytest.raises(ConfigError, match=r"EFF_RECIPE: .*readable"):
         make_trainer(tmp_path, namespace)
 
 

@@ -21,9 +21,12 @@ from shared_core.errors import (
     MatchError,
     TrainingError,
 )
+from shared_core.low_rank import factorize
 from shared_core.module_match import match_modules
 from shared_core.plain_checkpoint import PlainKeys
 from shared_core.positions import parse_position
+from shared_core.pruning import PruneConfig, prune
+from shared_core.quantization import convert, quantize
 from shared_core.rooms import ROOMS
 from shared_core.state_file import STATE_FILE, load_state, rng_state, save_state, set_rng_state
 from shared_core.technique import FINISH_ORDER, ORDER
@@ -92,6 +95,13 @@ def test_recipe_order_is_the_order_of_composition():
     ("recipe", "message"),
     [
         ({"prun": {}}, r"'prun' is not a technique; did you mean 'prune'\?"),
+        ({"pruning": {}}, r"'pruning' is not a technique; did you mean 'prune' or 'ticket' or 'share'\?"),
+        ({"quantization": {}}, r"did you mean 'lora' or 'qat'\?"),
+        ({"average": {"kind": "EMA"}}, r"must be one of ema, swa, last_k, got 'EMA'; did you mean 'ema'\?"),
+        ({"average": {"kind": "mean"}}, r"must be one of ema, swa, last_k, got 'mean'$"),
+        ({"prune": {"sparsity": 80}}, r"must be in \[0, 1\), got 80.0; 80 % is written 0.8"),
+        ({"prune": {"sparsity": "80%"}}, "must be a finite number, got '80%'; 80 % is written 0.8"),
+        ({"prune": {"sparsity": 0.5, "begin": "50 %"}}, "got '50 %'; 50 % is written 0.5"),
         ({"prune": {"sparsitty": 0.5}}, r"prune\.sparsitty is not an option; did you mean 'sparsity'\?"),
         ({"prune": {}}, r"prune\.sparsity must be given"),
         ({"prune": None}, r"prune\.sparsity must be given"),
@@ -101,10 +111,7 @@ def test_recipe_order_is_the_order_of_composition():
         ({"prune": {"sparsity": 1.0}}, "sparsity must"),
         ({"prune": {"sparsity": True}}, "sparsity must be a finite number"),
         ({"prune": {"sparsity": 0.5, "every": 2.5}}, "every must be a whole number"),
-        (
-            {"prune": {"sparsity": 0.5, "schedule": "cubik"}},
-            r"schedule must be one of .*; did you mean 'cubic'",
-        ),
+        ({"prune": {"sparsity": 0.5, "schedule": "cubik"}}, "schedule must be one of .*; did you mean 'cubic'"),
         ({"prune": {"sparsity": 0.5, "skip": 3}}, "skip must be a list"),
         ({"distill": {"teacher": ""}}, "teacher must"),
         ([], "must be a mapping"),
@@ -114,6 +121,31 @@ def test_recipe_order_is_the_order_of_composition():
 def test_bad_recipes_are_refused_by_name(recipe, message):
     with pytest.raises(ConfigError, match=message):
         Recipe.from_dict(recipe)
+
+
+@pytest.mark.parametrize(("suffix", "read"), [("YAML", Recipe.from_yaml), ("JSON", Recipe.from_json)])
+def test_a_broken_recipe_file_is_named(suffix, read, tmp_path):
+    file = tmp_path / "broken"
+    file.write_text("{prune: {sparsity: 0.5}")
+    with pytest.raises(ConfigError, match=rf"recipe: {file} must be valid {suffix}, got"):
+        read(file)
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match=rf"recipe: {file} must be a mapping"):
+        read(file)
+
+
+def test_what_is_no_recipe_no_option_and_no_model_is_told():
+    assert Session({"prune": {"sparsity": 0.5}}).recipe == Recipe.from_dict({"prune": {"sparsity": 0.5}})
+    with pytest.raises(ConfigError, match="must be a mapping"):
+        Session("prune")
+    with pytest.raises(ConfigError, match=r"prune must be a PruneConfig.*Recipe\.from_dict takes options"):
+        Recipe({"prune": {"sparsity": 0.5}})
+    with pytest.raises(ConfigError, match=r"prune\.sparsitty is not an option; did you mean 'sparsity'"):
+        PruneConfig(sparsitty=0.5)
+    options = {prune: {"sparsity": 0.5}, quantize: "int8_weight", factorize: {"rank": 2}, convert: None}
+    for function, config in options.items():
+        with pytest.raises(ConfigError, match="model must be a module, got dict; build it first"):
+            function({"0.weight": torch.ones(2, 2)}, config)
 
 
 def test_flags_without_their_switch_are_refused():

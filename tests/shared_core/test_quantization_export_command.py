@@ -83,6 +83,7 @@ def test_the_command_refuses(room):
         ),
         (["export_task", "--out", "m"], ConfigError, "MODEL must be module:function"),
         (["missing:build", "--out", "m"], ConfigError, "MODEL must name an importable module"),
+        (["export_task.py:build", "--out", "m"], ConfigError, "write export_task:build"),
         (["export_task:nothing", "--out", "m"], ConfigError, "must name a function of export_task"),
         (["export_task:alone", "--out", "m"], ConfigError, "must return .model, example_inputs., got a model alone"),
         (["export_task:build", "--out", "m"], MatchError, "model must have quantised layers, found none"),

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from typer.testing import CliRunner
 from shared_core import Recipe, Session
 from shared_core.cli import app
 from shared_core.cli.explain import run_length
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.cli.run import front_ends
+from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
 from shared_core.explanation import explain
 from shared_core.libraries import Library, libraries
 from shared_core.rooms import ROOMS
@@ -32,6 +34,10 @@ def net():
 
 def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def run_through(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
 
 
 def build():
@@ -238,6 +244,10 @@ def test_memory_is_that_of_the_model_that_trains():
 # -- doctor
 
 
+def test_the_version_is_told():
+    assert run("--version").stdout.split() == ["efftrain", version("efftrain")]
+
+
 def test_doctor_tells_every_technique_and_missing_library(monkeypatch):
     done = run("doctor", "--json")
     told = json.loads(done.stdout)
@@ -268,3 +278,20 @@ def test_a_technique_without_its_library_is_refused_with_the_extra(monkeypatch, 
     written = run("init", "--goal", "private", "--out", tmp_path / "recipe.yaml").stdout
     assert "pip install 'efftrain[privacy]'" in ability.why
     assert ability.why in written
+
+
+@pytest.mark.parametrize("flag", ["--sparsity=0.5", "--pruning_sparsity", "--prune-sparcity"])
+def test_a_run_with_nothing_switched_on_tells_the_nearest_flag(flag):
+    nothing_on = r"eff run: .*(switched on.*did you mean '--prune_sparsity'|did you mean 'prune_sparsity')"
+    with pytest.raises(ConfigError, match=nothing_on):
+        run_through("run", "train.py", "--lr", "1", flag)
+
+
+def test_without_a_trainer_what_needs_one_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys.modules["shared_core.cli.run"], "find_spec", lambda name: None)
+    (tmp_path / "train.py").touch()
+    assert front_ends() == []  # which is what `eff doctor` shows
+    with pytest.raises(ConfigError, match=r"eff run: needs a trainer; pip install 'efftrain\[hf\]'"):
+        run_through("run", tmp_path / "train.py", "--prune_sparsity", "0.5")
+    with pytest.raises(MissingExtraError, match=r"eff prune: a model folder: needs transformers.*efftrain\[hf\]"):
+        run_through("prune", tmp_path, "--sparsity", "0.5", "--out", tmp_path / "out")

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, ConfigError, EffError
+from shared_core.module_match import check_model
 from shared_core.pruning.removal import configured, measuring
 from shared_core.pruning.removal.config_numbers import is_configured
 from shared_core.pruning.removal.cutting import bias_names, replaced
@@ -109,8 +110,7 @@ def shrink(
         >>> result.model[0], result.removed
         (Linear(in_features=4, out_features=2, bias=True), {'0': 1})
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"shrink: model must be a module, got {type(model).__name__}; build it first")
+    check_model(model, "shrink")
     if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
         raise ConfigError(f"shrink: multiple_of must be a whole number >= 1, got {multiple_of!r}")
     if not isinstance(latency_repeats, int) or latency_repeats < 0:

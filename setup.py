@@ -1,0 +1,14 @@
+"""What pyproject.toml cannot say: the README as an index shows it, where links into the repository lead nowhere."""
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+README = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+IMAGE, LINK = r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*", r"\[([^\]]*)\]\((?!https?:)[^)]*\)"
+
+setup(
+    long_description=re.sub(LINK, r"\1", re.sub(IMAGE, "", README)),
+    long_description_content_type="text/markdown",
+)
