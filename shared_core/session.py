@@ -137,7 +137,7 @@ class Session:
         context.restructured = functools.partial(self._plain.read, model)
         context.generator.manual_seed(self._seed)
         context.weights_replaced = functools.partial(self._tell_all, "weights_replaced", context)
-        context.constrain = functools.partial(self._tell_all, "constrain")
+        context.constrain = functools.partial(self._tell_all, "constrain") if self._driven["constrain"] else None
         attached: list[Technique] = []
         for technique in self.techniques.values():
             technique.before_attach(model, context)
