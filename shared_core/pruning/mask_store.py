@@ -22,13 +22,23 @@ class MaskStore(Mapping[str, Tensor]):
     """
 
     def __init__(self) -> None:
-        self.weights: Mapping[str, Tensor] = {}
+        self._weights: Mapping[str, Tensor] = {}
         self.parts: dict[str, Tensor] = {}
         """By name, bool, True = keep: of the whole weight, or of this process's part."""
         self.num_pruned: dict[str, int] = {}
         self._packed: dict[str, Tensor] = {}
         self._masked: list[Tensor] = []
         self._masks: list[Tensor] = []
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """What the masks are of."""
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+        self._masked = [weights[name] for name in self.parts]
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._packed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 from operator import methodcaller
 from typing import Any
@@ -43,14 +44,12 @@ class HeldMemory:
     def start(self) -> None:
         """A forward begins."""
         self._has_looked = False
-        for storage in map(Tensor.untyped_storage, _plain([*filter(None, self._buffers)])):
-            if storage._cdata not in self._known:
-                self._known[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._of_buffers = {buffer.untyped_storage()._cdata for buffer in _plain(filter(None, self._buffers))}
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a weight, or lies in the memory of a parameter or buffer."""
         address = tensor.untyped_storage()._cdata
-        if address in self._known:
+        if address in self._known or address in self._of_buffers:
             return True
         if not is_weight(tensor):
             return False
@@ -66,6 +65,6 @@ class HeldMemory:
         self._known = {storage._cdata: StorageWeakRef(storage) for storage in storages}  # type: ignore[no-untyped-call]
 
 
-def _plain(owned: list[dict[str, Any]]) -> list[Tensor]:
+def _plain(owned: Iterable[dict[str, Any]]) -> list[Tensor]:
     held = chain.from_iterable(map(methodcaller("values"), owned))
     return [tensor for tensor in held if type(tensor) in _PLAIN]

@@ -50,8 +50,7 @@ class StandIn:
         return sorted(names ^ self.parameters.keys())
 
     def _now_trained(self) -> list[int]:
-        held = (parameter for owned in filter(None, self._owned) for parameter in owned.values())
-        return [id(parameter) for parameter in held if parameter is not None and parameter.requires_grad]
+        return [id(p) for own in filter(None, self._owned) for p in own.values() if p is not None and p.requires_grad]
 
     def live(self) -> Mapping[str, Tensor]:
         """Return what is averaged, as it is in the model now, to use without gradients."""
