@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from measure import MIB, Row, in_turn, main, milliseconds, ratio
+from measure import MIB, Row, in_turn, keep_freed_memory, main, milliseconds, ratio
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -184,6 +184,7 @@ def policies(depth: int, width: int, tokens: int, rounds: int) -> list[Row]:
 
 
 def measure(quick: bool) -> list[Row]:
+    keep_freed_memory()
     counts, tokens = ((8, 16), 512) if quick else ((16, 64, 256), 1024)
     even = [root_n(count, tokens) for count in counts]
     return even + (policies(4, 64, 128, rounds=2) if quick else policies(16, 256, 1024, rounds=7))

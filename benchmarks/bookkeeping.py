@@ -140,6 +140,9 @@ def arithmetic(key: str) -> Callable[[], object]:
     are at hand, as the technique calls them: each costs a microsecond a tensor on a CPU however small the tensor is,
     and those that exist for lists (``torch._foreach_*``) a third of that. Bookkeeping is the rest: to find the tensors,
     to see what changed about them since the last step, to put them in lists, and the frame's own calls.
+
+    What runs inside the layers' forward and backward (fake quantisation, casts, the packing of saved tensors) is no
+    verb and in neither: the benchmarks of those techniques measure it in whole steps.
     """
     tensors = [block.linear.weight.detach().clone() for block in network()]
     makers = {

@@ -137,7 +137,7 @@ class Session:
         context.restructured = functools.partial(self._plain.read, model)
         context.generator.manual_seed(self._seed)
         context.weights_replaced = functools.partial(self._tell_all, "weights_replaced", context)
-        context.constrain = functools.partial(self._tell_all, "constrain")
+        context.constrain = functools.partial(self._tell_all, "constrain") if self._driven["constrain"] else None
         attached: list[Technique] = []
         for technique in self.techniques.values():
             technique.before_attach(model, context)
@@ -213,8 +213,9 @@ class Session:
         context = self._attached("loss")
         context.normalise = normalise or mean_over_micro_batch
         for key, technique in driven:
-            with self._timed(key):
-                task_loss = technique.loss(task_loss, context)
+            start = time.perf_counter()  # not `_timed`: a generator costs more than some verbs
+            task_loss = technique.loss(task_loss, context)
+            self._seconds[key] += time.perf_counter() - start
         return task_loss
 
     def before_optimizer_step(self) -> None:
@@ -385,11 +386,9 @@ class Session:
             return
         context = self._attached(verb)
         for key, technique in self._driven[verb]:
-            start = time.perf_counter()  # not `_timed`: a generator costs more than some verbs
-            try:
-                getattr(technique, verb)(context, *told)
-            finally:
-                self._seconds[key] += time.perf_counter() - start
+            start = time.perf_counter()
+            getattr(technique, verb)(context, *told)
+            self._seconds[key] += time.perf_counter() - start
 
     @contextlib.contextmanager
     def _timed(self, key: str) -> Iterator[None]:

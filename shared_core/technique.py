@@ -185,8 +185,8 @@ class Context:
     """The techniques' states in a checkpoint whose weights are loaded next, where they decide how to attach."""
     restructured: Callable[[], None] = lambda: None
     """Tells that the model, as it is now, is what saved models are to be loaded in: its layers changed for good."""
-    constrain: Callable[[Mapping[Tensor, Tensor]], None] = lambda values: None
-    """Makes what must hold of parameters hold of other values for them: masks, shared values."""
+    constrain: Callable[[Mapping[Tensor, Tensor]], None] | None = None
+    """Makes what must hold of parameters hold of other values for them: masks, shared values; None: nothing must."""
     widen_gradients: Callable[[torch.optim.Optimizer], None] | None = None
     """Set by a technique that updates 16-bit parameters in float32: makes an optimizer's gradients float32, so that a
     scaler can unscale them."""
@@ -355,7 +355,9 @@ def overrides(technique: Technique, verb: str) -> bool:
 
 
 _STEP = ("before_optimizer_step", "after_optimizer_step", "skipped_optimizer_step")
-_VERBS = ("forward", "loss", *_STEP, "before_eval", "after_eval", "before_save", "after_save", "evaluated")
+_VERBS = (
+    "forward", "loss", *_STEP, "before_eval", "after_eval", "before_save", "after_save", "evaluated", "constrain",
+)  # fmt: skip
 
 
 def driven(techniques: Mapping[str, Technique]) -> dict[str, list[tuple[str, Technique]]]:

@@ -60,10 +60,10 @@ def trains(module: nn.Module) -> bool:
 def named_inputs(student: nn.Module, forward: Forward) -> dict[str, Any]:
     """Return inputs by name: keywords, positional ones as the signature names them, keys of a dict batch."""
     try:
-        bound = _signature(student).bind_partial(*forward.args, **forward.kwargs).arguments
+        # not `bind_partial`, which takes longer than the rest of what a loss looks up; forward took these arguments
+        named = {**dict(zip(_positional_names(student), forward.args, strict=False)), **forward.kwargs}
     except (TypeError, ValueError):
-        bound = {}
-    named = {**bound, **forward.kwargs}
+        named = dict(forward.kwargs)
     for value in forward.args:
         if isinstance(value, Mapping):
             named = {**value, **named}

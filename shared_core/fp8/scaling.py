@@ -41,8 +41,9 @@ class NonFiniteWatch:
 
     def take(self) -> bool:
         """Return the flag of all ranks and lower it; one collective and one host read."""
-        found = bool(all_reduce_(self.flag.clone(), "max"))
-        self.flag.zero_()
+        found = bool(all_reduce_(self.flag, "max"))
+        if found:
+            self.flag.zero_()
         return found
 
 

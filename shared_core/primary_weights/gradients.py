@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,13 @@ class WideGradients:
         if not self.reduced_in_16_bit:
             for parameter in parameters:
                 self.widen(parameter)
+
+    def widen_all(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return what `widen` does for each."""
+        gradients = [parameter.grad for parameter in parameters]
+        if {gradient if gradient is None else gradient.dtype for gradient in gradients} == {torch.float32}:
+            return gradients
+        return [self.widen(parameter) for parameter in parameters]
 
     def widen(self, parameter: Tensor) -> Tensor | None:
         """Return the gradient made float32, and make those to come so where no process group reduces them."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
+
+from shared_core.errors import MatchError
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -30,7 +32,7 @@ def replace_parameters_(optimizer: torch.optim.Optimizer, replacement: Mapping[T
         ([0.0, 0.0], [-1.0, -1.0])
     """
     for group in optimizer.param_groups:
-        group["params"][:] = [replacement.get(parameter, parameter) for parameter in group["params"]]
+        group["params"][:] = map(replacement.get, group["params"], group["params"])
     if not any(key in replacement for key in optimizer.state):
         return
     moved = {replacement.get(key, key): value for key, value in optimizer.state.items()}
@@ -38,15 +40,11 @@ def replace_parameters_(optimizer: torch.optim.Optimizer, replacement: Mapping[T
     optimizer.state.update(moved)
 
 
-def trained_in_16_bit(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Tensor]:
-    """Yield every trainable fp16 or bf16 parameter of the optimizers once, in their order."""
-    seen: set[int] = set()
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.dtype in HALF and parameter.requires_grad and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
+def trained_in_16_bit(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
+    """Return every trainable fp16 or bf16 parameter of the optimizers once, in their order."""
+    groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
+    trained = [p for parameters in groups for p in parameters if p.dtype in HALF and p.requires_grad]
+    return [*dict.fromkeys(trained)]
 
 
 def moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
@@ -56,3 +54,23 @@ def moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Te
         for name, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
     }
+
+
+def check_match(parameters: Iterable[Tensor]) -> None:
+    """Refuse parameters of which none is trained in 16 bit.
+
+    Raises:
+        MatchError: If so.
+    """
+    dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
+    if dtypes.isdisjoint(HALF):
+        raise MatchError(
+            "primary_weights: the model must be loaded in 16 bit, with trainable float16 or bfloat16 parameters, got "
+            f"{', '.join(sorted(map(dtype_name, dtypes))) or 'none that are trainable'}; load it so or drop "
+            "primary_weights: autocast leaves parameters in float32, which need no copy"
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``float16`` of ``torch.float16``."""
+    return str(dtype).removeprefix("torch.")

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from shared_core.errors import CheckpointError
 from shared_core.numerics import stochastic_round_
-from shared_core.primary_weights.optimizer_swap import moments
+from shared_core.primary_weights.optimizer_swap import dtype_name, moments
 from shared_core.ranks import local_part
-from shared_core.sharded import cut, is_sharded, place_of, whole
+from shared_core.sharded import cut, fill_, is_sharded, place_of, whole
 
 _CHUNK = 1 << 22
 
@@ -52,6 +53,21 @@ class CopiesOfShards:
             for parameter, state in optimizer.state.items():
                 for key, value in saved.get(names.get(parameter, ""), {}).items():
                     state[key] = cut(value.to(parameter.device), parameter)
+
+
+@torch.no_grad()
+def restore_(primary: Tensor, saved: Tensor, name: str) -> None:
+    """Put a saved copy, which is whole, back.
+
+    Raises:
+        CheckpointError: If it is of another parameter.
+    """
+    if saved.shape != primary.shape or saved.dtype != torch.float32:
+        raise CheckpointError(
+            f"primary_weights: the saved copy of {name} must be float32 of shape {tuple(primary.shape)}, got "
+            f"{dtype_name(saved.dtype)} of {tuple(saved.shape)}; resume with the model that wrote the checkpoint"
+        )
+    fill_(primary, saved)
 
 
 @torch.no_grad()

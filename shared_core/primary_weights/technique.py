@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from operator import is_
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from shared_core.errors import CheckpointError, MatchError, TrainingError
+from shared_core.errors import CheckpointError, TrainingError
 from shared_core.lbfgs import refuse_lbfgs
 from shared_core.preview import Touched
 from shared_core.primary_weights.config import PrimaryWeightsConfig
 from shared_core.primary_weights.gradients import WideGradients
-from shared_core.primary_weights.optimizer_swap import HALF, moments, replace_parameters_, trained_in_16_bit
-from shared_core.primary_weights.shards import CopiesOfShards, round_part_
+from shared_core.primary_weights.optimizer_swap import (
+    HALF,
+    check_match,
+    dtype_name,
+    moments,
+    replace_parameters_,
+    trained_in_16_bit,
+)
+from shared_core.primary_weights.shards import CopiesOfShards, restore_, round_part_
 from shared_core.ranks import all_reduce_, local_part
-from shared_core.sharded import fill_, is_sharded, reshard_
+from shared_core.sharded import is_sharded, reshard_
 from shared_core.technique import Context, Technique
 
 
@@ -65,8 +73,8 @@ class PrimaryWeights(Technique):
         self._primary: dict[Tensor, Tensor] = {}
         self._gradients = WideGradients()
         self._is_in = False
-        self._handed: list[tuple[Tensor, Tensor, Tensor | None, int]] = []
-        """Each parameter and its primary, with the gradient and version that it had when they were handed over."""
+        self._handed: tuple[list[Tensor | None], list[int]] | None = None
+        """The gradients and versions that the parameters had when their primaries were handed over."""
         self._small_updates: dict[str, int] = {}
         self._shards = CopiesOfShards()
         self._state: Mapping[str, Any] | None = None
@@ -82,7 +90,7 @@ class PrimaryWeights(Technique):
         self._model = model
         # Lightning's 16-true and bf16-true cast the model only after this; `begin` looks again
         if context.front_end != "lightning":
-            _check_match(model.parameters())
+            check_match(model.parameters())
 
     def prepare_optimizers(self, context: Context) -> None:
         """Take the parameters' place until `begin`: torch casts moments that it loads to their format.
@@ -96,7 +104,6 @@ class PrimaryWeights(Technique):
 
     def touched(self, model: nn.Module) -> Touched:
         """Return the trainable parameters in 16 bit."""
-        chosen = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype in HALF]
         chosen = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype in HALF]
         return Touched.parameters(chosen, what="parameters in 16 bit")
 
@@ -113,9 +120,9 @@ class PrimaryWeights(Technique):
         why = "which runs the model again within a step, before its weights are rounded"
         refuse_lbfgs(self._optimizers, "primary_weights", why)
         groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
-        _check_match(parameter for group in groups for parameter in group)
+        check_match(parameter for group in groups for parameter in group)
         state, self._state = self._state, None
-        parameters = list(trained_in_16_bit(self._optimizers))
+        parameters = trained_in_16_bit(self._optimizers)
         names = self._names()
         if state is not None:
             self._shards.restore_moments_(self._optimizers, names, state["moments_of_shards"])
@@ -124,11 +131,10 @@ class PrimaryWeights(Technique):
         context.widen_gradients = self._widen_gradients
         if self.config.kind == "fp32_copy":
             saved = {} if state is None else state["copies"]
-            with torch.no_grad():
-                self._primary = {parameter: self._follow(parameter) for parameter in parameters}
+            self._follow(parameters)
             for parameter, primary in self._primary.items():
                 if names[parameter] in saved:
-                    _restore_(primary, saved[names[parameter]], names[parameter])
+                    restore_(primary, saved[names[parameter]], names[parameter])
 
     def detach(self, model: nn.Module) -> None:
         """Give the optimizers their parameters back, and those their gradients' format; the state stays readable."""
@@ -151,9 +157,11 @@ class PrimaryWeights(Technique):
         self._put_back()
         self._optimizers = context.optimizers
         self._put_in()
-        for parameter, primary in self._primary.items():
-            gradient = primary.grad = self._gradients.widen(parameter)
-            self._handed.append((parameter, primary, gradient, parameter._version))
+        parameters = [*self._primary]
+        gradients = self._gradients.widen_all(parameters)
+        for primary, gradient in zip(self._primary.values(), gradients, strict=True):
+            primary.grad = gradient
+        self._handed = gradients, [parameter._version for parameter in parameters]
 
     @torch.no_grad()
     def after_optimizer_step(self, context: Context) -> None:
@@ -168,7 +176,8 @@ class PrimaryWeights(Technique):
             self._count_small_updates(context.step)
         if self.config.kind == "fp32_copy":
             if self._primary:  # all may be frozen by now
-                torch._foreach_copy_([*map(local_part, self._primary)], [*map(local_part, self._primary.values())])
+                primaries, parameters = zip(*self._parts(), strict=True)
+                torch._foreach_copy_(parameters, primaries)
         else:
             self._round_stochastically(context.generator)
         self._put_back()
@@ -178,9 +187,8 @@ class PrimaryWeights(Technique):
         self._put_back()
         self._gradients.give_back()
 
-    @torch.no_grad()
     def _put_in(self) -> None:
-        self._primary = {parameter: self._follow(parameter) for parameter in trained_in_16_bit(self._optimizers)}
+        self._follow(trained_in_16_bit(self._optimizers))
         self._is_in = True
         for optimizer in self._optimizers:
             replace_parameters_(optimizer, self._primary)
@@ -189,29 +197,37 @@ class PrimaryWeights(Technique):
         """Undo `_put_in`, whatever happened since; otherwise nothing happens."""
         if not self._is_in:
             return
-        back = {primary: parameter for parameter, primary in self._primary.items()}
+        back = dict(zip(self._primary.values(), self._primary, strict=True))
         for optimizer in self._optimizers:
             replace_parameters_(optimizer, back)
-        for parameter, primary, _, _ in self._handed:
-            if primary.grad is None:
-                parameter.grad = None  # the optimizer's zero_grad reached the primary alone
-            primary.grad = None
-        self._handed, self._is_in = [], False
+        if self._handed is not None:
+            for primary, parameter in back.items():
+                if primary.grad is None:
+                    parameter.grad = None  # the optimizer's zero_grad reached the primary alone
+                primary.grad = None
+        self._handed, self._is_in = None, False
         self._gradients.give_back()
         if self.config.kind == "stochastic_rounding":
             self._primary = {}
 
-    def _follow(self, parameter: Tensor) -> Tensor:
-        """Return a parameter's float32 values; a copy takes over what others changed since it was rounded."""
-        primary = self._primary.get(parameter)
-        if primary is None:
-            return nn.Parameter(parameter.detach().to(torch.float32, copy=True))
-        # Bits, so that a NaN equals itself; on a CPU asking first is ten times faster than `where` (torch 2.13).
-        kept, now = local_part(primary), local_part(parameter)
-        rounded, current = kept.to(now.dtype).view(torch.int16), now.view(torch.int16)
-        if not (now.device.type == "cpu" and torch.equal(rounded, current)):
-            kept.copy_(torch.where(rounded == current, kept, now))
-        return primary
+    @torch.no_grad()
+    def _follow(self, parameters: list[Tensor]) -> None:
+        """Make the float32 values of parameters; copies that there are take over what others changed meanwhile."""
+        before = self._primary
+        if len(before) != len(parameters) or not all(map(is_, before, parameters)):
+            self._primary = {p: before[p] if p in before else _copy(p) for p in parameters}
+        for primary, parameter in self._parts():
+            # Bits, so that a NaN equals itself; on a CPU asking first is ten times faster than `where` (torch 2.13).
+            rounded, current = primary.to(parameter.dtype).view(torch.int16), parameter.view(torch.int16)
+            if not (parameter.is_cpu and torch.equal(rounded, current)):
+                primary.copy_(torch.where(rounded == current, primary, parameter))
+
+    def _parts(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the float32 values and the parameters, of each what this process holds."""
+        primaries, parameters = [*self._primary.values()], [*self._primary]
+        if any(map(is_sharded, parameters)):
+            primaries, parameters = [*map(local_part, primaries)], [*map(local_part, parameters)]
+        return list(zip(primaries, parameters, strict=True))
 
     def _round_stochastically(self, generator: torch.Generator) -> None:
         # One number a step from the run's own generator, which lies on the CPU and is equal on all processes.
@@ -230,19 +246,21 @@ class PrimaryWeights(Technique):
                 "primary_weights: before_optimizer_step must come before the optimizer's step, got a step without it; "
                 "call session.before_optimizer_step() when the gradients are complete"
             )
+        if self._handed is None:
+            return
         problem = None
-        for parameter, _, gradient, version in self._handed:
-            now = parameter.grad
-            if now is not None and now is not gradient:
-                problem = (
-                    "gradients must be changed in place once before_optimizer_step has been called, got a new tensor "
-                    "in parameter.grad, which the optimizer has not seen; use mul_, copy_ and the like"
-                )
-            if parameter._version != version:
-                problem = (
-                    "the optimizer must update the tensors in its param_groups, got a 16-bit parameter that changed "
-                    "during the step; use an optimizer that reads its param_groups, and change weights after the step"
-                )
+        gradients, versions = self._handed
+        now = [parameter.grad for parameter in self._primary]
+        if any(one is not None and one is not other for one, other in zip(now, gradients, strict=True)):
+            problem = (
+                "gradients must be changed in place once before_optimizer_step has been called, got a new tensor "
+                "in parameter.grad, which the optimizer has not seen; use mul_, copy_ and the like"
+            )
+        if [parameter._version for parameter in self._primary] != versions:
+            problem = (
+                "the optimizer must update the tensors in its param_groups, got a 16-bit parameter that changed "
+                "during the step; use an optimizer that reads its param_groups, and change weights after the step"
+            )
         if problem is not None:
             self._put_back()
             raise TrainingError(f"primary_weights: {problem}")
@@ -260,7 +278,7 @@ class PrimaryWeights(Technique):
                     if saved == "float32":
                         raise CheckpointError(
                             f"primary_weights: the optimizer's saved state must be loaded in float32, got {name} in "
-                            f"{_name(value.dtype)}; call session.prepare_optimizers(optimizers) before "
+                            f"{dtype_name(value.dtype)}; call session.prepare_optimizers(optimizers) before "
                             "optimizer.load_state_dict, and resume under FSDP2 what was saved under FSDP2"
                         )
                     optimizer.state[parameter][name] = value.float()
@@ -327,16 +345,16 @@ class PrimaryWeights(Technique):
 
     def report(self) -> dict[str, Any]:
         """Return what was updated in float32, what was left alone, and what 16 bit alone would have lost."""
-        parameters = list(trained_in_16_bit(self._optimizers))
+        parameters = trained_in_16_bit(self._optimizers)
         others = [] if self._model is None else [*{*self._model.parameters()} - {*parameters}]
         return {
             "kind": self.config.kind,
             "parameters": len(parameters),
             "elements": sum(parameter.numel() for parameter in parameters),
-            "format": ", ".join(sorted({_name(parameter.dtype) for parameter in parameters})),
+            "format": ", ".join(sorted({dtype_name(parameter.dtype) for parameter in parameters})),
             "copy_bytes": sum(primary.numel() * primary.element_size() for primary in self._primary.values()),
             "left_alone": dict(
-                Counter(_name(other.dtype) + ("" if other.requires_grad else ", frozen") for other in others)
+                Counter(dtype_name(other.dtype) + ("" if other.requires_grad else ", frozen") for other in others)
             ),
             "gradients": "reduced in 16 bit" if self._gradients.reduced_in_16_bit else "accumulated in float32",
             "small_updates": _share(self._small_updates),
@@ -367,29 +385,9 @@ class PrimaryWeights(Technique):
         return names
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _share(counted: Mapping[str, int]) -> float | None:
     return counted["small"] / max(counted["updated"], 1) if counted else None
 
 
-def _check_match(parameters: Iterable[Tensor]) -> None:
-    dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
-    if dtypes.isdisjoint(HALF):
-        raise MatchError(
-            "primary_weights: the model must be loaded in 16 bit, with trainable float16 or bfloat16 parameters, got "
-            f"{', '.join(sorted(map(_name, dtypes))) or 'none that are trainable'}; load it so or drop "
-            "primary_weights: autocast leaves parameters in float32, which need no copy"
-        )
-
-
-@torch.no_grad()
-def _restore_(primary: Tensor, saved: Tensor, name: str) -> None:
-    if saved.shape != primary.shape or saved.dtype != torch.float32:
-        raise CheckpointError(
-            f"primary_weights: the saved copy of {name} must be float32 of shape {tuple(primary.shape)}, got "
-            f"{_name(saved.dtype)} of {tuple(saved.shape)}; resume with the model that wrote the checkpoint"
-        )
-    fill_(primary, saved)
+def _copy(parameter: Tensor) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().to(torch.float32, copy=True))

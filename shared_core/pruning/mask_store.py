@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
+import torch
 from eff_kernels.pruning import apply_mask_
 from torch import Tensor
 
+from shared_core.errors import CompatibilityError
 from shared_core.packed_masks import pack_mask, unpack_mask
 from shared_core.ranks import local_part
 from shared_core.sharded import part_of
@@ -20,11 +22,23 @@ class MaskStore(Mapping[str, Tensor]):
     """
 
     def __init__(self) -> None:
-        self.weights: Mapping[str, Tensor] = {}
+        self._weights: Mapping[str, Tensor] = {}
         self.parts: dict[str, Tensor] = {}
         """By name, bool, True = keep: of the whole weight, or of this process's part."""
         self.num_pruned: dict[str, int] = {}
         self._packed: dict[str, Tensor] = {}
+        self._masked: list[Tensor] = []
+        self._masks: list[Tensor] = []
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """What the masks are of."""
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+        self._masked = [weights[name] for name in self.parts]
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._packed:
@@ -48,6 +62,7 @@ class MaskStore(Mapping[str, Tensor]):
             name: pack_mask(mask) for name, mask in masks.items() if hasattr(self.weights[name], "device_mesh")
         }
         self.parts = {name: part_of(mask, self.weights[name]) for name, mask in masks.items()}
+        self._masked, self._masks = [self.weights[name] for name in masks], [*self.parts.values()]
 
     def packed(self) -> dict[str, Tensor]:
         """Return all masks, eight weights to a byte, as they are saved."""
@@ -56,7 +71,29 @@ class MaskStore(Mapping[str, Tensor]):
     def apply(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
         """Set every pruned weight to exactly +0.0, or what `values` has for it: this process's part of it."""
         if values is None:
-            apply_mask_([local_part(self.weights[name]) for name in self.parts], [*self.parts.values()])
+            apply_mask_([*map(local_part, self._masked)], self._masks)
             return
         held = [name for name in self.parts if self.weights[name] in values]
         apply_mask_([values[self.weights[name]] for name in held], [self.parts[name] for name in held])
+
+    def apply_to_gradients(self) -> None:
+        """Set the gradient of every pruned weight to exactly +0.0.
+
+        Raises:
+            CompatibilityError: If a gradient is sparse.
+        """
+        live, masks = [weight.grad for weight in self._masked if weight.grad is not None], self._masks
+        if len(live) != len(masks):
+            masks = [mask for mask, weight in zip(masks, self._masked, strict=True) if weight.grad is not None]
+        refuse_sparse(live)
+        apply_mask_([*map(local_part, live)], masks)
+
+
+def refuse_sparse(gradients: Iterable[Tensor]) -> None:
+    """Refuse what cannot be masked.
+
+    Raises:
+        CompatibilityError: If a gradient is sparse.
+    """
+    if not {gradient.layout for gradient in gradients} <= {torch.strided}:
+        raise CompatibilityError("prune: gradients must be dense, got a sparse one; use sparse=False")

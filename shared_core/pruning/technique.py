@@ -15,7 +15,7 @@ from shared_core.packed_masks import packed_size, unpack_mask
 from shared_core.preview import Event, Touched
 from shared_core.pruning.config import UNITS, PruneConfig
 from shared_core.pruning.cost_watch import CostWatch
-from shared_core.pruning.mask_store import MaskStore
+from shared_core.pruning.mask_store import MaskStore, refuse_sparse
 from shared_core.pruning.moments import moments_told, resolve_moments
 from shared_core.pruning.optimizer_state import clear_moments_
 from shared_core.pruning.penalty import Penalty
@@ -108,16 +108,12 @@ class Pruning(Technique):
     def before_optimizer_step(self, context: Context) -> None:
         """Read what the criterion needs of the gradients; then dead ones must not enter a norm that is clipped."""
         self._find(context)
-        gradients = {name: weight.grad for name, weight in self._weights.items() if weight.grad is not None}
-        for gradient in gradients.values():
-            if gradient.layout != torch.strided:
-                raise CompatibilityError("prune: gradients must be dense, got a sparse one; use sparse=False")
         if not self._is_final:
+            gradients = {name: weight.grad for name, weight in self._weights.items() if weight.grad is not None}
+            refuse_sparse(gradients.values())
             self._observe(context, gradients)
         if self._store and not self._learns_under_masks and context.clips_gradients:
-            weights, parts = self._store.weights, self._store.parts.items()
-            live = [(grad, part) for name, part in parts if (grad := weights[name].grad) is not None]
-            apply_mask_([local_part(grad) for grad, _ in live], [part for _, part in live])
+            self._store.apply_to_gradients()
 
     def _find(self, context: Context) -> None:
         """Read what the first micro-batches have shown: which units there are, and what each layer costs."""

@@ -117,11 +117,13 @@ class Learned:
 
     def before_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Gradients are complete: keep weight decay away."""
-        self._decay.before_step(optimizers)
+        if self.layers:
+            self._decay.before_step(optimizers)
 
     def after_step(self) -> None:
         """The step was applied."""
-        self._decay.after_step()
+        if self.layers:
+            self._decay.after_step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is learned, by layer; empty if nothing is. Readable after `close` too."""

@@ -50,6 +50,7 @@ class QuantizationAwareTraining(Technique):
         self._weight_keys: dict[str, str] = {}  # key in the state dict → layer
         self._unfolded: dict[str, str] = {}  # batch norm → why it stays beside its layer
         self._undo: Undo = []
+        self._folds: list[Any] = []
         self._pending: Tensor | None = None
         self._window_restored = False
         self._begin = self._freeze = self._freeze_bn = 0
@@ -130,9 +131,10 @@ class QuantizationAwareTraining(Technique):
 
     def begin(self, context: Context) -> None:
         """Resolve positions and start to observe."""
-        for name, module in self.layers.items():
-            if "fold" in vars(module):
-                _refuse_shards(name, module)
+        folded = {name: module for name, module in self.layers.items() if "fold" in vars(module)}
+        for name, module in folded.items():
+            _refuse_shards(name, module)
+        self._folds = [vars(module)["fold"] for module in folded.values()]
         self._learned.begin()
         self.timeline(context)
         self.bank.move_(next(iter(weights_of(next(iter(self.layers.values()))).values())).device)
@@ -158,10 +160,8 @@ class QuantizationAwareTraining(Technique):
             bank.refresh()
         bank.observing = observing
         bank.num_steps = step
-        for module in self.layers.values():
-            fold: Any = vars(module).get("fold")
-            if fold is not None:
-                fold.frozen = step >= self._freeze_bn
+        for fold in self._folds:
+            fold.frozen = step >= self._freeze_bn
         if step >= self._begin and not bank.quantizing:
             bank.quantizing = True
             if self._began_at is None:

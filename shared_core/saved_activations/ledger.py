@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from shared_core.errors import TrainingError
 from shared_core.saved_activations.config import ActivationsConfig
 from shared_core.saved_activations.counts import NOTHING, WEIGHT, Counts
 from shared_core.saved_activations.forms import Form, as_is, exact_form, sign_form
+from shared_core.saved_activations.held import HeldMemory
 from shared_core.saved_activations.host import HostMover, Moved
 from shared_core.saved_activations.origin import is_own_result, is_region_input, is_weight
 from shared_core.saved_activations.rounded import int8_form, narrow_form
@@ -60,7 +61,7 @@ class Ledger:
     Args:
         config: The options.
         counts: Added to.
-        weights: Addresses of the storages of parameters and buffers.
+        held: The memory of parameters and buffers.
         mover: Takes packed memory to the host; None: it stays.
         generator: The source of int8's rounding on a device; torch's global one if None.
 
@@ -80,13 +81,14 @@ class Ledger:
         config: ActivationsConfig,
         counts: Counts,
         *,
-        weights: Collection[int] = (),
+        held: HeldMemory | None = None,
         mover: HostMover | None = None,
         generator: Callable[[torch.device], torch.Generator] | None = None,
     ) -> None:
-        self._config, self._counts, self._weights = config, counts, weights
+        self._config, self._counts, self._held = config, counts, held
         self._mover, self._generator = mover, generator
-        self._memories: weakref.WeakValueDictionary[Any, Memory] = weakref.WeakValueDictionary()
+        # weakly: what autograd lets go of during the forward is freed
+        self._memories: dict[Any, weakref.ref[Memory]] = {}
         self._undecided: tuple[Any, Memory] | None = None
         counts.forwards += 1
 
@@ -101,11 +103,13 @@ class Ledger:
         place = (storage._cdata, tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version, rounds)
         key = place if dense else (*place, tensor.size(), tensor.stride())
         self._decide(key)
-        memory = self._memories.get(key)
+        known = self._memories.get(key)
+        memory = known() if known is not None else None
         if memory is not None and not memory.sign_only:
             self._counts.shared += 1
             return Handle(memory, tensor, dense)
-        memory = self._memories[key] = Memory(tensor)
+        memory = Memory(tensor)
+        self._memories[key] = weakref.ref(memory)
         memory.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         if self._config.pack != "none" and is_own_result(tensor, "ReluBackward0"):
             self._undecided = key, memory
@@ -128,13 +132,13 @@ class Ledger:
     def close(self) -> None:
         """End of forward: decide what is open, and share nothing with later ones."""
         self._decide(None)
-        self._memories = weakref.WeakValueDictionary()  # `clear` takes one after another out
+        self._memories = {}
 
     def _why_not(self, tensor: Tensor) -> str | None:
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
         if not plain or tensor.is_quantized or tensor.is_meta or tensor.is_neg() or tensor.is_conj():
             return "of other kinds"
-        if is_weight(tensor) or tensor.untyped_storage()._cdata in self._weights:
+        if is_weight(tensor) if self._held is None else tensor in self._held:
             return WEIGHT
         if tensor.numel() < self._config.min_size:
             return "small"

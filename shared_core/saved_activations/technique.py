@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping
-from itertools import chain
-from operator import methodcaller
 from typing import Any, ClassVar
 
 import torch
@@ -18,11 +16,10 @@ from shared_core.preview import Ability
 from shared_core.ranks import rank
 from shared_core.saved_activations.config import ActivationsConfig
 from shared_core.saved_activations.counts import Counts
+from shared_core.saved_activations.held import HeldMemory
 from shared_core.saved_activations.host import CudaLane, HostMover
 from shared_core.saved_activations.ledger import Ledger
 from shared_core.technique import Context, Technique
-
-_PLAIN = (torch.Tensor, nn.Parameter)  # what FSDP2 shards has no storage of its own
 
 
 class CompressedActivations(Technique):
@@ -56,11 +53,8 @@ class CompressedActivations(Technique):
         super().__init__(config)
         self.counts = Counts()
         self._mover: HostMover | None = None
-        self._owned: list[dict[str, Any]] = []
-        """Where the model's modules hold their parameters and buffers."""
+        self._held: HeldMemory | None = None
         self._micro_batch = 0
-        self._seed = 0
-        self._generators: dict[torch.device, torch.Generator] = {}
         self._is_checked = False
 
     @classmethod
@@ -83,8 +77,7 @@ class CompressedActivations(Technique):
         Raises:
             CompatibilityError: If the model is not on a GPU.
         """
-        # going through a model takes longer than through its tensors
-        self._owned = [owned for part in context.model.modules() for owned in (part._parameters, part._buffers)]
+        self._held = HeldMemory(context.model)
         if self.config.offload:
             device = next(context.model.parameters()).device
             if device.type != "cuda":
@@ -95,23 +88,24 @@ class CompressedActivations(Technique):
     def forward(self, context: Context) -> Iterator[None]:
         """Pack what the forward inside saves."""
         self._micro_batch += 1
-        self._generators.clear()
-        text = f"{context.generator.initial_seed()}/{context.step}/{self._micro_batch}/{rank()}"
-        self._seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
-        held = chain.from_iterable(map(methodcaller("values"), self._owned))
-        weights = {tensor.untyped_storage()._cdata for tensor in held if type(tensor) in _PLAIN}
+        generators: dict[torch.device, torch.Generator] = {}
+
+        def generator_on(device: torch.device) -> torch.Generator:
+            # Of its own for each micro-batch and process: a resumed run draws the same, and nothing else otherwise.
+            if device not in generators:
+                text = f"{context.generator.initial_seed()}/{context.step}/{self._micro_batch}/{rank()}"
+                seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+                generators[device] = torch.Generator(device).manual_seed(seed)
+            return generators[device]
+
+        if self._held is not None:
+            self._held.start()
         if self._mover is not None:
             self._mover.start()
-        ledger = Ledger(self.config, self.counts, weights=weights, mover=self._mover, generator=self._generator_on)
+        ledger = Ledger(self.config, self.counts, held=self._held, mover=self._mover, generator=generator_on)
         with saved_tensors_hooks(ledger.pack, ledger.unpack):
             yield
         ledger.close()
-
-    def _generator_on(self, device: torch.device) -> torch.Generator:
-        # Of its own for each micro-batch and process: a resumed run draws the same, and nothing else draws otherwise.
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-        return self._generators[device]
 
     def before_optimizer_step(self, context: Context) -> None:
         """Look once whether anything was packed, and rounded where that was asked for.

@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shared_core.saved_activations import ActivationsConfig
 from shared_core.saved_activations.counts import Counts
+from shared_core.saved_activations.held import HeldMemory
 from shared_core.saved_activations.ledger import Ledger
 
 
@@ -17,11 +18,10 @@ def packed(call: Any, *, weights: nn.Module | None = None, mover: Any = None, se
     """Return what `call` returns, with what it saved for backward packed, and the counts."""
     config = ActivationsConfig(**({"pack": "exact", "min_size": 1} | options))
     counts, generator = Counts(), torch.Generator().manual_seed(seed)
-    held = [*weights.parameters(), *weights.buffers()] if weights is not None else []
     ledger = Ledger(
         config,
         counts,
-        weights={tensor.untyped_storage()._cdata for tensor in held},
+        held=None if weights is None else HeldMemory(weights),
         mover=mover,
         generator=lambda device: generator,
     )

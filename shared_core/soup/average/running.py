@@ -73,16 +73,16 @@ class RunningAverage:
         else:
             decay = ema_decay(self._decay, self.num_updates, warmup=self._warmup)
             weight = 1 - decay if self.kind == "ema" else 1 / (self.num_updates + 1)
-            means, alike = [], []
-            for name, mean in self.kept[0].items():
-                value = values[name]
-                if mean.dtype == value.dtype:
-                    means.append(mean)
-                    alike.append(value)
-                else:  # one by one: a wide copy of a single tensor is held at a time
-                    mean.lerp_(value.to(mean.dtype), weight)
+            means, others = [*self.kept[0].values()], [values[name] for name in self.kept[0]]
+            if [mean.dtype for mean in means] != [value.dtype for value in others]:
+                pairs = list(zip(means, others, strict=True))
+                for mean, value in pairs:  # one by one: a wide copy of a single tensor is held at a time
+                    if mean.dtype != value.dtype:
+                        mean.lerp_(value.to(mean.dtype), weight)
+                means = [mean for mean, value in pairs if mean.dtype == value.dtype]
+                others = [value for mean, value in pairs if mean.dtype == value.dtype]
             if means:
-                torch._foreach_lerp_(means, alike, weight)
+                torch._foreach_lerp_(means, others, weight)
         self.num_updates += 1
 
     @torch.no_grad()

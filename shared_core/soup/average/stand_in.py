@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
-from operator import methodcaller
 
 import torch
 from torch import Tensor, nn
 
 from shared_core.ranks import local_part
-from shared_core.sharded import reshard_
+from shared_core.sharded import is_sharded, reshard_
 from shared_core.soup.average.running import RunningAverage
 
 _STATISTICS = ("running_mean", "running_var")
@@ -31,30 +29,34 @@ class StandIn:
     def __init__(self, model: nn.Module) -> None:
         self._model, self._owned = model, [module._parameters for module in model.modules()]
         self.parameters = {name: value for name, value in model.named_parameters() if is_trained(value)}
-        self._trained = {id(parameter) for parameter in self.parameters.values()}
+        self._trained = self._now_trained()
         self.norms = {
             name: buffer
             for name, buffer in model.named_buffers()
             if name.rpartition(".")[2] in (*_STATISTICS, "num_batches_tracked")
         }
         """Mean, variance and count of batches of every batch norm; the count is not averaged."""
+        self._averaged = self.parameters | {n: buffer for n, buffer in self.norms.items() if n.endswith(_STATISTICS)}
+        self._is_sharded = any(map(is_sharded, self.parameters.values()))
         self._aside: dict[str, Tensor] = {}
         self._exchanged: set[str] = set()
 
     def newly_trained_or_frozen(self) -> list[str]:
         """Return the names of the parameters that became trainable since then, or no longer are."""
         # every step asks: names, which take long to put together, are looked up where there is a difference alone
-        held = chain.from_iterable(map(methodcaller("values"), self._owned))
-        trained = {id(parameter) for parameter in held if parameter is not None and parameter.requires_grad}
-        if trained == self._trained:
+        if self._now_trained() == self._trained:
             return []
         names = {name for name, parameter in self._model.named_parameters() if is_trained(parameter)}
         return sorted(names ^ self.parameters.keys())
 
-    def live(self) -> dict[str, Tensor]:
+    def _now_trained(self) -> list[int]:
+        return [id(p) for own in filter(None, self._owned) for p in own.values() if p is not None and p.requires_grad]
+
+    def live(self) -> Mapping[str, Tensor]:
         """Return what is averaged, as it is in the model now, to use without gradients."""
-        statistics = {name: buffer for name, buffer in self.norms.items() if name.endswith(_STATISTICS)}
-        return {name: local_part(parameter) for name, parameter in self.parameters.items()} | statistics
+        if not self._is_sharded:
+            return self._averaged
+        return {name: local_part(value) for name, value in self._averaged.items()}
 
     def own_names(self) -> dict[str, str]:
         """Return the name here of every parameter and buffer of the model, empty for those that are left alone.

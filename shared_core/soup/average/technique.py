@@ -134,8 +134,8 @@ class WeightAverage(Technique):
                 "average: trainable parameters must stay the same from the first update on, got a difference at "
                 f"{odd[0]}; begin after the last (un)freezing"
             )
-        with torch.no_grad():
-            self._running.update(self._stand_in.live())
+        self._running.update(self._stand_in.live())
+        if context.constrain is not None:
             for kept in self._running.kept:
                 context.constrain({parameter: kept[name] for name, parameter in self._stand_in.parameters.items()})
 
