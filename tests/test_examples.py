@@ -4,7 +4,10 @@ import runpy
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
+from PIL import Image
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 ENDS = ("hf", "lightning")
@@ -28,6 +31,23 @@ def test_example(script, tmp_path, monkeypatch, capsys):
     runpy.run_path(str(script), run_name="__main__")
     assert any(character.isdigit() for character in capsys.readouterr().out.splitlines()[-1])
     assert len(script.read_text(encoding="utf-8").splitlines()) < 80
+
+
+def test_examples_take_a_folder_or_hub_id(tmp_path, monkeypatch, capsys):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = ViTConfig(image_size=16, patch_size=8, **sizes)
+    ViTForImageClassification(config).save_pretrained(tmp_path / "model")
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "model")
+    rows = {"picture": [Image.new("L", (8, 8), 80 * (i % 3)) for i in range(12)], "kind": [i % 3 for i in range(12)]}
+    pictures = datasets.Dataset.from_dict(rows).cast_column("picture", datasets.Image())
+    for split in ("train", "test"):
+        pictures.to_parquet(tmp_path / f"data/{split}.parquet")
+    given = ["--model", "model", "--dataset", "data", "--image_column", "picture", "--label_column", "kind"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", ["average_hf.py", *given])
+    runpy.run_path(str(EXAMPLES / "average_hf.py"), run_name="__main__")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("of the last half")
 
 
 @pytest.mark.slow  # 15 to 25 seconds of CPU time each
