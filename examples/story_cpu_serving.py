@@ -9,10 +9,8 @@ split, which nothing was trained or chosen on. Without arguments nothing is down
 Python's standard library, to be told apart by package, and the model is a small BERT with random weights.
 """
 
-import shutil
 import statistics
 import time
-from pathlib import Path
 
 import numpy as np
 import onnxruntime
@@ -97,13 +95,12 @@ def milliseconds(sessions, batch, rounds):
 
 
 def main(argv=None):
-    parser = story_texts.flags(__doc__, "story_runs/cpu_serving")
+    parser = story_texts.flags(__doc__, "runs/story_cpu_serving")
     parser.add_argument("--epochs", type=int, default=5, help="of the teacher and the student; later steps take fewer")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of the teacher and the student")
     args = parser.parse_args(argv)
     story_texts.quiet(args)
-    root, data = Path(args.out), story_texts.load(args)
-    shutil.rmtree(root, ignore_errors=True)
+    root, data = story_texts.new_folder(parser, args), story_texts.load(args)
     tokenizer, splits, labels = data
     load = AutoModelForSequenceClassification.from_pretrained
 

@@ -10,11 +10,10 @@ models have random weights, the teacher is trained first, and the texts are Pyth
 """
 
 import argparse
-import shutil
 import time
-from pathlib import Path
 
 import stdlib_fragments
+import story_texts
 import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PrinterCallback, set_seed
@@ -127,7 +126,7 @@ def main(argv=None):
     parser.add_argument("--batch", type=int, default=8, help="examples a step")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rate", type=float, default=2e-3, help="learning rate")
-    parser.add_argument("--out", default="story_runs/less_memory", help="folder of the runs")
+    parser.add_argument("--out", default="runs/story_less_memory", help="folder of the runs")
     parser.add_argument("--quick", action="store_true", help="few and short steps: does it run?")
     args = parser.parse_args(argv)
     if (args.model is None) != (args.teacher is None):
@@ -138,8 +137,7 @@ def main(argv=None):
     logging.disable_progress_bar()
     if args.model is None:
         torch.set_num_threads(1)  # a second thread gains little with models so small
-    root, data = Path(args.out), load(args)
-    shutil.rmtree(root, ignore_errors=True)
+    root, data = story_texts.new_folder(parser, args), load(args)
     teacher = args.teacher
     if teacher is None:
         trained, _ = train(root / "teacher", model_of(None, data[0], args, 192, 4), data, args)

@@ -3,16 +3,14 @@
     python examples/story_soup_a_sweep.py
     python examples/story_soup_a_sweep.py --model bert-base-uncased --dataset ag_news --rates 1e-5 3e-5 5e-5
 
-Runs with other learning rates and seeds start from one pre-trained model, in Lightning; of a sweep all but one are
-usually thrown away. A soup costs no training and is one model. The validation split chooses the best single run and the
+Runs with other learning rates and seeds go on from one start, in Lightning; of a sweep all but one are usually
+thrown away. A soup costs no training and is one model. The validation split chooses the best single run and the
 members of the greedy soup; the table is measured on the test split, which chose nothing. Without arguments nothing is
 downloaded: a small BERT is first pre-trained by masked words on fragments of Python's standard library.
 """
 
 import logging
-import shutil
 import warnings
-from pathlib import Path
 
 import pytorch_lightning as pl
 import story_texts
@@ -47,7 +45,7 @@ class Model(pl.LightningModule):
         self.log("val_accuracy", right, batch_size=len(batch["labels"]))
 
     def configure_optimizers(self):
-        # constant: runs whose learning rate ends at 0 are so settled that averages gain little
+        # constant: where the learning rate ends at 0, runs are so settled that averages gain little
         return torch.optim.AdamW(self.parameters(), lr=self.rate)
 
 
@@ -71,33 +69,38 @@ def probabilities(module, loader):
 
 
 def main(argv=None):
-    parser = story_texts.flags(__doc__, "story_runs/soup")
+    parser = story_texts.flags(__doc__, "runs/story_soup")
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 3e-3, 4e-3], help="learning rates")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each learning rate")
-    parser.add_argument("--epochs", type=int, default=3, help="of each run")
+    parser.add_argument("--start_epochs", type=int, default=2, help="of the fine-tuning that all runs go on from")
+    parser.add_argument("--epochs", type=int, default=2, help="of each run")
     args = parser.parse_args(argv)
     story_texts.quiet(args)
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="pytorch_lightning")
     if args.quick:
-        args.seeds, args.epochs = 1, 1
-    root = Path(args.out)
-    shutil.rmtree(root, ignore_errors=True)
+        args.seeds = args.start_epochs = args.epochs = 1
+    root = story_texts.new_folder(parser, args)
     tokenizer, splits, labels = story_texts.load(args)
     pad = DataCollatorWithPadding(tokenizer)
     train = DataLoader(splits["train"], 32, shuffle=True, collate_fn=pad)
     validation, test = (DataLoader(splits[name], 128, collate_fn=pad) for name in ("validation", "test"))
 
-    pl.seed_everything(0, verbose=False)
     if args.model is None:
+        pl.seed_everything(0, verbose=False)
         language = Model(story_texts.random_bert(BertForMaskedLM, tokenizer, args.max_length, **SIZE), 3e-3)
         masked = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.2)
         texts = splits["train"].remove_columns("labels")
         fit(language, 0, DataLoader(texts, 32, shuffle=True, collate_fn=masked), epochs=1 if args.quick else 6)
         language.net.save_pretrained(root / "language")
+        tokenizer.save_pretrained(root / "language")
         args.model = str(root / "language")
-    start = root / "start"
-    story_texts.classifier(args, tokenizer, labels).save_pretrained(start)  # one start, its new head too
+    # one start: runs that each move far, from a head with random weights, end too far apart to be averaged
+    pl.seed_everything(0, verbose=False)
+    start, rate = root / "start", sorted(args.rates)[len(args.rates) // 2]
+    begun = Model(story_texts.classifier(args, tokenizer, labels), rate)
+    fit(begun, 0, train, epochs=args.start_epochs)
+    begun.net.save_pretrained(start)
 
     def fresh(rate=0.0):
         return Model(AutoModelForSequenceClassification.from_pretrained(start), rate)

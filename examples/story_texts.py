@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from pathlib import Path
 
 import quickstart_data
 import stdlib_fragments
@@ -21,6 +22,13 @@ def flags(description, out, max_length=96):
     parser.add_argument("--out", default=out, help="folder of the runs")
     parser.add_argument("--quick", action="store_true", help="a share of the data and of the steps: does it run?")
     return parser
+
+
+def new_folder(parser, args):
+    """Return the folder of the runs; nothing of an earlier story is mixed with them or deleted."""
+    if Path(args.out).exists():
+        parser.error(f"--out must be a new folder, got {args.out}; remove it, or name another")
+    return Path(args.out)
 
 
 def quiet(args):
