@@ -19,7 +19,7 @@ if __name__ == "__main__":
     }
     with tempfile.TemporaryDirectory() as folder:
         for name, callbacks in techniques.items():
-            trainer, accuracy = train(folder, None, callbacks, num_train_epochs=12)
+            trainer, accuracy = train(folder, None, callbacks, num_train_epochs=8)
             file = Path(folder, "model.eff")
             compress(trainer.model.state_dict(), file, bits_of={} if callbacks else {"*": None})
             restored = vision_transformer()

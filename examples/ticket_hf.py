@@ -16,7 +16,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
 
         def train(recipe):
-            make_trainer(folder, callbacks=[EffCallback(recipe)], num_train_epochs=6, eval_strategy="epoch").train()
+            make_trainer(folder, callbacks=[EffCallback(recipe)], num_train_epochs=4, eval_strategy="epoch").train()
 
         search = LotteryTicket(
             rounds=2, rate=0.67, rewind_to=40, controls=["random_mask"], control_rounds=[2], metric="eval_accuracy"
