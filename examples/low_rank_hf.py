@@ -6,8 +6,7 @@ Data: the 1,797 handwritten digits of scikit-learn. Run: python examples/low_ran
 import copy
 import tempfile
 
-import torch
-from digits_hf import train, vision_transformer
+from digits_hf import digits, train, vision_transformer
 
 from hf_eff import Distillation, LowRank
 from shared_core.low_rank import load
@@ -30,6 +29,6 @@ if __name__ == "__main__":
 
         small.save_model(folder)
         fresh = load(vision_transformer(64), folder).eval()
-        pixels = torch.rand(1, 1, 8, 8)
+        pixels = digits()[1][0]["pixel_values"][None]
         gap = (fresh(pixels).logits - small.model.eval()(pixels).logits).abs().max()
         print(f"{'saved and loaded':32}largest difference {float(gap):.1f}")

@@ -1,31 +1,43 @@
-"""`eff export`: a quantised model as a file that another runtime reads."""
+"""`eff export`: a model as a file that another runtime reads."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared_core.cli.folders import keep_report
+from shared_core.cli.folders import keep_report, load_folder
 from shared_core.cli.loading import build_model, load_weights, user_batches
 from shared_core.cli.progress_bar import bar
+from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import ConfigError
 from shared_core.strict_json import json_text
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
 
+    from shared_core.quantization.export_executorch import ProgramReport
+    from shared_core.quantization.export_onnx import ExportReport
+
 
 def export(
     model: Annotated[
-        str, typer.Argument(help="module:function that returns (model, example_inputs); inputs: tensor, tuple, dict.")
+        str,
+        typer.Argument(
+            help="A Hugging Face folder, or module:function that returns (model, inputs); inputs: tensor, tuple, dict."
+        ),
     ],
     out: Annotated[Path | None, typer.Option(help="The file to write.")] = None,
     weights: Annotated[
         Path | None,
         typer.Option(help="What qat saved: a folder, a .safetensors beside eff_deployment.json, or a Lightning .ckpt."),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(help="For a folder of a model that reads tokens: how many, with padding."),
     ] = None,
     kind: Annotated[str, typer.Option("--format", help="onnx, or executorch for phones and boards.")] = "onnx",
     opset: Annotated[int, typer.Option(help="Of onnx: 21 to 23.")] = 21,
@@ -42,8 +54,8 @@ def export(
 ) -> None:
     """Write a model for another runtime, quantised layers as codes, and check what was written.
 
-    The function builds the plain model; --weights loads what training with qat saved, and its ranges. Without
-    --weights the function returns a model that is quantised already.
+    A folder that training with qat saved has its ranges beside the weights. A function builds the plain model, and
+    --weights loads these; without --weights it returns a model that is quantised already, or stays in float.
     """
     if kind not in ("onnx", "executorch"):
         raise ConfigError(f"eff export: --format must be onnx or executorch, got {kind!r}")
@@ -53,29 +65,23 @@ def export(
         raise ConfigError(f"eff export: --out must be a file, got the folder {out}; name a file in it")
     if not out.parent.is_dir():
         raise ConfigError(f"eff export: --out must lie in a folder that exists, got {out}; make it first")
-    network, inputs = build_model(model, "eff export")
-    if inputs is None:
-        raise ConfigError(f"eff export: {model} must return (model, example_inputs), got a model alone; return both")
-    if weights is not None:
-        load_quantized(network, weights)
+    network, example = _model_and_inputs(model, weights, length)
     batches = None if calibration is None else list(user_batches(calibration, "eff export: --calibration"))
     if kind == "executorch":
-        _export_program(network, inputs, out, verify=not no_verify, batches=batches, as_json=as_json)
+        _export_program(network, example, out, verify=not no_verify, batches=batches, as_json=as_json)
         return
     from shared_core.quantization.export_onnx import export_onnx
 
     with bar("exporting"):
         report = export_onnx(
-            network, inputs, out,
+            network, example, out,
             opset=opset, dynamic_batch=not static_batch, verify=not no_verify, calibration=batches,
         )  # fmt: skip
     keep_report(out, dataclasses.asdict(report))
     if as_json:
         typer.echo(json_text(dataclasses.asdict(report)))
         return
-    typer.echo(f"wrote {report.path}: {report.bytes} bytes, {len(report.quantized)} layers quantised")
-    if report.float_layers:
-        typer.echo(f"left in float: {', '.join(report.float_layers)}")
+    _tell_written(report)
     if report.largest_difference is None:
         typer.echo("not compared with the model")
     else:
@@ -84,6 +90,48 @@ def export(
         typer.echo(f"codes between layers change the outputs by {report.relative_change:.2%}")
     nodes = ", ".join(f"{count} {name}" for name, count in report.integer_nodes.items())
     typer.echo(f"integer kernels of onnxruntime here: {nodes or 'none'}")
+
+
+def _model_and_inputs(model: str, weights: Path | None, length: int | None) -> tuple[nn.Module, Any]:
+    if (folder := Path(model)).is_dir():
+        if weights is not None:
+            raise ConfigError(f"eff export: --weights must be left out for a folder, got {weights}")
+        from shared_core.plain_checkpoint import DEPLOYMENT_FILE
+        from shared_core.quantization import apply_ranges
+
+        network = load_folder(folder, "eff export")
+        if (folder / DEPLOYMENT_FILE).exists() and (ranges := _saved_ranges(folder)):
+            apply_ranges(network, ranges)
+        return network, _inputs(network, length)
+    if length is not None:
+        raise ConfigError(f"eff export: --length must come with a folder, got {model}; its function returns the inputs")
+    network, example = build_model(model, "eff export")
+    if example is None:
+        raise ConfigError(f"eff export: {model} must return (model, example_inputs), got a model alone; return both")
+    if weights is not None:
+        load_quantized(network, weights)
+    return network, example
+
+
+def _inputs(network: nn.Module, length: int | None) -> dict[str, Any]:
+    import torch
+
+    inputs = made_up_inputs(network, "eff export", length or 8)
+    if (tokens := inputs.get("input_ids")) is None:
+        return inputs
+    if length is None or length < 2:
+        raise ConfigError(f"eff export: --length must be at least 2 for a model that reads tokens, got {length}")
+    if "attention_mask" in inspect.signature(network.forward).parameters:
+        inputs["attention_mask"] = torch.ones_like(tokens)
+        inputs["attention_mask"][1, -1] = 0  # the comparison with the model then sees padding
+    return inputs
+
+
+def _saved_ranges(folder: Path) -> dict[str, Any]:
+    from shared_core.plain_checkpoint import read_deployment
+
+    ranges: dict[str, Any] = read_deployment(folder).get("qat", {}).get("ranges", {})
+    return ranges
 
 
 def _export_program(
@@ -97,14 +145,19 @@ def _export_program(
     if as_json:
         typer.echo(json_text(dataclasses.asdict(report)))
         return
-    typer.echo(f"wrote {report.path}: {report.bytes} bytes, {len(report.quantized)} layers quantised")
+    _tell_written(report)
     typer.echo(f"integer kernels of XNNPACK: {', '.join(report.integer) or 'none'}")
-    if report.float_layers:
-        typer.echo(f"left in float: {', '.join(report.float_layers)}")
     others = ", ".join(f"{count} {name}" for name, count in report.other_operators.items())
     typer.echo(f"portable kernels: {others or 'none'}")
     change = report.relative_change
     typer.echo("not compared with the model" if change is None else f"outputs change by {change:.2%} of the largest")
+
+
+def _tell_written(report: ExportReport | ProgramReport) -> None:
+    how = f"{len(report.quantized)} layers quantised" if report.quantized else "all of it in float"
+    typer.echo(f"wrote {report.path}: {report.bytes} bytes, {how}")
+    if report.quantized and report.float_layers:
+        typer.echo(f"left in float: {', '.join(report.float_layers)}")
 
 
 def load_quantized(model: nn.Module, path: Path, where: str = "eff export") -> None:
@@ -118,10 +171,9 @@ def load_quantized(model: nn.Module, path: Path, where: str = "eff export") -> N
     Raises:
         CheckpointError: If it is missing, damaged, of another model, or without ranges.
     """
-    from shared_core.plain_checkpoint import read_deployment
     from shared_core.quantization import apply_ranges
 
     beside = path if path.is_dir() or path.suffix == ".ckpt" or not path.exists() else path.parent
-    ranges = read_deployment(beside).get("qat", {}).get("ranges", {})
+    ranges = _saved_ranges(beside)
     prefix = load_weights(model, path, where)
     apply_ranges(model, {name.removeprefix(prefix): value for name, value in ranges.items() if name.startswith(prefix)})

@@ -86,11 +86,13 @@ def shrink(
         _tell(out, result)
 
 
-def made_up_inputs(model: nn.Module) -> dict[str, Any]:
+def made_up_inputs(model: nn.Module, where: str = "eff shrink", length: int = 8) -> dict[str, Any]:
     """Return random example inputs for a model of transformers, from its configuration.
 
     Args:
         model: Whose ``main_input_name`` is token ids or pixels.
+        where: The command, for errors.
+        length: Of sequences of tokens.
 
     Raises:
         ConfigError: If it is something else: then inputs must be given.
@@ -102,7 +104,7 @@ def made_up_inputs(model: nn.Module) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     if name == "input_ids":
         text = getattr(config, "text_config", config)
-        tokens = torch.randint(1, text.vocab_size, (2, 8), generator=generator)
+        tokens = torch.randint(1, text.vocab_size, (2, length), generator=generator)
         both = {"decoder_input_ids": tokens[:, :5].clone()} if getattr(config, "is_encoder_decoder", False) else {}
         return {"input_ids": tokens, **both}
     if name == "pixel_values":
@@ -111,7 +113,10 @@ def made_up_inputs(model: nn.Module) -> dict[str, Any]:
         height, width = size if isinstance(size, list | tuple) else (size, size)
         shape = (2, getattr(vision, "num_channels", 3), height, width)
         return {"pixel_values": torch.randn(shape, generator=generator)}
-    raise ConfigError(f"eff shrink: --inputs must be given for a model that takes {name}, got none")
+    raise ConfigError(
+        f"{where}: model must read tokens or pixels, for which inputs are made up, got {name}; name a function that "
+        "returns them"
+    )
 
 
 def _report(result: ShrinkResult) -> dict[str, Any]:

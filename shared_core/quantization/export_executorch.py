@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import importlib.util
 from collections import Counter
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shared_core.atomic import atomic_write, scratch_folder
-from shared_core.errors import CompatibilityError, MatchError, MissingExtraError
+from shared_core.errors import CompatibilityError, MissingExtraError
 from shared_core.quantization.export_codes import Quantized
 from shared_core.quantization.export_executorch_layers import program_layer, set_output_range
 from shared_core.quantization.export_source import (
@@ -94,10 +93,7 @@ def export_executorch(
     if importlib.util.find_spec("executorch") is None:
         raise MissingExtraError("export_executorch", "executorch", "executorch")
     check_inputs(example_inputs, "export_executorch")
-    try:
-        reference, names = quantized_reference(model, "export_executorch")
-    except MatchError:
-        reference, names = copy.deepcopy(model).eval().cpu(), ()
+    reference, names = quantized_reference(model, "export_executorch")
     exported, layers = _with_codes(reference, names, example_inputs)
     with quiet():
         edge, integer = _lowered(exported, example_inputs, layers)

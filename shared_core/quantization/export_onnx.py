@@ -1,4 +1,4 @@
-"""A quantised model as an ONNX file with explicit QuantizeLinear and DequantizeLinear nodes."""
+"""A model as an ONNX file, quantised layers with explicit QuantizeLinear and DequantizeLinear nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shared_core.atomic import atomic_write, scratch_folder
-from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
+from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError
 from shared_core.quantization.export_activations import quantize_activations
 from shared_core.quantization.export_check import check_file, integer_nodes, relative_change
 from shared_core.quantization.export_layers import to_export
@@ -79,15 +79,16 @@ def export_onnx(
     DequantizeLinear in uint8, the model's signed codes moved by 2^(b−1): the values are the same. Biases are int32, so
     that a runtime can sum integers. Weights with a scale for each group are dequantised block by block; inputs with a
     range for each token go through MatMulInteger in Linear layers. A batch norm that alone reads a quantised layer is
-    folded into its scales, which leaves the codes as they are. Everything else stays in float.
+    folded into its scales, which leaves the codes as they are. Everything else stays in float; a model without
+    quantised layers does as a whole.
 
     onnxruntime runs a convolution on integers only where its output is quantised: what a residual sum, a concatenation
     or an average pool reads comes out of a convolution in float, for training has no quantiser there. With
     `calibration` it gets one, which is several times faster and no longer exactly what the model computes.
 
     Args:
-        model: In or after quantization-aware training, or a plain model on which `apply_ranges` was called; float32.
-            It is not changed.
+        model: In or after quantization-aware training, a plain model on which `apply_ranges` was called, or a float
+            model, pruned or factorised or as it is; float32. It is not changed.
         example_inputs: A tensor, a tuple of arguments, or a mapping of keyword arguments.
         path: The file to write; replaced atomically.
         opset: 21 to 23.
@@ -100,7 +101,7 @@ def export_onnx(
 
     Raises:
         MissingExtraError: If onnx or onnxscript is not installed, or with `calibration` onnxruntime.
-        MatchError: If no layer is quantised.
+        MatchError: If there is `calibration` and no layer is quantised.
         CompatibilityError: If a layer's scheme has no exact ONNX form, a weight is not finite, or the file computes
             something else; nothing is written.
         ConfigError: If an argument breaks its rule.
@@ -119,6 +120,11 @@ def export_onnx(
     """
     _check_arguments(example_inputs, opset, calibration is not None)
     reference, names = quantized_reference(model, "export_onnx")
+    if calibration is not None and not names:
+        raise MatchError(
+            "export_onnx: with calibration model must have quantised layers, found none; train it with qat, or call "
+            "apply_ranges on a model with baked weights"
+        )
     runs = importlib.util.find_spec("onnxruntime") is not None
     activations: tuple[str, ...] = ()
     change: float | None = None

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shared_core.errors import CompatibilityError, ConfigError, MatchError
+from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.quantization.export_layers import check_begun, check_exportable, input_qparams
 from shared_core.quantization.fusion import fuse_batch_norm
 from shared_core.quantization.layers import weights_of
@@ -42,14 +42,13 @@ def check_inputs(inputs: Any, where: str) -> None:
 
 
 def quantized_reference(model: nn.Module, where: str) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return a copy of `model` in evaluation whose quantised layers all fake-quantise, and their names.
+    """Return a copy of `model` in evaluation whose quantised layers all fake-quantise, and their names, if any.
 
     Args:
         model: As `export_onnx` takes it.
         where: The function, for errors.
 
     Raises:
-        MatchError: If no layer is quantised.
         CompatibilityError: If a layer cannot be exported.
     """
     reference = copy.deepcopy(model).eval().cpu()
@@ -67,11 +66,6 @@ def quantized_reference(model: nn.Module, where: str) -> tuple[nn.Module, tuple[
     if after:
         apply_ranges(reference, after)
     names = tuple(name for name, module in reference.named_modules() if type(module) in STOCK)
-    if not names:
-        raise MatchError(
-            f"{where}: model must have quantised layers, found none; train it with qat, or call apply_ranges on a "
-            "model with baked weights"
-        )
     for name in names:
         check_exportable(name, reference.get_submodule(name), where)
     return reference, names

@@ -4,8 +4,12 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from shared_core.quantization import QatConfig, QuantizationAwareTraining, export_onnx
+from shared_core.cli import app
+from shared_core.errors import ConfigError
+from shared_core.plain_checkpoint import write_deployment
+from shared_core.quantization import QatConfig, QuantizationAwareTraining, apply_ranges, export_onnx
 from shared_core.technique import Context
 
 
@@ -57,3 +61,24 @@ def test_a_language_model_by_keywords(make, tmp_path):
     model = quantized(make.language_model(), inputs, scheme="int8_weight")
     report = export_onnx(model, inputs, tmp_path / "model.onnx")
     assert report.largest_difference <= 1e-5
+
+
+def test_the_command_exports_a_folder_in_float_or_with_the_ranges_that_lie_in_it(make, tmp_path):
+    model = make.classifier().eval()
+    with torch.no_grad():
+        weight = model.classifier.weight
+        weight.copy_((127 * weight / weight.abs().max()).round() / 127)
+        weight[:, 0] = 1.0  # every row's scale is then 1/127
+    model.save_pretrained(tmp_path / "run")
+    arguments = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "model.onnx")]
+    with pytest.raises(ConfigError, match="--length must be at least 2 for a model that reads tokens, got None"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    batch = make_batch(5)
+    for ranges, told in (None, "all of it in float"), ({"classifier": {"min": -1.0, "max": 1.0}}, "1 layers quantised"):
+        if ranges:
+            write_deployment(tmp_path / "run", {"qat": {"ranges": ranges}})
+            apply_ranges(model, ranges)
+        assert told in CliRunner().invoke(app, [*arguments, "--length", "6"], catch_exceptions=False).output
+        (logits,) = session(tmp_path / "model.onnx").run(None, {name: value.numpy() for name, value in batch.items()})
+        with torch.no_grad():
+            assert np.allclose(logits, model(**batch).logits, atol=2e-3 if ranges else 1e-6)

@@ -251,11 +251,19 @@ def test_a_wrong_file_is_found_and_nothing_is_written(tmp_path, monkeypatch):
     assert export_onnx(model, examples(mlp), tmp_path / "model.onnx", verify=False).largest_difference is None
 
 
+def test_a_model_without_quantised_layers_is_written_in_float(tmp_path):
+    torch.manual_seed(0)
+    model, x = with_batch_norm().eval(), examples(with_batch_norm)
+    report = export_onnx(model, x, tmp_path / "model.onnx")
+    assert (report.quantized, report.float_layers, report.integer_nodes) == ((), ("0", "3"), {})
+    assert np.allclose(run(tmp_path / "model.onnx", x), expected(model, x), atol=1e-6)
+
+
 def test_refusals(tmp_path, monkeypatch):
     path = tmp_path / "model.onnx"
     model, _ = trained(mlp)
-    with pytest.raises(MatchError, match="export_onnx: model must have quantised layers, found none"):
-        export_onnx(mlp(), examples(mlp), path)
+    with pytest.raises(MatchError, match="with calibration model must have quantised layers, found none"):
+        export_onnx(mlp(), examples(mlp), path, calibration=[examples(mlp)])
     with pytest.raises(ConfigError, match="export_onnx: opset must be 21 to 23, got 20"):
         export_onnx(model, examples(mlp), path, opset=20)
     with pytest.raises(ConfigError, match="example_inputs must hold a tensor, got str"):

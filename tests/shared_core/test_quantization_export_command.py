@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from shared_core.cli import app
-from shared_core.errors import CheckpointError, ConfigError, MatchError
+from shared_core.errors import CheckpointError, ConfigError
 from shared_core.plain_checkpoint import write_deployment
 from shared_core.quantization import apply_ranges
 
@@ -86,7 +86,8 @@ def test_the_command_refuses(room):
         (["export_task.py:build", "--out", "m"], ConfigError, "write export_task:build"),
         (["export_task:nothing", "--out", "m"], ConfigError, "must name a function of export_task"),
         (["export_task:alone", "--out", "m"], ConfigError, "must return .model, example_inputs., got a model alone"),
-        (["export_task:build", "--out", "m"], MatchError, "model must have quantised layers, found none"),
+        (["export_task:build", "--out", "m", "--length", "4"], ConfigError, "--length must come with a folder"),
+        ([".", "--out", "m", "--weights", "m"], ConfigError, "--weights must be left out for a folder"),
         (["export_task:build", "--out", "m", "--weights", "absent"], CheckpointError, "absent"),
     ):
         with pytest.raises(error, match=message):
