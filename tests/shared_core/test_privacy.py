@@ -14,7 +14,8 @@ from two_ranks import leave, run_two_ranks
 from shared_core import Recipe, Session
 from shared_core.compatibility import check, remarks
 from shared_core.errors import CompatibilityError, EffError, MatchError, TrainingError
-from shared_core.privacy.per_sample import PerSample, check_model, clipped_sum
+from shared_core.privacy.layer_hooks import ExampleGradients
+from shared_core.privacy.per_sample import PerSample, check_model, clip_factors
 from shared_core.privacy.sampling import Secret
 
 
@@ -70,9 +71,14 @@ def test_noise_has_the_accounted_width_once_a_step_however_it_is_accumulated():
 
 
 def test_an_example_that_is_not_finite_counts_as_nothing():
-    samples = {"w": torch.tensor([[math.nan, 1.0], [math.inf, 0.0], [0.3, 0.4]])}
-    assert torch.equal(clipped_sum(samples, torch.ones(3), 10.0)["w"], torch.tensor([0.3, 0.4]))
-    assert not clipped_sum(samples, torch.zeros(3), 10.0)["w"].any()
+    layer = nn.Linear(2, 1, bias=False)
+    samples = torch.tensor([[[math.nan, 1.0]], [[math.inf, 0.0]], [[0.3, 0.4]]])
+    norms = samples.flatten(1).norm(dim=1)
+    uses = [(layer, samples[:, 0], torch.ones(3, 1))]
+    for kept in (ExampleGradients(norms, samples), ExampleGradients(norms, None, uses)):
+        found = kept.weighted_sum(clip_factors(norms, torch.ones(3), 10.0), all_finite=False)
+        assert torch.equal(found, torch.tensor([[0.3, 0.4]]))
+        assert not kept.weighted_sum(clip_factors(norms, torch.zeros(3), 10.0), all_finite=False).any()
 
 
 class Tied(nn.Module):
@@ -80,28 +86,34 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.words, self.places = nn.Embedding(7, 4), nn.Embedding(5, 4)
-        self.twice, self.head = nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        self.words, self.places = nn.Embedding(7, 16), nn.Embedding(5, 16)
+        self.twice, self.head = nn.Linear(16, 16), nn.Linear(16, 7, bias=False)
         self.head.weight = self.words.weight
 
     def forward(self, ids):
-        hidden = self.words(ids) + self.places(torch.arange(5)[None])
+        hidden = self.words(ids) + self.places(torch.arange(2)[None])
         return self.head(self.twice(torch.tanh(self.twice(hidden))))
 
 
-def test_tied_weights_reused_layers_and_shared_positions_have_gradients_of_single_examples():
+@pytest.mark.parametrize("spares", [False, True])
+def test_tied_weights_reused_layers_and_shared_positions_have_gradients_of_single_examples(spares):
     torch.manual_seed(0)
-    model, ids = Tied().double(), torch.randint(0, 7, (3, 5))
+    model, ids = Tied().double(), torch.randint(0, 7, (3, 2))
     per_sample = PerSample(model, False)
-    per_sample.num_examples = 3
-    model(ids).square().sum().backward()
-    found = per_sample.take(check_sum=True)
+    per_sample.num_examples, per_sample._hooks.spares = 3, spares
+    found = []
+    for example in torch.eye(3, dtype=torch.double):
+        model.zero_grad()
+        model(ids).square().sum().backward()
+        made = per_sample._hooks.made.items()
+        assert all((kept[0].samples is None) == spares for name, kept in made if "bias" not in name)
+        found.append(dict(per_sample.clipped_sums(example, 1e9, check_sum=True)))
     per_sample.remove()
     for index in range(3):
         model.zero_grad()
         model(ids[index : index + 1]).square().sum().backward()
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(found[name][index], parameter.grad)
+            torch.testing.assert_close(found[index][name], parameter.grad)
 
 
 def test_nothing_is_left_on_the_model():
