@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from privacy_runs import Run, net, steps_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from two_ranks import leave, run_two_ranks
 
 from shared_core import Recipe, Session
@@ -17,6 +19,8 @@ from shared_core.errors import CompatibilityError, EffError, MatchError, Trainin
 from shared_core.privacy.layer_hooks import ExampleGradients
 from shared_core.privacy.per_sample import PerSample, check_model, clip_factors
 from shared_core.privacy.sampling import Secret
+from shared_core.ranks import local_part
+from shared_core.sharded import whole
 
 
 def test_a_micro_batch_that_no_example_fell_into_holds_a_row_that_does_not_count():
@@ -248,6 +252,9 @@ def test_a_stopped_run_goes_on_bit_for_bit_also_inside_a_step():
     # what was spent later is not forgotten when an earlier checkpoint is the best one
     whole.session.load_state_dict({**state, "techniques": {"dp": {**state["techniques"]["dp"], "draws": 2}}})
     assert whole.technique.report()["steps"] == 4
+    saved = {**state["techniques"]["dp"], "processes": 2}
+    with pytest.raises(EffError, match="must lie between two steps to be resumed by 1 processes"):
+        again.technique.load_state_dict(saved)
     with pytest.raises(EffError, match="must be one that dp saved"):
         again.technique.load_state_dict({"draws": 1})
     with pytest.raises(EffError, match="got one without, whose steps no epsilon covers"):
@@ -286,9 +293,15 @@ def test_a_loss_that_is_no_mean_over_examples_is_refused():
         run.technique.check_loss(2.0, [(2, 1.0), (2, 5.0)])
 
 
-def test_two_processes_make_one_draw_and_add_noise_once(tmp_path):
-    run_two_ranks(__file__, tmp_path)
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    run_two_ranks(__file__, folder)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def test_two_processes_make_one_draw_and_add_noise_once(ranks):
+    first, second = ranks
     one = steps_of(Run(net(), batch_size=8, noise_multiplier=0.5))
     assert first["key"] == second["key"]
     for name, weight in one.items():
@@ -296,11 +309,50 @@ def test_two_processes_make_one_draw_and_add_noise_once(tmp_path):
         torch.testing.assert_close(first["weights"][name], weight, atol=1e-12, rtol=0)
 
 
+def test_sharded_examples_are_clipped_by_their_norm_over_all_parts(ranks):
+    for rank in ranks:
+        for gradient, expected in zip(rank["sharded"], rank["oracle"], strict=True):
+            torch.testing.assert_close(gradient, expected, atol=1e-13, rtol=1e-12)
+
+
+def test_noise_on_each_part_has_the_accounted_width_and_is_no_other_parts(ranks):
+    width, parts = 0.7 * 1.5 / 8, [part for rank in ranks for part in rank["noise"]]
+    assert [len(part) for part in parts] == [20_000] * 4
+    for part in parts:
+        assert abs(float(part.std()) / width - 1) < 3.5 / math.sqrt(2 * 20_000)
+        assert abs(float(part.mean())) < 3.5 * width / math.sqrt(20_000)
+    correlation = torch.corrcoef(torch.stack(parts))  # two processes, two steps
+    assert float((correlation - torch.eye(4)).abs().max()) < 4 / math.sqrt(20_000)
+
+
+def shard(model):
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (model[-1], model):
+        fully_shard(module, mesh=mesh)
+
+
 def rank_main(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     weights = steps_of(Run(net(), batch_size=4, noise_multiplier=0.5))
     alone = Run(net(), noise_multiplier=1.0, seed=None)
-    torch.save({"weights": weights, "key": alone.technique._secret.key.hex()}, Path(folder) / f"{rank}.pt")
+    sharded = Run(net(), batch_size=2, accumulate=2, noise_multiplier=0.0, max_grad_norm=2.0, shard=shard)
+    sharded.step(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Identity())
+    model[1].unused = nn.Linear(200, 200, bias=False)
+    noised = Run(model, batch_size=2, accumulate=2, noise_multiplier=0.7, max_grad_norm=1.5, shard=shard)
+    noise = []
+    for step in range(2):
+        noised.step(step)
+        noise.append(local_part(model[1].unused.weight.grad).flatten())
+        noised.optimizer.zero_grad()
+    found = {
+        "weights": weights,
+        "key": alone.technique._secret.key.hex(),
+        "sharded": [whole(parameter.grad) for parameter in sharded.model.parameters()],
+        "oracle": sharded.oracle(0, 2.0),
+        "noise": noise,
+    }
+    torch.save(found, Path(folder) / f"{rank}.pt")
     leave()
 
 
