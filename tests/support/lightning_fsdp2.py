@@ -34,6 +34,7 @@ FP8 = {recipe: {"fp8": {"recipe": recipe}} for recipe in ("tensorwise", "delayed
 AVERAGE = {"average": {"kind": "ema", "decay": 0.7, "every": 2}}
 PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
 QAT = {"qat": {"scheme": "int8", "range": "minmax", "begin": 1}}
+LSQ = {"qat": {"scheme": "int8", "range": "lsq", "begin": 1}}
 LORA = {"lora": {"base": "none", "rank": 3}}
 DP = {"dp": {"noise_multiplier": 0.5, "seed": 1, "delta": 1e-3}}
 SOUP = {"soup": {"kind": "greedy", "metric": "val_loss", "order": "newest"}}
@@ -222,15 +223,12 @@ def sharded_only(folder):
             saved = folder / name
             tensors[name] = found(*train(saved, recipe, **options))
             tensors[f"{name} resumed"] = found(*train(saved, recipe, ckpt_path=saved / "saved" / "4.ckpt", **options))
-        name = f"lora distributed={distributed}"
-        for resumed in (False, True):
-            path = folder / f"dp distributed={distributed}" / "saved" / "4.ckpt" if resumed else None
+        for key, resumed in itertools.product(("lora", "lsq", "dp"), (False, True)):
+            saved = folder / f"{key} distributed={distributed}"
             own = {"module": Plain(), "strategy": EffFSDPStrategy(save_distributed_checkpoint=distributed)}
-            made = private(folder / f"dp distributed={distributed}", ckpt_path=path, **own)
-            tensors[f"dp distributed={distributed}" + " resumed" * resumed] = found(*made)
-            own = {"module": Plain(), "strategy": EffFSDPStrategy(save_distributed_checkpoint=distributed)}
-            path = folder / name / "saved" / "4.ckpt" if resumed else None
-            tensors[name + " resumed" * resumed] = found(*train(folder / name, LORA, ckpt_path=path, **own))
+            own["ckpt_path"] = saved / "saved" / "4.ckpt" if resumed else None
+            made = private(saved, **own) if key == "dp" else train(saved, {"lora": LORA, "lsq": LSQ}[key], **own)
+            tensors[saved.name + " resumed" * resumed] = found(*made)
     whole = torch.load(folder / "distributed=False" / "saved" / "5.ckpt", weights_only=True)["state_dict"]
     plain = Sharded()
     plain.load_state_dict(whole)

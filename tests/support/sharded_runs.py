@@ -49,6 +49,7 @@ RECIPES = {
     "hidden": {"distill": {"teacher": "other", "hidden": ["middle=middle"]}},
     "relations": {"distill": {"teacher": "other", "hidden": ["hidden=hidden"], "hidden_loss": "cka"}},
     "lora-qat": {"lora": LORA, "qat": {"scheme": "int8", "begin": 2}},
+    "lora-lsq": {"lora": LORA, "qat": {"scheme": "int8", "range": "lsq", "weight_bits": 4, "begin": 2}},
     "lora-soup": {"lora": LORA, "soup": {"kind": "greedy", "metric": "loss", "order": "newest"}},
     "low_rank-prune": {"low_rank": {"rank": 6, "min_size": 0}, "prune": GROWING},
     "qat-prune": {"qat": {"scheme": "int8", "begin": 2}, "prune": GROWING},
@@ -69,7 +70,7 @@ RECIPES = {
         "prune": {**GROWING, "schedule": "one_shot"},
     },
 }
-SHARDED_LATER = ("qat-lsq", "ema", "lora-qat", "lora-soup", "low_rank-prune", "dp-functorch")
+SHARDED_LATER = ("qat-lsq", "ema", "lora-qat", "lora-lsq", "lora-soup", "low_rank-prune", "dp-functorch")
 """Those that must see the model before it is sharded, as the Hugging Face Trainer lets them; others come after it."""
 
 
