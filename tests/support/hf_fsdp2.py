@@ -248,6 +248,10 @@ def sharded_only(folder):
         ({"comm": {"hook": "powersgd"}}, {}),
         (COMM, in_16_bits),
         (LORA, {"fsdp_config": {**fsdp_flags()["fsdp_config"], "cpu_ram_efficient_loading": True}}),
+        (
+            QAT["FULL_STATE_DICT"],
+            {"fsdp_config": {**fsdp_flags()["fsdp_config"], "cpu_ram_efficient_loading": True}},
+        ),
     ):
         try:
             train(folder / "refused", recipe, **options)
