@@ -221,10 +221,8 @@ def private(examples: int, memory: bool) -> float:
     def step() -> None:
         samples.num_examples = examples
         model(x).square().sum().backward()
-        taken = samples.take()
-        norms = torch.stack([grad.flatten(1).norm(dim=1) for grad in taken.values()]).norm(dim=0)
-        for grad in taken.values():
-            torch.einsum("n,n...->...", (1.0 / norms).clamp(max=1.0), grad)
+        for _ in samples.clipped_sums(torch.ones(examples), 1.0):
+            pass
         model.zero_grad()
 
     return peak_allocated(step) / MIB if memory else milliseconds(step)

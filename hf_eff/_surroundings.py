@@ -79,13 +79,16 @@ def check_sharding(trainer: Trainer, recipe: Recipe) -> None:
     """Refuse a run that asked for FSDP where accelerate, which says nothing, would train in plain DDP instead.
 
     Raises:
-        CompatibilityError: If it would, or if it would shard a model whose state dict lacks adapters by that alone.
+        CompatibilityError: If it would, or if it would shard a model by a state dict that lacks what is trained.
     """
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if "lora" in recipe and getattr(plugin, "cpu_ram_efficient_loading", False):
+    beside = {"lora": "merged weights and no adapters"} if "lora" in recipe else {}
+    if "qat" in recipe and recipe["qat"].to_dict()["range"] in ("lsq", "lsq_plus", "pact"):
+        beside["qat with learned ranges"] = "weights and no ranges"
+    for key, held in beside.items() if getattr(plugin, "cpu_ram_efficient_loading", False) else ():
         raise CompatibilityError(
-            "hf: lora needs cpu_ram_efficient_loading false in fsdp_config: accelerate would fill the sharded model "
-            "from its state dict, which holds merged weights and no adapters"
+            f"hf: {key} needs cpu_ram_efficient_loading false in fsdp_config: accelerate would fill the sharded model "
+            f"from its state dict, which holds {held}"
         )
     asked = bool(trainer.args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if asked and not trainer.is_fsdp_enabled and not trainer.is_fsdp_xla_enabled:

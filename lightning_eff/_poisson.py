@@ -12,7 +12,7 @@ from lightning_eff._services import no_logging
 from lightning_eff._wrapped import Wrapped
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.privacy import PoissonBatches
-from shared_core.ranks import world_size
+from shared_core.ranks import any_rank, world_size
 from shared_core.state_file import rng_state, set_rng_state
 
 
@@ -65,7 +65,8 @@ def check_loss(technique: Any, module: Any, step: Callable[..., Any], batch: Any
     """
     rows = technique.rows
     cuts = [(slice(0, rows // 2), rows // 2), (slice(rows // 2, rows), rows - rows // 2)]
-    if not technique.checks_loss or rows < 2:
+    # all processes or none: a sharded module gathers its weights in every forward
+    if not technique.checks_loss or any_rank(rows < 2, module.device):
         return
     modes, random = {part: part.training for part in module.modules()}, rng_state()
     module.eval()  # dropout would differ, and hooks would keep what they see

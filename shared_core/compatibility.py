@@ -183,7 +183,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("dp", "comm"): "noised sums are joined by it, not by DDP, so that no hook would see them; drop comm",
     ("dp", "deepspeed"): _OWN,
     ("dp", "fsdp1"): "flat shards of FSDP1 have no gradient of one example; use DDP",
-    ("dp", "fsdp2"): "gradients of single examples have not been run on sharded parameters yet; use DDP",
     ("dp", "lbfgs"): _LBFGS,
     ("dp", "manual_optimization"): (
         "your code steps the optimizer itself, so nothing tells which batches a step has; use automatic optimisation"

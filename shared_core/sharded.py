@@ -43,6 +43,18 @@ def cut(full: Tensor, like: Any) -> Tensor:
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
 
 
+def sum_parts(part: Tensor, like: Any) -> Tensor:
+    """Return of the sum of whole tensors, one on each process, the part that `like`'s placement gives this process.
+
+    Every process must call it.
+    """
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = like.device_mesh
+    summed = DTensor.from_local(part, mesh, [Partial()] * mesh.ndim, run_check=False)
+    return summed.redistribute(placements=like.placements).to_local()
+
+
 def place_of(like: Any) -> tuple[slice, ...]:
     """Return where in the whole of a sharded tensor this process's part lies; of another one all of it."""
     place = [slice(0, size) for size in like.shape]
@@ -64,6 +76,11 @@ def part_of(full: Tensor, like: Any) -> Tensor:
 def fill_(tensor: Tensor, values: Tensor) -> None:
     """Overwrite a tensor, or the part of it that this process holds, by whole values."""
     local_part(tensor).copy_(part_of(values.to(tensor.device), tensor))
+
+
+def shards(model: nn.Module) -> bool:
+    """Return whether FSDP2 shards a model, or a module in it."""
+    return any(hasattr(module, "set_reshard_after_forward") for module in model.modules())
 
 
 def reshard_(model: nn.Module) -> None:

@@ -93,7 +93,7 @@ class StudentAverage(Teachers):
         if any(map(is_sharded, student.parameters())):
             raise CompatibilityError(
                 "distill: teacher must not be ema for a model that is sharded already, which FSDP2 does not let be "
-                "copied; use the Hugging Face Trainer, which shards later, or DDP"
+                "copied; use strategy eff_fsdp or the Hugging Face Trainer, which shard later, or DDP"
             )
         super().__init__([copy.deepcopy(student)])
         self._decay = decay

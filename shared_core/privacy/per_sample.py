@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shared_core.errors import CompatibilityError, MatchError, TrainingError
+from shared_core.module_match import own_class
 from shared_core.privacy.accountant import opacus
+from shared_core.privacy.layer_hooks import ExampleGradients, layer_hooks, not_each
+from shared_core.sharded import shards, whole
 
 
-def check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module, functorch: bool = False) -> None:
     """Refuse a model in which gradients of single examples do not exist, or cannot be had.
+
+    Args:
+        model: The model.
+        functorch: Whether every layer is differentiated by vmap.
 
     Raises:
         CompatibilityError: Naming every such module and what to put in its place.
@@ -25,9 +31,9 @@ def check_model(model: nn.Module) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise MatchError("dp: model must have a trainable parameter, got none; unfreeze what is to be trained")
     validators = opacus("validators").ModuleValidator.VALIDATORS
-    wrong = []
+    rules, wrong = opacus("grad_sample").GradSampleHooks.GRAD_SAMPLERS, []
     for name, module in model.named_modules():
-        kind = type(module).__name__
+        kind = own_class(module).__name__
         trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
         if isinstance(module, _BatchNorm):
             wrong.append(
@@ -35,13 +41,18 @@ def check_model(model: nn.Module) -> None:
                 f"torch.nn.GroupNorm(num_groups, {module.num_features}) in its place, or convert the model with "
                 "opacus.validators.ModuleValidator.fix"
             )
-        elif trained and validators.get(type(module), lambda module: [])(module):
+        elif trained and validators.get(own_class(module), lambda module: [])(module):
             wrong.append(
                 f"{name} ({kind}) has no rule; opacus.validators.ModuleValidator.fix puts Opacus' own in its place"
             )
         elif trained and list(module.buffers(recurse=False)):
             wrong.append(
                 f"{name} ({kind}) trains beside buffers, which hold what it saw without noise; freeze or replace it"
+            )
+        elif trained and type(module) is not own_class(module) and (functorch or own_class(module) not in rules):
+            wrong.append(
+                f"{name} ({kind}) is sharded by itself, and vmap differentiates a copy of it, which FSDP2 lets nobody "
+                "make; shard the block that it is in, or leave sharding to strategy eff_fsdp"
             )
         elif getattr(module, "_compiled_call_impl", None) is not None or kind == "OptimizedModule":
             wrong.append(f"{name} ({kind}) is compiled, and hooks of single layers do not run; leave torch.compile out")
@@ -71,14 +82,14 @@ class PerSample:
         self._in_place = [module for module in model.modules() if getattr(module, "inplace", False) is True]
         for module in self._in_place:
             vars(module)["inplace"] = False  # torch refuses to change the output of a module with a full backward hook
-        self._expanding = [
+        # the first layer's input needs no gradient, which is as it should be
+        warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
+        self._hooks = layer_hooks()(model, functorch)
+        self._expanding = [  # only now: vmap differentiates copies of the layers, which were made with their hooks
             module.register_forward_pre_hook(self._expand)
             for module in model.modules()
             if isinstance(module, nn.Embedding)
         ]
-        # the first layer's input needs no gradient, which is as it should be
-        warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are computed")
-        self._hooks = _hooks_class()(model, loss_reduction="sum", strict=True, force_functorch=functorch)
 
     def _expand(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         # transformers look positions up once for the whole batch: (1, length)
@@ -92,43 +103,56 @@ class PerSample:
             return None
         return (first.expand(self.rows_ahead(), *first.shape[1:]), *inputs[1:])
 
-    def take(self, check_sum: bool = False) -> dict[str, Tensor]:
-        """Return the gradients of the last backward by parameter, (examples, ...), and forget them.
+    def begin(self) -> None:
+        """Go by how the model is to be trained: where it is sharded no process keeps what it has no memory for."""
+        self._hooks.spares = shards(self._model)
+
+    def clipped_sums(self, scale: Tensor, max_norm: float, check_sum: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield ``Σᵢ sᵢgᵢ · min(1, C / ‖sᵢgᵢ‖)`` of the last backward by parameter, and forget its gradients.
 
         Args:
-            check_sum: Whether ``.grad`` holds this backward alone and should be the sum of what is returned.
+            scale: sᵢ, (examples,), which makes of gᵢ the gradient of the example's own loss.
+            max_norm: C, above 0; norms are over all parameters together.
+            check_sum: Whether ``.grad`` holds this backward alone and should be the sum of all gᵢ.
 
         Raises:
             TrainingError: Naming a parameter of which an example's gradient is not known.
+
+        Source: Abadi et al. 2016, arXiv:1607.00133, algorithm 1.
         """
-        taken = {}
+        made = self._take()
+        if check_sum:
+            self._check_sums(made)
+        if made:
+            norms = torch.stack([gradients.norms for gradients in made.values()]).norm(dim=0)
+            factors, all_finite = clip_factors(norms, scale, max_norm), bool(norms.isfinite().all())
+            for name in list(made):
+                yield name, made.pop(name).weighted_sum(factors, all_finite)
+
+    def _take(self) -> dict[str, ExampleGradients]:
+        made, taken = self._hooks.made, {}
         for name, parameter in self._model.named_parameters():
-            found = getattr(parameter, "grad_sample", None)
-            if found is not None:
-                parameter.grad_sample = None  # type: ignore[attr-defined]
-                if not isinstance(found, Tensor) or len(found) != self.num_examples:
-                    rows = len(found) if isinstance(found, Tensor) else "several"
-                    raise TrainingError(
-                        f"dp: {name} must get a gradient from each of the {self.num_examples} examples, got {rows}; "
-                        "every layer's input must have the batch in its first dimension, one row an example, and "
-                        "every batch must give a loss"
-                    )
-                taken[name] = found.detach()
+            if name in made:
+                found = made[name]
+                if len(found) != 1 or len(found[0].norms) != self.num_examples:
+                    raise not_each(name, self.num_examples, len(found[0].norms) if len(found) == 1 else "several")
+                taken[name] = found[0]
             elif parameter.requires_grad and parameter.grad is not None:
                 raise TrainingError(
                     f"dp: {name} must get its gradient through the forward of its own module, once, got one without; "
                     "use layers as modules, and leave gradient checkpointing out"
                 )
-        if check_sum:
-            self._check_sums(taken)
+        self._hooks.made = {}
         return taken
 
-    def _check_sums(self, taken: Mapping[str, Tensor]) -> None:
-        whole = {name: value.grad for name, value in self._model.named_parameters() if value.grad is not None}
-        sizes = {name: float(taken[name].double().flatten(1).norm(dim=1).sum()) for name in whole}
-        for name, gradient in whole.items():
-            apart = float((taken[name].sum(0, dtype=torch.float64) - gradient).norm())
-            coarse = min(torch.finfo(taken[name].dtype).bits, torch.finfo(gradient.dtype).bits) < 32
+    def _check_sums(self, made: Mapping[str, ExampleGradients]) -> None:
+        known = {name: value for name, value in self._model.named_parameters() if value.grad is not None}
+        sizes = {name: float(made[name].norms.double().sum()) for name in known}
+        for name, parameter in known.items():
+            gradient, norms = whole(cast(Tensor, parameter.grad)), made[name].norms
+            total = made[name].weighted_sum(torch.ones_like(norms), all_finite=True)
+            apart = float((total.double() - gradient).norm())
+            coarse = min(torch.finfo(made[name].dtype).bits, torch.finfo(gradient.dtype).bits) < 32
             # a gradient that is 0 but for rounding, as that of a key's bias in attention, agrees with nothing
             if apart > (0.05 if coarse else 1e-3) * sizes[name] and apart > 1e-4 * max(sizes.values()):
                 raise TrainingError(
@@ -148,43 +172,18 @@ class PerSample:
                 vars(module).pop(left, None)
 
 
-@functools.cache
-def _hooks_class() -> Any:
-    class Hooks(opacus("grad_sample").GradSampleHooks):  # type: ignore[misc]
-        """Opacus' hooks, on the layers of a module that lists a layer's parameter as its own, as BERT's head does."""
-
-        def iterate_submodules(self, module: nn.Module) -> Iterator[nn.Module]:
-            own = {parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad}
-            inner = {parameter for child in module.children() for parameter in child.parameters()}
-            if own and own <= inner:
-                for child in module.children():
-                    yield from self.iterate_submodules(child)
-            else:
-                yield from super().iterate_submodules(module)
-
-    return Hooks
-
-
-def clipped_sum(samples: Mapping[str, Tensor], scale: Tensor, max_norm: float) -> dict[str, Tensor]:
-    """Return ``Σᵢ sᵢgᵢ · min(1, C / ‖sᵢgᵢ‖)`` by parameter; an example whose gradient is not finite counts as 0.
+def clip_factors(norms: Tensor, scale: Tensor, max_norm: float) -> Tensor:
+    """Return ``sᵢ · min(1, C / ‖sᵢgᵢ‖)``, 0 for an example whose gradient is not finite.
 
     Args:
-        samples: gᵢ by parameter, (examples, ...), of any float dtype.
-        scale: sᵢ, (examples,), which makes of gᵢ the gradient of the example's own loss.
-        max_norm: C, above 0; norms are over all parameters together.
-
-    Source: Abadi et al. 2016, arXiv:1607.00133, algorithm 1.
+        norms: ‖gᵢ‖ over all parameters together, (examples,).
+        scale: sᵢ, (examples,).
+        max_norm: C, above 0.
 
     Example:
-        >>> clipped_sum({"w": torch.tensor([[3.0, 4.0], [0.3, 0.4]])}, torch.ones(2), 1.0)["w"]
-        tensor([0.9000, 1.2000])
+        >>> clip_factors(torch.tensor([5.0, 0.5, torch.nan]), torch.ones(3), 1.0)
+        tensor([0.2000, 1.0000, 0.0000])
     """
-    full = {name: value if value.dtype == torch.float64 else value.float() for name, value in samples.items()}
-    norms = torch.stack([value.flatten(1).norm(dim=1) for value in full.values()]).norm(dim=0) * scale.abs()
-    finite = norms.isfinite()
-    factors = (scale * (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)).where(finite, 0)
-    everything = bool(finite.all())
-    return {
-        name: torch.einsum("n,n...->...", factors.to(value.dtype), value if everything else value.nan_to_num(0, 0, 0))
-        for name, value in full.items()
-    }
+    norms = norms * scale.abs()
+    clipped = scale * (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)
+    return clipped.where(norms.isfinite(), 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -38,18 +38,20 @@ class Secret:
         key = int.from_bytes(hashlib.sha256(self.key + name.encode()).digest()[:16], "little")
         return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, step]))
 
-    def noise(self, like: dict[str, Tensor], std: float, step: int) -> dict[str, Tensor]:
-        """Return N(0, std²) in the shape, dtype and place of each of these tensors."""
+    def noise(self, like: Iterable[Tensor], std: float, step: int) -> Iterator[Tensor]:
+        """Yield N(0, std²) in the shape, dtype and place of each of these tensors; in the whole shape of a sharded one.
+
+        All processes draw the same: each adds its part of it, which is none of another's, once.
+        """
         host = self.stream("noise", step)
-        made = {}
-        for name, tensor in like.items():
+        for tensor in like:
             if tensor.device.type == "cpu":
                 kind: Any = np.float64 if tensor.dtype == torch.float64 else np.float32
-                made[name] = torch.from_numpy(host.standard_normal(tuple(tensor.shape), dtype=kind)).mul_(std)
+                yield torch.from_numpy(host.standard_normal(tuple(tensor.shape), dtype=kind)).mul_(std)
             else:
                 device = torch.Generator(tensor.device).manual_seed(int(host.integers(2**63)))
-                made[name] = torch.empty_like(tensor).normal_(0, std, generator=device)
-        return made
+                drawn = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                yield drawn.normal_(0, std, generator=device)
 
 
 class PoissonBatches(Sampler[list[int]]):

@@ -15,9 +15,10 @@ from shared_core.errors import CheckpointError, CompatibilityError, ConfigError,
 from shared_core.preview import Ability, Touched, needs, trained
 from shared_core.privacy.accountant import Spending, epsilon, noise_multiplier_for
 from shared_core.privacy.config import PrivacyConfig
-from shared_core.privacy.per_sample import PerSample, check_model, clipped_sum
+from shared_core.privacy.per_sample import PerSample, check_model
 from shared_core.privacy.sampling import PoissonBatches, Secret, check_loader, with_batches
-from shared_core.ranks import all_reduce_, broadcast_, world_size
+from shared_core.ranks import all_reduce_, broadcast_, local_part, world_size
+from shared_core.sharded import is_sharded, place_of, reshard_, sum_parts
 from shared_core.technique import Context, Technique
 
 _SAMPLING = "poisson"
@@ -93,8 +94,9 @@ class DifferentialPrivacy(Technique):
             CompatibilityError: If the model has layers without gradients of single examples.
             MatchError: If nothing is trained.
         """
-        check_model(model)
-        self._per_sample = PerSample(model, self.config.grad_sample_mode == "functorch")
+        functorch = self.config.grad_sample_mode == "functorch"
+        check_model(model, functorch)
+        self._per_sample = PerSample(model, functorch)
         self._per_sample.rows_ahead = lambda: self.rows if self._batches else 1
         self._model = model
         self._is_checked = False
@@ -157,6 +159,7 @@ class DifferentialPrivacy(Technique):
             TrainingError: If no sampled DataLoader was asked for.
         """
         config, batches = self.config, self._known(self._batches)
+        self._known(self._per_sample).begin()
         if config.delta >= 1 / batches.num_examples:
             raise ConfigError(
                 f"dp: delta must be below one over the {batches.num_examples} examples, got {config.delta}; publishing "
@@ -243,15 +246,21 @@ class DifferentialPrivacy(Technique):
 
     def _after_backward(self, arriving: Tensor) -> None:
         self._factor = self._known(self._factor) / arriving
-        torch.autograd.Variable._execution_engine.queue_callback(self._clip)  # type: ignore[attr-defined]
+        # queued again from there, after what FSDP2 and DDP queue for the end of this backward
+        queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+        queue(lambda: queue(self._clip))
 
     def _clip(self) -> None:
         """Clip and add up the micro-batch's gradients once its backward has ended."""
-        per_sample = self._known(self._per_sample)
-        # DDP has averaged over the processes by now, and earlier micro-batches are in .grad too
-        samples = per_sample.take(check_sum=not self._is_checked and self._micro_batch == 1 and world_size() == 1)
+        per_sample, model = self._known(self._per_sample), self._known(self._model)
+        reshard_(model)
+        parameters = dict(model.named_parameters())
+        # DDP and FSDP2 have averaged over the processes by now, and earlier micro-batches are in .grad too
+        check_sum = not self._is_checked and self._micro_batch == 1 and world_size() == 1
         self._is_checked = True
-        for name, total in clipped_sum(samples, self._known(self._factor), self.config.max_grad_norm).items():
+        for name, total in per_sample.clipped_sums(self._known(self._factor), self.config.max_grad_norm, check_sum):
+            if is_sharded(parameters[name]):
+                total = sum_parts(total, parameters[name])
             self._sums[name] = self._sums[name] + total if name in self._sums else total
         self._factor = None
 
@@ -268,13 +277,16 @@ class DifferentialPrivacy(Technique):
                 f"{self._micro_batch}; batches must not be left out, and the loss must be returned for each"
             )
         trained = {name: value for name, value in context.model.named_parameters() if value.requires_grad}
-        sums = {name: self._sums[name] if name in self._sums else torch.zeros_like(trained[name]) for name in trained}
-        for total in sums.values():
-            all_reduce_(total, "sum")
         std = float(self._noise or 0) * self.config.max_grad_norm
-        noise = self._known(self._secret).noise(sums, std, self._draws)  # the same on every process
-        for name, parameter in trained.items():
-            parameter.grad = ((sums[name] + noise[name]) / batches.expected).to(parameter.dtype)
+        noise = self._known(self._secret).noise(trained.values(), std, self._draws)
+        for (name, parameter), drawn in zip(trained.items(), noise, strict=True):
+            total = self._sums.pop(name, None)
+            if total is None:
+                total = torch.zeros_like(local_part(parameter))
+            if not is_sharded(parameter):  # else it was summed with every micro-batch
+                all_reduce_(total, "sum")
+            parameter.grad = torch.empty_like(parameter)
+            local_part(parameter.grad).copy_((total + drawn[place_of(parameter)].to(total)) / batches.expected)
         self._sums, self._micro_batch = {}, 0
         self._draws += 1
         self._spent = _with_step(self._spent, float(self._noise or 0), batches.sample_rate)
@@ -303,13 +315,14 @@ class DifferentialPrivacy(Technique):
             "spent": [list(part) for part in self._spent],
             "noise_multiplier": self._noise,
             "sums": dict(self._sums),
+            "processes": world_size(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; what this run has spent since is never taken back.
 
         Raises:
-            CheckpointError: If the state is not one that dp saved.
+            CheckpointError: If the state is not one that dp saved, or of a step that other processes began.
         """
         try:
             draws, micro_batch = int(state["draws"]), int(state["micro_batch"])
@@ -317,6 +330,11 @@ class DifferentialPrivacy(Technique):
             key, noise, sums = bytes.fromhex(state["secret"]), state["noise_multiplier"], dict(state["sums"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"dp: state must be one that dp saved, got {error!r}") from error
+        if sums and state.get("processes", world_size()) != world_size():
+            raise CheckpointError(
+                f"dp: checkpoint must lie between two steps to be resumed by {world_size()} processes, got one from "
+                f"inside a step of {state['processes']}, each of which held a part of the sum; resume with as many"
+            )
         if draws < self._draws:
             return  # the best model of a run is loaded at its end
         self._draws, self._micro_batch, self._spent, self._sums = draws, micro_batch, spent, sums

@@ -44,7 +44,7 @@ class Learned:
             raise CompatibilityError(
                 f"qat: range must be an observed one, such as ema, for a model that is sharded already, got "
                 f"{config.range}: FSDP2 takes in no parameters afterwards, and learned scales are such; observe "
-                "ranges, or use the Hugging Face Trainer, which shards later, or DDP"
+                "ranges, or use strategy eff_fsdp or the Hugging Face Trainer, which shard later, or DDP"
             )
         rounded = config.gate == "rounded"
         owners = Counter(id(weight) for layer in layers.values() for weight in weights_of(layer).values())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shared_core.errors import CompatibilityError, MissingExtraError, TrainingError
 from shared_core.quantization.lora_config import LoraConfig
 from shared_core.quantization.modules import is_quantized
-from shared_core.sharded import fill_
+from shared_core.sharded import cut, fill_, whole
 
 _OUTLIERS = 6.0
 """Input columns with larger values are multiplied in 16 bit (Dettmers et al., 2022, arXiv:2208.07339, section 3.2)."""
@@ -163,9 +163,8 @@ def on_grid(weight: Tensor, config: LoraConfig) -> Tensor:
 
 
 def on_qat_grid(layer: Any, weight: Tensor) -> Tensor:
-    """Return `weight` rounded as qat, which quantises `layer`, bakes it."""
-    rounded: Tensor = layer.quantizer.baked_weight(layer, weight)
-    return rounded
+    """Return `weight` rounded as qat, which quantises `layer`, bakes it; if it is sharded every process calls it."""
+    return cut(layer.quantizer.baked_weight(layer, whole(weight)), weight)
 
 
 def sqnr(weight: Tensor, rounded: Tensor) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -22,3 +24,21 @@ class PlainState(nn.Module):
         missing: list[str] = args[2]
         super()._load_from_state_dict(state_dict, prefix, *args)
         missing[:] = [name for name in missing if name.removeprefix(prefix) not in LEARNED]
+
+
+@contextlib.contextmanager
+def own_parameters(model: nn.Module) -> Iterator[None]:
+    """Let a model's layers list no learned parameters inside, for plain weights to be loaded by parameters' names."""
+    layers = [module for module in model.modules() if isinstance(module, PlainState)]
+    learned = [  # in their order, by which torch finds the state that optimizers keep of them
+        {name: layer._parameters.pop(name) for name in [*layer._parameters] if name in LEARNED} for layer in layers
+    ]
+    for layer, beside in zip(layers, learned, strict=True):
+        vars(layer).update(beside)  # FSDP2 (torch 2.13) looks each up as an attribute after a load
+    try:
+        yield
+    finally:
+        for layer, beside in zip(layers, learned, strict=True):
+            for name, value in beside.items():
+                del vars(layer)[name]
+                layer._parameters[name] = value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from shared_core.quantization.learning import Learned, make_bank
 from shared_core.quantization.modules import STOCK, fold_and_swap, layer_entry, restore, swap
 from shared_core.quantization.moments import moments_told, resolve_moments
 from shared_core.quantization.observers import RangeBank
+from shared_core.quantization.plain_state import own_parameters
 from shared_core.quantization.schemes import LayerScheme, layer_schemes
 from shared_core.quantization.selection import select_layers
 from shared_core.quantization.weights import bake_, weight_report
@@ -212,6 +214,10 @@ class QuantizationAwareTraining(Technique):
     def after_save(self, context: Context) -> None:
         """Let it go."""
         self._learned.let_go()
+
+    def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Let plain weights be loaded by the parameters' names: what is learned beside them is part of the state."""
+        return own_parameters(model)
 
     def weights_replaced(self, context: Context) -> None:
         """Estimate the ranges anew from training batches: those of other weights do not fit."""

@@ -99,9 +99,15 @@ def _comm(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
 
 
 def _dp(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
-    why = "gradients of each example of a micro-batch, and their clipped sum; joined over ranks once a step"
     sizes = 4.0 * shape.params
-    return [Cost("dp", during=(run.micro_batch + 1) * sizes, sent=2 * run.ring(sizes), why=why)]
+    if run.strategy != "fsdp2":
+        why = "gradients of each example of a micro-batch, and their clipped sum; joined over ranks once a step"
+        return [Cost("dp", during=(run.micro_batch + 1) * sizes, sent=2 * run.ring(sizes), why=why)]
+    passed = run.compute_bytes * run.tokens * (16 * shape.hidden * shape.layers + 2 * shape.hidden + shape.vocab)
+    largest = 4.0 * run.micro_batch * max(shape.vocab, 4 * shape.hidden) * shape.hidden
+    why = "inputs of layers and gradients of outputs, one layer's gradients of each example; /N: their clipped sum"
+    during = min(passed, run.micro_batch * sizes) + largest + sizes / run.parts
+    return [Cost("dp", during=during, sent=run.accumulate * run.ring(sizes), why=why)]
 
 
 def _kept_share(config: Any, shape: ModelShape) -> float | None:

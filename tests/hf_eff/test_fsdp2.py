@@ -43,6 +43,7 @@ def test_every_weight_is_really_sharded_and_multiplied_in_fp8_and_saved_whole(ru
         "all",
         "tensorwise",
         "distill",
+        "dp",
         "qat FULL_STATE_DICT",
         "qat SHARDED_STATE_DICT",
     ],
@@ -55,7 +56,7 @@ def test_two_processes_train_what_one_does(runs, name):
 def test_a_resumed_run_equals_one_that_was_never_stopped(runs, kind):
     for found in runs["ranks"]:
         assert found[kind]["fp8.num_updates"] == 6
-        for run in (kind, f"qat {kind}", f"primary {kind}", f"lora {kind}"):
+        for run in (kind, f"qat {kind}", f"primary {kind}", f"lora {kind}", f"dp {kind}"):
             assert all(torch.equal(value, found[f"{run} resumed"][name]) for name, value in found[run].items())
 
 
@@ -124,8 +125,9 @@ def test_the_best_model_comes_back(runs):
 
 def test_what_is_not_proven_on_shards_is_refused(runs):
     for told in runs["told"]:
-        prune, flush, mutual, power, narrow, filled = told["refused"]
+        prune, flush, mutual, power, narrow, filled, ranged = told["refused"]
         assert "hf: lora needs cpu_ram_efficient_loading false in fsdp_config" in filled
+        assert "hf: qat with learned ranges needs cpu_ram_efficient_loading false" in ranged
         assert "comm with hook powersgd cannot be combined with FSDP version 2" in power
         assert "comm: FSDP2 must reduce gradients in float32" in narrow
         assert "distill cannot be combined with FSDP version 2: teacher mutual" in mutual
@@ -153,4 +155,4 @@ def test_a_run_writes_one_receipt(runs):
     receipts = list(runs["folder"].rglob("eff_receipt.json"))
     assert {receipt.parent.parent for receipt in receipts} == {runs["folder"]}
     # one of each run that came to its end, resumed ones over the first one's
-    assert runs["output"].count("efftrain receipt") == len(receipts) + 8
+    assert runs["output"].count("efftrain receipt") == len(receipts) + 10

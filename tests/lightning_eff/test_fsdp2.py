@@ -18,7 +18,7 @@ def runs(tmp_path_factory):
     return run_by_one_and_by_two(SCRIPT, tmp_path_factory.mktemp("fsdp2"))
 
 
-@pytest.mark.parametrize("name", ["loss_scale", "ticket", "all", "tensorwise", "distill", "qat", "soup"])
+@pytest.mark.parametrize("name", ["loss_scale", "ticket", "all", "tensorwise", "distill", "qat", "dp", "soup"])
 def test_two_processes_train_what_one_does(runs, name):
     assert_two_trained_what_one_did(runs, name)
 
@@ -43,7 +43,7 @@ def test_a_run_resumed_inside_an_accumulation_window_equals_one_that_was_never_s
     assert (runs["folder"] / name / "saved" / "4.ckpt").is_dir() == distributed
     for found in runs["ranks"]:
         assert found[name]["fp8.num_updates"] == 2
-        for run in (name, f"qat {name}", f"lora {name}"):
+        for run in (name, f"qat {name}", *(f"{key} {name}" for key in ("lora", "lsq", "dp"))):
             assert all(torch.equal(value, found[f"{run} resumed"][key]) for key, value in found[run].items())
 
 
@@ -110,5 +110,5 @@ def test_a_second_round_replays_the_first_bit_for_bit(runs):
 
 def test_a_run_writes_one_receipt(runs):
     receipts = list(runs["folder"].rglob("eff_receipt.json"))
-    # one of each run that came to its end, the six resumed ones over the first one's
-    assert runs["output"].count("efftrain receipt") == len(receipts) + 6
+    # one of each run that came to its end, the ten resumed ones over the first one's
+    assert runs["output"].count("efftrain receipt") == len(receipts) + 10

@@ -9,13 +9,18 @@ import torch
 import torch.distributed as dist
 from privacy_runs import Run, net, steps_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from two_ranks import leave, run_two_ranks
 
 from shared_core import Recipe, Session
 from shared_core.compatibility import check, remarks
 from shared_core.errors import CompatibilityError, EffError, MatchError, TrainingError
-from shared_core.privacy.per_sample import PerSample, check_model, clipped_sum
+from shared_core.privacy.layer_hooks import ExampleGradients
+from shared_core.privacy.per_sample import PerSample, check_model, clip_factors
 from shared_core.privacy.sampling import Secret
+from shared_core.ranks import local_part
+from shared_core.sharded import whole
 
 
 def test_a_micro_batch_that_no_example_fell_into_holds_a_row_that_does_not_count():
@@ -70,9 +75,14 @@ def test_noise_has_the_accounted_width_once_a_step_however_it_is_accumulated():
 
 
 def test_an_example_that_is_not_finite_counts_as_nothing():
-    samples = {"w": torch.tensor([[math.nan, 1.0], [math.inf, 0.0], [0.3, 0.4]])}
-    assert torch.equal(clipped_sum(samples, torch.ones(3), 10.0)["w"], torch.tensor([0.3, 0.4]))
-    assert not clipped_sum(samples, torch.zeros(3), 10.0)["w"].any()
+    layer = nn.Linear(2, 1, bias=False)
+    samples = torch.tensor([[[math.nan, 1.0]], [[math.inf, 0.0]], [[0.3, 0.4]]])
+    norms = samples.flatten(1).norm(dim=1)
+    uses = [(layer, samples[:, 0], torch.ones(3, 1))]
+    for kept in (ExampleGradients(norms, samples), ExampleGradients(norms, None, uses)):
+        found = kept.weighted_sum(clip_factors(norms, torch.ones(3), 10.0), all_finite=False)
+        assert torch.equal(found, torch.tensor([[0.3, 0.4]]))
+        assert not kept.weighted_sum(clip_factors(norms, torch.zeros(3), 10.0), all_finite=False).any()
 
 
 class Tied(nn.Module):
@@ -80,28 +90,34 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.words, self.places = nn.Embedding(7, 4), nn.Embedding(5, 4)
-        self.twice, self.head = nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        self.words, self.places = nn.Embedding(7, 16), nn.Embedding(5, 16)
+        self.twice, self.head = nn.Linear(16, 16), nn.Linear(16, 7, bias=False)
         self.head.weight = self.words.weight
 
     def forward(self, ids):
-        hidden = self.words(ids) + self.places(torch.arange(5)[None])
+        hidden = self.words(ids) + self.places(torch.arange(2)[None])
         return self.head(self.twice(torch.tanh(self.twice(hidden))))
 
 
-def test_tied_weights_reused_layers_and_shared_positions_have_gradients_of_single_examples():
+@pytest.mark.parametrize("spares", [False, True])
+def test_tied_weights_reused_layers_and_shared_positions_have_gradients_of_single_examples(spares):
     torch.manual_seed(0)
-    model, ids = Tied().double(), torch.randint(0, 7, (3, 5))
+    model, ids = Tied().double(), torch.randint(0, 7, (3, 2))
     per_sample = PerSample(model, False)
-    per_sample.num_examples = 3
-    model(ids).square().sum().backward()
-    found = per_sample.take(check_sum=True)
+    per_sample.num_examples, per_sample._hooks.spares = 3, spares
+    found = []
+    for example in torch.eye(3, dtype=torch.double):
+        model.zero_grad()
+        model(ids).square().sum().backward()
+        made = per_sample._hooks.made.items()
+        assert all((kept[0].samples is None) == spares for name, kept in made if "bias" not in name)
+        found.append(dict(per_sample.clipped_sums(example, 1e9, check_sum=True)))
     per_sample.remove()
     for index in range(3):
         model.zero_grad()
         model(ids[index : index + 1]).square().sum().backward()
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(found[name][index], parameter.grad)
+            torch.testing.assert_close(found[index][name], parameter.grad)
 
 
 def test_nothing_is_left_on_the_model():
@@ -236,6 +252,9 @@ def test_a_stopped_run_goes_on_bit_for_bit_also_inside_a_step():
     # what was spent later is not forgotten when an earlier checkpoint is the best one
     whole.session.load_state_dict({**state, "techniques": {"dp": {**state["techniques"]["dp"], "draws": 2}}})
     assert whole.technique.report()["steps"] == 4
+    saved = {**state["techniques"]["dp"], "processes": 2}
+    with pytest.raises(EffError, match="must lie between two steps to be resumed by 1 processes"):
+        again.technique.load_state_dict(saved)
     with pytest.raises(EffError, match="must be one that dp saved"):
         again.technique.load_state_dict({"draws": 1})
     with pytest.raises(EffError, match="got one without, whose steps no epsilon covers"):
@@ -274,9 +293,15 @@ def test_a_loss_that_is_no_mean_over_examples_is_refused():
         run.technique.check_loss(2.0, [(2, 1.0), (2, 5.0)])
 
 
-def test_two_processes_make_one_draw_and_add_noise_once(tmp_path):
-    run_two_ranks(__file__, tmp_path)
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    run_two_ranks(__file__, folder)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def test_two_processes_make_one_draw_and_add_noise_once(ranks):
+    first, second = ranks
     one = steps_of(Run(net(), batch_size=8, noise_multiplier=0.5))
     assert first["key"] == second["key"]
     for name, weight in one.items():
@@ -284,11 +309,50 @@ def test_two_processes_make_one_draw_and_add_noise_once(tmp_path):
         torch.testing.assert_close(first["weights"][name], weight, atol=1e-12, rtol=0)
 
 
+def test_sharded_examples_are_clipped_by_their_norm_over_all_parts(ranks):
+    for rank in ranks:
+        for gradient, expected in zip(rank["sharded"], rank["oracle"], strict=True):
+            torch.testing.assert_close(gradient, expected, atol=1e-13, rtol=1e-12)
+
+
+def test_noise_on_each_part_has_the_accounted_width_and_is_no_other_parts(ranks):
+    width, parts = 0.7 * 1.5 / 8, [part for rank in ranks for part in rank["noise"]]
+    assert [len(part) for part in parts] == [20_000] * 4
+    for part in parts:
+        assert abs(float(part.std()) / width - 1) < 3.5 / math.sqrt(2 * 20_000)
+        assert abs(float(part.mean())) < 3.5 * width / math.sqrt(20_000)
+    correlation = torch.corrcoef(torch.stack(parts))  # two processes, two steps
+    assert float((correlation - torch.eye(4)).abs().max()) < 4 / math.sqrt(20_000)
+
+
+def shard(model):
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (model[-1], model):
+        fully_shard(module, mesh=mesh)
+
+
 def rank_main(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     weights = steps_of(Run(net(), batch_size=4, noise_multiplier=0.5))
     alone = Run(net(), noise_multiplier=1.0, seed=None)
-    torch.save({"weights": weights, "key": alone.technique._secret.key.hex()}, Path(folder) / f"{rank}.pt")
+    sharded = Run(net(), batch_size=2, accumulate=2, noise_multiplier=0.0, max_grad_norm=2.0, shard=shard)
+    sharded.step(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Identity())
+    model[1].unused = nn.Linear(200, 200, bias=False)
+    noised = Run(model, batch_size=2, accumulate=2, noise_multiplier=0.7, max_grad_norm=1.5, shard=shard)
+    noise = []
+    for step in range(2):
+        noised.step(step)
+        noise.append(local_part(model[1].unused.weight.grad).flatten())
+        noised.optimizer.zero_grad()
+    found = {
+        "weights": weights,
+        "key": alone.technique._secret.key.hex(),
+        "sharded": [whole(parameter.grad) for parameter in sharded.model.parameters()],
+        "oracle": sharded.oracle(0, 2.0),
+        "noise": noise,
+    }
+    torch.save(found, Path(folder) / f"{rank}.pt")
     leave()
 
 

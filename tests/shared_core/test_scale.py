@@ -1,14 +1,17 @@
 """What `eff plan` predicts: against two real processes, against real models, and its refusals."""
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
+import torch
 from two_ranks import run_two_ranks
 from typer.testing import CliRunner
 
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
+from shared_core.privacy.per_sample import PerSample
 from shared_core.recipe import Recipe
 from shared_core.rooms import ROOMS
 from shared_core.scale import ModelShape, PlannedRun, plan
@@ -53,6 +56,24 @@ def test_adapters_leave_moments_and_traffic_to_themselves():
     whole, adapters = plan(shape, run), plan(shape, run, Recipe.from_dict({"lora": {"rank": 8}}))
     assert adapters.held < 0.35 * whole.held
     assert adapters.sent < 0.01 * whole.sent
+
+
+def test_sharded_private_training_keeps_inputs_and_gradients_of_outputs_as_planned():
+    torch.manual_seed(0)
+    model = runpy.run_path(str(BENCHMARK))["Decoder"]()
+    per_sample = PerSample(model, functorch=False)
+    per_sample.num_examples, per_sample._hooks.spares = 2, True
+    model(torch.randint(256, (2, 32))).square().sum().backward()
+    made = [found for (found,) in per_sample._hooks.made.values()]
+    assert all(found.samples is None for found in made)
+    parts = {part.data_ptr(): part.nbytes for found in made for use in found.uses for part in use[1:]}
+    shape, run = (
+        ModelShape.of_params(851_968, layers=4, hidden=128, vocab=256),
+        PlannedRun(ranks=2, strategy="fsdp2", precision="fp32", micro_batch=2, seq_len=32),
+    )
+    (cost,) = COSTS["dp"](None, shape, run)
+    planned = cost.during - 4 * shape.params / 2 - 4 * 2 * 512 * 128  # the sum, and one matrix's of both examples
+    assert sum(parts.values()) == pytest.approx(planned, rel=0.01)
 
 
 def test_policies_lessen_activations_as_their_formulas_say():

@@ -41,6 +41,7 @@ SOUP = {**PRUNE, "soup": {"kind": "greedy"}}
 PRIMARY = {"primary_weights": {"kind": "fp32_copy", "telemetry_every": 1}}
 COMM = {"comm": {"hook": "bf16"}}
 LORA = {"lora": {"base": "none", "rank": 4}}
+DP = {"dp": {"noise_multiplier": 0.5, "seed": 1, "delta": 1e-3}}
 ATTENTION = ["model.layers.?.self_attn=model.layers.?.self_attn"]
 
 
@@ -175,6 +176,7 @@ def compared(folder):
         "ticket": found(*train(folder / "ticket", {**SCALE, **ticket(folder, "second", "first")}, **plain)),
         "all": found(*train(folder / "all", ALL, same=True, **plain)),
         "lora FULL_STATE_DICT": found(*train(folder / "lora FULL_STATE_DICT", LORA)),
+        "dp": found(*train(folder / "dp", DP, gradient_accumulation_steps=2, **plain)),
         "distill": found(*train(folder / "distill", distilled(attention=ATTENTION), **plain)),
         **{f"qat {kind}": found(*train(folder / f"compared {kind}", QAT[kind], **plain)) for kind in QAT},
         "tensorwise": found(*train(folder / "tensorwise", FP8["tensorwise"], same=True, **plain)),
@@ -190,6 +192,7 @@ def sharded_only(folder):
             (f"qat {kind}", QAT[kind], torch.float32),
             (f"primary {kind}", PRIMARY, torch.bfloat16),
             (f"lora {kind}", LORA, torch.float32),
+            (f"dp {kind}", DP, torch.float32),
         ):
             saved, options = folder / name, {**fsdp_flags(kind), "dtype": dtype}
             if not saved.exists():
@@ -245,6 +248,10 @@ def sharded_only(folder):
         ({"comm": {"hook": "powersgd"}}, {}),
         (COMM, in_16_bits),
         (LORA, {"fsdp_config": {**fsdp_flags()["fsdp_config"], "cpu_ram_efficient_loading": True}}),
+        (
+            QAT["FULL_STATE_DICT"],
+            {"fsdp_config": {**fsdp_flags()["fsdp_config"], "cpu_ram_efficient_loading": True}},
+        ),
     ):
         try:
             train(folder / "refused", recipe, **options)

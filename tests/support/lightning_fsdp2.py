@@ -34,7 +34,9 @@ FP8 = {recipe: {"fp8": {"recipe": recipe}} for recipe in ("tensorwise", "delayed
 AVERAGE = {"average": {"kind": "ema", "decay": 0.7, "every": 2}}
 PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
 QAT = {"qat": {"scheme": "int8", "range": "minmax", "begin": 1}}
+LSQ = {"qat": {"scheme": "int8", "range": "lsq", "begin": 1}}
 LORA = {"lora": {"base": "none", "rank": 3}}
+DP = {"dp": {"noise_multiplier": 0.5, "seed": 1, "delta": 1e-3}}
 SOUP = {"soup": {"kind": "greedy", "metric": "val_loss", "order": "newest"}}
 ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, "matmul": {"precision": "high"}}
 
@@ -147,7 +149,7 @@ def rank_before():
     return int(os.environ.get("RANK", "0"))  # there are no processes yet
 
 
-def train(folder, recipe, *, same=False, ckpt_path=None, distributed=False, module=None, **options):
+def train(folder, recipe, *, same=False, ckpt_path=None, distributed=False, module=None, loader=None, **options):
     """Return the trainer after training, its callback, and the module; a checkpoint is saved after every batch."""
     callback, module = EffCallback(recipe), module or Sharded()
     strategy = ModelParallelStrategy(PROCESSES, 1, save_distributed_checkpoint=distributed) if PROCESSES > 1 else "auto"
@@ -161,8 +163,15 @@ def train(folder, recipe, *, same=False, ckpt_path=None, distributed=False, modu
     torch.manual_seed(5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(module, batches(same), ckpt_path=ckpt_path)
+        trainer.fit(module, loader or batches(same), ckpt_path=ckpt_path)
     return trainer, callback, module
+
+
+def private(folder, **options):
+    """Return what `train` does of a private run, in which every process holds all data."""
+    loader = DataLoader(batches(same=True).dataset, batch_size=BATCH // PROCESSES)
+    sampled = {"loader": loader, "use_distributed_sampler": True, "accumulate_grad_batches": 2}
+    return train(folder, DP, **{"module": Sharded(each=True), **sampled, **options})
 
 
 def found(trainer, callback, module):
@@ -187,6 +196,7 @@ def compared(folder):
         "tensorwise": found(*train(folder / "tensorwise", FP8["tensorwise"], same=True)),
         "distill": found(*train(folder / "distill", distilled())),
         "qat": found(*train(folder / "qat", QAT)),
+        "dp": found(*private(folder / "dp")),
         "soup": found(*train(folder / "soup", SOUP, module=Validated(), **own)),
     }
 
@@ -213,11 +223,12 @@ def sharded_only(folder):
             saved = folder / name
             tensors[name] = found(*train(saved, recipe, **options))
             tensors[f"{name} resumed"] = found(*train(saved, recipe, ckpt_path=saved / "saved" / "4.ckpt", **options))
-        name = f"lora distributed={distributed}"
-        for resumed in (False, True):
+        for key, resumed in itertools.product(("lora", "lsq", "dp"), (False, True)):
+            saved = folder / f"{key} distributed={distributed}"
             own = {"module": Plain(), "strategy": EffFSDPStrategy(save_distributed_checkpoint=distributed)}
-            path = folder / name / "saved" / "4.ckpt" if resumed else None
-            tensors[name + " resumed" * resumed] = found(*train(folder / name, LORA, ckpt_path=path, **own))
+            own["ckpt_path"] = saved / "saved" / "4.ckpt" if resumed else None
+            made = private(saved, **own) if key == "dp" else train(saved, {"lora": LORA, "lsq": LSQ}[key], **own)
+            tensors[saved.name + " resumed" * resumed] = found(*made)
     whole = torch.load(folder / "distributed=False" / "saved" / "5.ckpt", weights_only=True)["state_dict"]
     plain = Sharded()
     plain.load_state_dict(whole)

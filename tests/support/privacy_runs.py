@@ -12,7 +12,18 @@ from shared_core import Recipe, Session
 class Run:
     """A session over a model and its data, stepped by hand."""
 
-    def __init__(self, model, *, num_examples=40, batch_size=8, accumulate=1, steps=None, inputs=None, **options):
+    def __init__(
+        self,
+        model,
+        *,
+        num_examples=40,
+        batch_size=8,
+        accumulate=1,
+        steps=None,
+        inputs=None,
+        shard=lambda model: None,
+        **options,
+    ):
         generator = torch.Generator().manual_seed(0)
         self.model, self.accumulate, self.twin = model, accumulate, copy.deepcopy(model)
         dtype = next(model.parameters()).dtype
@@ -21,6 +32,7 @@ class Run:
         recipe = {"dp": {"seed": 1, "delta": 1e-3, **options}}
         self.session = Session(Recipe.from_dict(recipe))
         self.session.attach(model)
+        shard(model)
         self.technique = self.session.techniques["dp"]
         data = TensorDataset(self.x, self.y)
         self.loader = self.technique.loader(DataLoader(data, batch_size=batch_size), accumulate)

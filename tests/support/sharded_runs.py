@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from two_ranks import leave
 
 from shared_core.errors import CompatibilityError
@@ -48,6 +49,7 @@ RECIPES = {
     "hidden": {"distill": {"teacher": "other", "hidden": ["middle=middle"]}},
     "relations": {"distill": {"teacher": "other", "hidden": ["hidden=hidden"], "hidden_loss": "cka"}},
     "lora-qat": {"lora": LORA, "qat": {"scheme": "int8", "begin": 2}},
+    "lora-lsq": {"lora": LORA, "qat": {"scheme": "int8", "range": "lsq", "weight_bits": 4, "begin": 2}},
     "lora-soup": {"lora": LORA, "soup": {"kind": "greedy", "metric": "loss", "order": "newest"}},
     "low_rank-prune": {"low_rank": {"rank": 6, "min_size": 0}, "prune": GROWING},
     "qat-prune": {"qat": {"scheme": "int8", "begin": 2}, "prune": GROWING},
@@ -59,6 +61,8 @@ RECIPES = {
     },
     "fp32_copy": {"primary_weights": {"kind": "fp32_copy", "telemetry_every": 1}, "prune": GROWING},
     "stochastic": {"primary_weights": {"kind": "stochastic_rounding"}},
+    "dp": {"dp": {"noise_multiplier": 0.5, "max_grad_norm": 0.6, "seed": 1, "delta": 1e-3}, "prune": GROWING},
+    "dp-functorch": {"dp": {"noise_multiplier": 0.5, "seed": 1, "delta": 1e-3, "grad_sample_mode": "functorch"}},
     "soup": {"soup": {"kind": "greedy", "metric": "loss", "order": "newest"}},
     "soup-qat-prune": {
         "soup": {"kind": "uniform", "last": 3},
@@ -66,7 +70,7 @@ RECIPES = {
         "prune": {**GROWING, "schedule": "one_shot"},
     },
 }
-SHARDED_LATER = ("qat-lsq", "ema", "lora-qat", "lora-soup", "low_rank-prune")
+SHARDED_LATER = ("qat-lsq", "ema", "lora-qat", "lora-lsq", "lora-soup", "low_rank-prune", "dp-functorch")
 """Those that must see the model before it is sharded, as the Hugging Face Trainer lets them; others come after it."""
 
 
@@ -128,6 +132,17 @@ def batch(step):
     return torch.randint(7, (BATCH, 3), generator=generator), torch.randint(5, (BATCH, 3), generator=generator)
 
 
+def micro_batches(session, step):
+    """Return this process's part of a step, in as many micro-batches as it has."""
+    if "dp" not in session.techniques:
+        x, y = batch(step)
+        mine = slice(rank() * BATCH // world_size(), (rank() + 1) * BATCH // world_size())
+        return [(x[mine], y[mine])]
+    x, y = (torch.cat(parts) for parts in zip(*map(batch, range(STEPS)), strict=True))
+    drawn = session.techniques["dp"]._batches
+    return [(x[part], y[part]) for part in (drawn.part(step, micro) or [0] for micro in range(drawn.accumulate))]
+
+
 def train(recipe, *, later=False, resume=None):
     """Return what is left at the end, whole, and what was saved in the middle."""
     if recipe.get("distill", {}).get("teacher") == "other":
@@ -150,13 +165,15 @@ def train(recipe, *, later=False, resume=None):
                 fill_(state["momentum_buffer"], resume["momentum"][name])
         session.prepare_optimizers([optimizer])
         session.load_state_dict(resume["session"])
+    if "dp" in recipe:
+        session.techniques["dp"].loader(DataLoader(range(STEPS * BATCH), batch_size=BATCH // 2 // world_size()), 2)
     session.begin([optimizer], total_steps=STEPS)
     saved = {}
     for step in range(session.step, STEPS):
-        x, y = batch(step)
-        mine = slice(rank() * BATCH // world_size(), (rank() + 1) * BATCH // world_size())
-        loss = F.cross_entropy(net(x[mine]).flatten(0, 1), y[mine].flatten())
-        session.loss(loss).backward()
+        parts = micro_batches(session, step)
+        for x, y in parts:
+            loss = F.cross_entropy(net(x).flatten(0, 1), y.flatten())
+            (session.loss(loss) / len(parts)).backward()
         session.before_optimizer_step()
         nn.utils.clip_grad_norm_(net.parameters(), 0.5)
         optimizer.step()
@@ -199,6 +216,7 @@ def main(place, folder):
         resumed, _ = train(recipe, later=later, resume=saved)
         results[name] = {"ended": ended, "saved": saved, "resumed": resumed}
     results["refused"] = [refused(later, {"lora": {"base": "none", "rank": 3}}) for later in (False, True)]
+    results["refused"].append(refused(False, RECIPES["dp-functorch"]))
     torch.save(results, folder / f"{place}.pt")
     leave()
 
