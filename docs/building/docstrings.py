@@ -17,16 +17,16 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = re.sub(r":math:(?=`)", "", text)
 
     def on_attribute(self, *, attr: griffe.Attribute, **_: Any) -> None:
-        """Read ``sparsity: float = option(0.5, help="Share of weights")`` as an attribute with default and docstring.
-
-        ``Name: Any = None`` is what type checkers see of a class that a function of the module makes.
-        """
+        """Read ``sparsity: float = option(0.5, help="Share of weights")`` as an attribute with default and text."""
         if str(attr.value).startswith("option("):
             call: Any = ast.parse(str(attr.value), mode="eval").body
             text = next(keyword.value for keyword in call.keywords if keyword.arg == "help")
             attr.docstring = griffe.Docstring(ast.literal_eval(text), parent=attr)
             attr.value = ast.unparse(call.args[0]) if call.args else None
-        elif str(attr.annotation) == "Any" and attr.parent.is_module and not attr.docstring:
-            classes = (node for node in ast.walk(ast.parse(attr.module.source)) if isinstance(node, ast.ClassDef))
-            made = next((ast.get_docstring(node) for node in classes if node.name == attr.name), None)
-            attr.docstring = griffe.Docstring(made, parent=attr) if made else None
+
+    def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
+        """Give a class that only type checkers see the docstring of that which a function of the module makes."""
+        if not cls.docstring and cls.parent.is_module:
+            classes = (node for node in ast.walk(ast.parse(cls.module.source)) if isinstance(node, ast.ClassDef))
+            made = next((text for node in classes if node.name == cls.name and (text := ast.get_docstring(node))), None)
+            cls.docstring = griffe.Docstring(made, parent=cls) if made else None
