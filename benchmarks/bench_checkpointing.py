@@ -92,7 +92,7 @@ def root_n(count: int, rows: int) -> Row:
     model, x = nn.Sequential(*(perceptron(64) for _ in range(count))), torch.randn(rows, 64)
     names = find_blocks(model)
     none, single = peak_under(model, x, []), peak_under(model, x, [names])
-    numbers = sorted({*range(2, min(count, 65), 1 + count // 64), round(count**0.5), count})
+    numbers = sorted({*range(2, min(count, 65), 1 + count // 32), round(count**0.5), count})
     peaks = {number: peak_under(model, x, equal_segments(names, number)) for number in numbers}
     root, best = round(count**0.5), min(peaks, key=lambda number: peaks[number])
     plan = plan_segments(model, "budget:least", step=partial(step, model, x))
@@ -185,9 +185,9 @@ def policies(depth: int, width: int, tokens: int, rounds: int) -> list[Row]:
 
 def measure(quick: bool) -> list[Row]:
     keep_freed_memory()
-    counts, tokens = ((8, 16), 512) if quick else ((16, 64, 256), 1024)
+    counts, tokens = ((8, 16), 512) if quick else ((8, 16, 64, 256), 1024)
     even = [root_n(count, tokens) for count in counts]
-    return even + (policies(4, 64, 128, rounds=2) if quick else policies(16, 256, 1024, rounds=7))
+    return even + (policies(4, 64, 128, rounds=2) if quick else policies(16, 256, 512, rounds=9))
 
 
 if __name__ == "__main__":
