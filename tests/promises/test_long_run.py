@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from shared_core import Recipe, Session
+from shared_core.history import LIMIT
 
 KEYS = tuple(key for key in TOGETHER if key != "soup")  # which keeps one entry for each checkpoint
 SAMPLES = 10
@@ -50,6 +51,9 @@ class Watch:
         objects = gc.get_objects()
         if len(self.mib) in (WARM, SAMPLES - 1):
             self.kinds[len(self.mib)] = collections.Counter(str(type(thing)) for thing in objects)
+        state, receipt = session.state_dict(), dict(session.receipt().values)
+        del state["history"]  # the receipt's points, which are thinned out now and then: of no even size
+        points = receipt.pop("history")
         counts = {
             "hooks": sum(
                 len(value) for m in model.modules() for key, value in vars(m).items() if key.endswith("hooks")
@@ -57,10 +61,11 @@ class Watch:
             "optimizer hooks": len(optimizer._optimizer_step_post_hooks) + len(optimizer._optimizer_step_pre_hooks),
             "threads": threading.active_count(),
             "open files": len(os.listdir("/proc/self/fd")),
-            "state": size(session.state_dict()),
-            "receipt": size(session.receipt().values),
+            "state": size(state),
+            "receipt": size(receipt),
             "notes": len(session.notes),
         }
+        assert all(len(series) <= LIMIT for series in points.values())
         self.counts.append(counts)
         del objects
         self.mib.append(resident_mib())

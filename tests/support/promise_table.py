@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -15,8 +16,9 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from shared_core.compatibility import refusal
+from shared_core.compatibility import ALLOWED_IF, refusal
 from shared_core.pruning.lottery import Ticket, write_ticket
+from shared_core.recipe import Recipe
 
 NUM_STEPS = 8
 BATCH = 8
@@ -131,7 +133,6 @@ VARIANTS = {
     "primary-copy": Row("primary_weights", {"kind": "fp32_copy"}, in_16_bit=True),
 }
 EVERYTHING = tuple(TECHNIQUES)
-PAIRS = [(a, b) for i, a in enumerate(EVERYTHING) for b in EVERYTHING[i + 1 :] if not refusal(a, b)]
 # The most that one run can hold: a row joins unless an earlier one refuses it.
 TOGETHER: tuple[str, ...] = ()
 for _key in EVERYTHING:
@@ -144,6 +145,15 @@ def recipe_of(*keys: str) -> dict[str, Any]:
     for key in keys:
         recipe |= (TECHNIQUES | VARIANTS)[key].recipe()
     return recipe
+
+
+def is_refused(first: str, second: str) -> bool:
+    """Whether two rows cannot be one recipe: some pairs are refused only with certain options."""
+    allowed_if = next((condition for pair, condition in ALLOWED_IF.items() if {*pair} == {first, second}), None)
+    return bool(refusal(first, second)) and not (allowed_if and allowed_if(Recipe.from_dict(recipe_of(first, second))))
+
+
+PAIRS = [pair for pair in itertools.combinations(EVERYTHING, 2) if not is_refused(*pair)]
 
 
 class DigitsNet(nn.Module):
