@@ -62,10 +62,12 @@ def contents(folder):
 @pytest.mark.parametrize("work", [search_a_soup, search_tickets, write_cache])
 def test_killed_work_ends_as_if_it_never_was(work, points, tmp_path, monkeypatch):
     monkeypatch.setattr("shared_core.pruning.lottery.curve.TicketCurve.plot", lambda curve, file: file)  # slow
-    (tmp_path / "whole").mkdir()
-    calls, _ = count_moments(lambda: work(tmp_path / "whole"), tmp_path / "whole")
+    for name in ("whole", "counted"):
+        (tmp_path / name).mkdir()
+    work(tmp_path / "whole")  # here: what it imports on the way is not counted, nor done again in each that is killed
+    calls, size = count_moments(lambda: work(tmp_path / "counted"), tmp_path / "counted")
     whole, deaths = contents(tmp_path / "whole"), 0
-    for number, (how, at) in enumerate(moments(calls, 3000, points, dice())):
+    for number, (how, at) in enumerate(moments(calls, size, points, dice())):
         folder = tmp_path / str(number)
         folder.mkdir()
         deaths += killed(lambda folder=folder: work(folder), how, at, folder)

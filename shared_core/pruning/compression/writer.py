@@ -93,8 +93,8 @@ def compress(
     Huffman's code. Zeros stay zeros. A tensor whose weights share that few values already, because training with
     `share` made them, is stored without any change.
 
-    Vectors (biases, norms), small tensors, integers, booleans and other dtypes are stored exactly. Tied tensors are
-    stored once.
+    Vectors (biases, norms), small tensors, integers, booleans and other dtypes are stored exactly, and so is a tensor
+    that would take more bytes with a table of values. Tied tensors are stored once.
 
     Args:
         state_dict: Dense tensors by name.
