@@ -20,7 +20,9 @@ class LoraConfig(TechniqueConfig):
     key: ClassVar[str] = "lora"
     switch: ClassVar[str] = "rank"
 
-    rank: int = option(help="rank r of the adapters: r·(inputs + outputs) trained parameters a layer", low=1)
+    rank: int = option(
+        help="rank r of the adapters: r·(inputs + outputs) trained parameters a layer", low=1, high=2**16
+    )
     alpha: float = option(32.0, help="the adapters' product BA is multiplied by alpha / rank", above=0.0)
     dropout: float = option(0.0, help="dropout on the adapters' input while training", low=0.0, below=1.0)
     base: Literal["nf4", "fp4", "int8", "none"] = option(

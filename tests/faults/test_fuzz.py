@@ -222,9 +222,10 @@ def test_aliases_are_read():
         ({"prune": {"sparsity": 0.5, "begin": 10**400}}, r"begin must be a step \(500\)"),
         ({"prune": {"sparsity": "9" * 5000}}, r"sparsity must be a finite number, got '9+ \[…\]"),
         ({"prune": {"\ud800": 1}}, r"prune\.\\ud800 is not an option"),
+        ({"lora": {"rank": 2**63}}, r"rank must be .* 65536"),  # which torch cannot make
     ],
 )
-def test_values_that_once_broke_the_message(recipe, match):
+def test_values_that_once_broke_the_message_or_torch(recipe, match):
     with pytest.raises(ConfigError, match=match) as caught:
         Recipe.from_dict(recipe)
     check_told(caught.value)
