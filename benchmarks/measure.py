@@ -85,7 +85,7 @@ class Row:
 Times = dict[str, list[float]]
 
 
-SECONDS = 10.0  # of CPU time for one comparison: a slow machine makes fewer rounds, not a longer benchmark
+SECONDS = 8.0  # of CPU time for one comparison: a slow machine makes fewer rounds, not a longer benchmark
 FEWEST = 3
 
 
