@@ -2,7 +2,7 @@
 
 import pytorch_lightning as pl
 import torch
-from digits_lightning import Classifier, digits, make_trainer
+from digits_lightning import Classifier, classes, digits, make_trainer
 from torch import Tensor, nn
 
 from lightning_eff import ActivationCheckpointing
@@ -29,7 +29,7 @@ class ConvNet(Classifier):
             nn.Sequential(ResidualBlock(channels, out, stride), ResidualBlock(out, out, 1))
             for channels, out, stride in ((1, 8, 1), (8, 16, 2), (16, 32, 2))
         ]
-        head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+        head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, classes()))
         self.net = nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *stages, *head)
 
 

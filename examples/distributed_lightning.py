@@ -18,7 +18,7 @@ class Deep(Classifier):
     def __init__(self, width: int = 64) -> None:
         super().__init__(width)
         blocks = (nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4))
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, width), *blocks, nn.Linear(width, 10))
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, width), *blocks, self.net[-1])
 
 
 def main() -> None:
@@ -40,7 +40,15 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         main()
     else:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
+        launch = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            __file__,
+            *sys.argv[1:],
+        ]
         one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(launch, env=one_thread, stdout=subprocess.PIPE, text=True, check=True)
         print(done.stdout.strip())

@@ -32,7 +32,15 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         main()
     else:
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
+        launch = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            __file__,
+            *sys.argv[1:],
+        ]
         one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(launch, env=one_thread, stdout=subprocess.PIPE, text=True, check=True)
         print(done.stdout.strip())

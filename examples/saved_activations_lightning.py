@@ -1,7 +1,7 @@
 """A convolutional net in Lightning: what backward needs, kept smaller, and what that costs."""
 
 import torch
-from digits_lightning import Classifier, digits, make_trainer
+from digits_lightning import Classifier, classes, digits, make_trainer
 from torch import nn
 
 from lightning_eff import CompressedActivations
@@ -15,7 +15,7 @@ class Convolutional(Classifier):
         self.net = nn.Sequential(
             nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
             nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5),
-            nn.Linear(1024, 10),
+            nn.Linear(1024, classes()),
         )  # fmt: skip
 
 
