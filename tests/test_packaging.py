@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"eff_kernels": "kernels/eff_kernels", **{name: name for name in ("hf_eff", "lightning_eff", "shared_core")}}
 NOT_OURS = shutil.ignore_patterns(
-    ".*", "__pycache__", "*.egg-info", "build", "dist", "site", "runs", "lightning_runs", "lightning_logs", "checkpoints",
-    "tmp_trainer",
+    ".*", "__pycache__", "*.egg-info", "build", "dist", "site", "runs", "lightning_runs", "lightning_logs",
+    "checkpoints", "tmp_trainer",
 )  # fmt: skip
 
 
