@@ -5,11 +5,10 @@ processes; with GPUs and a script of yours: torchrun --nproc_per_node=2 script.p
 """
 
 import os
-import subprocess
-import sys
 import tempfile
 
 from digits_hf import train
+from two_processes import in_two_processes
 
 from hf_eff import GradientCompression
 
@@ -29,19 +28,4 @@ def main():
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        main()
-    else:
-        launch = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node=2",
-            __file__,
-            *sys.argv[1:],
-        ]
-        launch += sys.argv[1:]
-        one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(launch, env=one_thread, stdout=subprocess.PIPE, text=True, check=True)
-        print(done.stdout.strip())
+    in_two_processes(main)

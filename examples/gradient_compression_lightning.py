@@ -5,10 +5,9 @@ starts them itself: Trainer(devices=2, strategy="eff_ddp_bf16")
 """
 
 import os
-import subprocess
-import sys
 
 from digits_lightning import Classifier, digits, make_trainer
+from two_processes import in_two_processes
 
 from lightning_eff import GradientCompression
 
@@ -29,18 +28,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        main()
-    else:
-        launch = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node=2",
-            __file__,
-            *sys.argv[1:],
-        ]
-        one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(launch, env=one_thread, stdout=subprocess.PIPE, text=True, check=True)
-        print(done.stdout.strip())
+    in_two_processes(main)

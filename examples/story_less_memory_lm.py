@@ -145,15 +145,16 @@ def main(argv=None):
         teacher = str(root / "teacher")
         print(f"teacher: loss {trained.evaluate()['eval_loss']:.3f}", flush=True)
 
+    teacher_mib = size_of(AutoModelForCausalLM.from_pretrained(teacher).parameters())
     rows = []
     for name, flags in ROWS.items():
         print(f"\n{name}: " + " ".join(f"--{flag} {value}" for flag, value in flags.items()), flush=True)
         model = model_of(args.model, data[0], args, 128, 4)
-        teacher_bytes = size_of(AutoModelForCausalLM.from_pretrained(teacher).parameters())
-        if "primary_weights_kind" in flags:
-            model, teacher_bytes = model.to(torch.bfloat16), teacher_bytes / 2
-        folder = root / name.strip(". ").replace(" ", "_")
-        rows.append(row(name, *train(folder, model, data, args, distill_teacher=teacher, **flags), teacher_bytes))
+        in_bf16 = "primary_weights_kind" in flags
+        if in_bf16:
+            model = model.to(torch.bfloat16)
+        folder, taught = root / name.strip(". ").replace(" ", "_"), teacher_mib / 2 if in_bf16 else teacher_mib
+        rows.append(row(name, *train(folder, model, data, args, distill_teacher=teacher, **flags), taught))
     kinds = list(rows[0][1])
     print(f"\n{args.steps} steps of {args.batch} x {args.length} tokens, vocabulary of {len(data[0]):,}; MiB\n")
     print(f"| run | {' | '.join(kinds)} | in all | | steps a CPU second | test loss |")

@@ -40,6 +40,11 @@ class TechniqueConfig:
     switch: ClassVar[str] = ""
     other_switch: ClassVar[str] = ""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Keep the repr of this class: `dataclass` would write one with all options into each subclass."""
+        super().__init_subclass__(**options)
+        cls.__repr__ = TechniqueConfig.__repr__  # type: ignore[method-assign]
+
     def __new__(cls, **options: Any) -> Self:
         """Refuse what is not an option; Python's own error would not tell the nearest one."""
         cls._check_names(options)

@@ -18,7 +18,7 @@ from shared_core.technique import Context, Technique
 _BACKENDS: Any = torch.backends  # half of it has no annotations
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class MatmulPrecisionConfig(TechniqueConfig):
     """Options of the precision of float32 products: ``--matmul_precision`` as a flag, ``matmul:`` in a recipe.
 

@@ -11,7 +11,7 @@ BUDGET = "budget:"
 """Before the memory that a plan keeps within."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class CheckpointingConfig(TechniqueConfig):
     """Options of activation checkpointing: ``--checkpointing_policy`` as a flag, ``checkpointing:`` in a recipe.
 

@@ -21,7 +21,7 @@ CACHE = "cache:"
 """Before the folder of a cached teacher."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class DistillConfig(TechniqueConfig):
     """Options of distillation: ``--distill_*`` as flags, ``distill:`` in a recipe.
 

@@ -32,7 +32,7 @@ _SCALED_MM_EVERYWHERE = ("tensorwise", "delayed", "rowwise")  # torch has it on 
 _HYBRID = ("tensorwise", "delayed")  # recipes that may have another format for gradients
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8Config(TechniqueConfig):
     """How linear layers multiply in FP8, or in another narrow format, forward and backward.
 

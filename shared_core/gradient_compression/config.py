@@ -9,7 +9,7 @@ from shared_core.config import TechniqueConfig, option
 from shared_core.positions import Position
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class CommConfig(TechniqueConfig):
     """In what form the processes of DDP send each other their gradients.
 

@@ -13,7 +13,7 @@ MIN_SCALE = 2.0**-14
 _TELEMETRY = ("telemetry_every", "flush_every", "histogram_every")
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class LossScaleConfig(TechniqueConfig):
     """Options of loss scaling: ``--loss_scale_*`` as flags, ``loss_scale:`` in a recipe.
 

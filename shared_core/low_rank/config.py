@@ -13,7 +13,7 @@ MEASURED = ("scaled", "whitened")
 """Decompositions that look at the inputs of layers."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class LowRankConfig(TechniqueConfig):
     """Which layers become products of two smaller ones, of which rank, and what is left at the end.
 

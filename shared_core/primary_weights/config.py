@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from shared_core.config import TechniqueConfig, option
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PrimaryWeightsConfig(TechniqueConfig):
     """Where the bits of an update go that a 16-bit weight cannot hold.
 

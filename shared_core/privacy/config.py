@@ -9,7 +9,7 @@ from shared_core.config import TechniqueConfig, option
 from shared_core.errors import ConfigError
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class PrivacyConfig(TechniqueConfig):
     """How much noise hides one example, and how the loss of privacy is counted.
 

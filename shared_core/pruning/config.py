@@ -31,7 +31,7 @@ _ONLY_WITH = {
 """Options that play a part only where another one has this value."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class PruneConfig(TechniqueConfig):
     """Which weights to prune, how many, and when.
 

@@ -26,7 +26,7 @@ OVERRIDABLE = ("scheme", "weight_bits", "activation_bits", "group_size")
 """What ``overrides`` may set for single modules."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class QatConfig(TechniqueConfig):
     """How a model learns to live with quantised weights and activations.
 

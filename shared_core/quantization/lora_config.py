@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from shared_core.config import TechniqueConfig, option
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig(TechniqueConfig):
     """Which linear layers are frozen in how many bits, and the adapters that are trained on them.
 

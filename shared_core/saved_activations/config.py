@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from shared_core.config import TechniqueConfig, option
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class ActivationsConfig(TechniqueConfig):
     """How the tensors that forward keeps for backward are stored in between.
 

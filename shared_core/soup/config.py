@@ -14,7 +14,7 @@ _SMALLER_IS_BETTER = frozenset({
 _GREEDY: dict[str, Any] = {"only_with": {"kind": ("greedy",)}}
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class SoupConfig(TechniqueConfig):
     """Options of the soup of a run's own checkpoints.
 

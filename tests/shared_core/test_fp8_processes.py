@@ -13,7 +13,7 @@ from fp8_runs import ALL, LOSS_SCALE, Quiet, backward, data, net, update
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import run_two_ranks
+from two_ranks import saved_by_two_ranks
 
 from shared_core.fp8 import Fp8Linear
 from shared_core.recipe import Recipe
@@ -104,8 +104,7 @@ def worker(rank, folder):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    run_two_ranks(__file__, folder)
-    found = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    found = saved_by_two_ranks(__file__, folder)
     return found, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

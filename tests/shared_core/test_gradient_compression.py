@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from two_ranks import run_two_ranks
+from two_ranks import saved_by_two_ranks
 
 from shared_core import compatibility
 from shared_core.errors import CompatibilityError, ConfigError
@@ -19,8 +19,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "gradient_compression_runs.py"
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("comm")
-    run_two_ranks(SCRIPT, folder)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    return saved_by_two_ranks(SCRIPT, folder)
 
 
 def test_powersgd_sends_what_the_paper_says(ranks):

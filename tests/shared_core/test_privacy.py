@@ -11,7 +11,7 @@ from privacy_runs import Run, net, steps_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from two_ranks import leave, run_two_ranks
+from two_ranks import leave, saved_by_two_ranks
 
 from shared_core import Recipe, Session
 from shared_core.compatibility import check, remarks
@@ -296,8 +296,7 @@ def test_a_loss_that_is_no_mean_over_examples_is_refused():
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    run_two_ranks(__file__, folder)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    return saved_by_two_ranks(__file__, folder)
 
 
 def test_two_processes_make_one_draw_and_add_noise_once(ranks):

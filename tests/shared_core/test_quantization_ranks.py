@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import leave, run_two_ranks
+from two_ranks import leave, saved_by_two_ranks
 
 from shared_core.quantization import QatConfig, QuantizationAwareTraining
 from shared_core.technique import Context
@@ -81,8 +81,7 @@ def worker(rank, folder):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    run_two_ranks(__file__, folder)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    return saved_by_two_ranks(__file__, folder)
 
 
 def test_two_processes_have_the_ranges_of_one(ranks):

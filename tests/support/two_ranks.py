@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 ENVIRONMENT = os.environ | {
@@ -61,6 +62,12 @@ def run_two_ranks(file, folder, *arguments, seconds=240):
         seconds: When to give up.
     """
     return run_scripts(ranks_of(file, folder, *arguments), folder, seconds)
+
+
+def saved_by_two_ranks(file, folder):
+    """Run two ranks; return what each saved as ``RANK.pt``."""
+    run_two_ranks(file, folder)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 def ranks_of(file, folder, *arguments):

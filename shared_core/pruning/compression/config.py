@@ -10,7 +10,7 @@ from shared_core.positions import Position
 from shared_core.pruning.compression.sharing import MAX_BITS, MIN_BITS
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class ShareConfig(TechniqueConfig):
     """How many values the weights of a tensor share, and from when on.
 

@@ -9,7 +9,7 @@ from shared_core.config import TechniqueConfig, option
 from shared_core.positions import Position
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class TicketConfig(TechniqueConfig):
     """One run: dense, or with the ticket of an earlier run. `LotteryTicket` writes these for every run of a search.
 

@@ -12,7 +12,7 @@ _EMA: dict[str, Any] = {"only_with": {"kind": ("ema",)}}
 _BEGIN: dict[str, Position] = {"ema": 0, "swa": 0.75, "last_k": 0}
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class AverageConfig(TechniqueConfig):
     """Which average of the weights a run keeps beside them, and from when on.
 
