@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from eff_kernels.pruning import apply_mask_
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared_core import Recipe, Session
@@ -181,8 +182,8 @@ def _widening(tensors: list[Tensor]) -> Callable[[], object]:
     narrow = [tensor.bfloat16() for tensor in tensors]
 
     def widen() -> None:
-        for weight, primary in zip(narrow, tensors, strict=True):  # whether somebody else changed it, to the bit
-            torch.equal(primary.to(torch.bfloat16).view(torch.int16), weight.view(torch.int16))
+        rounded, weights = _flatten_dense_tensors(tensors).bfloat16(), _flatten_dense_tensors(narrow)
+        torch.equal(rounded.view(torch.int16), weights.view(torch.int16))  # whether somebody else changed one
         torch._foreach_copy_(narrow, tensors)
 
     return widen

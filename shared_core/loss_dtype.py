@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shared_core.technique import Context
+
 _NARROW = (torch.float16, torch.bfloat16)
 _MAX_NODES = 64
 # What may lie between a loss and its logits; at anything else the model begins.
@@ -59,6 +61,12 @@ class LossDtype:
                 found = [child for child, _ in node.next_functions if child is not None and child not in nodes]
                 nodes += found[: max(_MAX_NODES - len(nodes), 0)]
         return self.is_narrow
+
+    def tell(self, loss: Tensor, context: Context, key: str) -> None:
+        """Note the dtypes behind the first loss, warn of 16 bits, and have technique `key` asked for losses no more."""
+        if self.see(loss):
+            context.services.say(self.warning())
+        context.done_with(key, "loss")
 
     @property
     def is_narrow(self) -> bool:

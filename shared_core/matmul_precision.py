@@ -100,8 +100,7 @@ class MatmulPrecision(Technique):
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
         """Return the loss as it is; the first one tells what it was computed in."""
-        if self.loss_dtype.see(task_loss):
-            context.services.say(self.loss_dtype.warning())
+        self.loss_dtype.tell(task_loss, context, self.key)
         return task_loss
 
     @property

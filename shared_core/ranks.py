@@ -8,17 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
+_IS_BUILT_IN = dist.is_available()
+_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX} if _IS_BUILT_IN else {}
 
 
 def world_size() -> int:
     """Return the number of processes, 1 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if _IS_BUILT_IN and dist.is_initialized() else 1
 
 
 def rank() -> int:
     """Return this process's rank, 0 without a process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if _IS_BUILT_IN and dist.is_initialized() else 0
 
 
 def is_main() -> bool:

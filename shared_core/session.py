@@ -18,16 +18,8 @@ from shared_core.plain_checkpoint import PlainKeys
 from shared_core.receipt import Receipt, environment
 from shared_core.recipe import Recipe
 from shared_core.rooms import ROOMS
-from shared_core.technique import (
-    FINISH_ORDER,
-    BareServices,
-    Context,
-    Services,
-    Technique,
-    driven,
-    in_order,
-    mean_over_micro_batch,
-)
+from shared_core.technique import BareServices, Context, Services, Technique, mean_over_micro_batch
+from shared_core.turns import driven, leave_out, to_finish
 
 
 class Session:
@@ -135,6 +127,7 @@ class Session:
         self._plain = PlainKeys(model)
         context = Context(model, self._front_end, self._services, resumed=resumed or {})
         context.restructured = functools.partial(self._plain.read, model)
+        context.done_with = functools.partial(leave_out, self._driven)
         context.generator.manual_seed(self._seed)
         context.weights_replaced = functools.partial(self._tell_all, "weights_replaced", context)
         context.constrain = functools.partial(self._tell_all, "constrain") if self._driven["constrain"] else None
@@ -192,11 +185,14 @@ class Session:
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Return what surrounds the forward and the loss of a training micro-batch; nothing before `begin`."""
-        if not self._driven["forward"] or not self._begun or self._finished:
+        driven, context = self._driven["forward"], self.context
+        if not driven or context is None or not self._begun or self._finished:
             return contextlib.nullcontext()
+        if len(driven) == 1:
+            return driven[0][1].forward(context)
         with contextlib.ExitStack() as stack:
-            for _, technique in self._driven["forward"]:
-                stack.enter_context(technique.forward(self._attached("forward")))
+            for _, technique in driven:
+                stack.enter_context(technique.forward(context))
             return stack.pop_all()
 
     def loss(self, task_loss: Tensor, normalise: Callable[[Tensor, Tensor | int], Tensor] | None = None) -> Tensor:
@@ -288,7 +284,7 @@ class Session:
         if self._finished or self.context is None:
             return
         if self._begun:
-            for key in in_order(self.techniques, FINISH_ORDER):
+            for key in to_finish(self.techniques):
                 with self._timed(key):
                     self.techniques[key].finish(self.context.model, self.context)
         self.detach()
@@ -313,7 +309,7 @@ class Session:
         baked = dict(state_dict)
         if not self.is_attached:
             return baked
-        for key in in_order(self.techniques, FINISH_ORDER):
+        for key in to_finish(self.techniques):
             baked = self.techniques[key].bake(baked)
         if self._plain is not None:
             self._plain.check(baked)
@@ -382,13 +378,11 @@ class Session:
         return self.context
 
     def _drive(self, verb: str, *told: Any) -> None:
-        if not self._driven[verb] or not self._begun or self._finished:
-            return
-        context = self._attached(verb)
-        for key, technique in self._driven[verb]:
-            start = time.perf_counter()
-            getattr(technique, verb)(context, *told)
-            self._seconds[key] += time.perf_counter() - start
+        if self._begun and not self._finished:
+            for key, technique in self._driven[verb]:
+                start = time.perf_counter()
+                getattr(technique, verb)(self.context, *told)
+                self._seconds[key] += time.perf_counter() - start
 
     @contextlib.contextmanager
     def _timed(self, key: str) -> Iterator[None]:

@@ -183,6 +183,8 @@ class Context:
     """Tells every technique that the weights came from elsewhere: masks are re-applied, ranges re-estimated."""
     resumed: Mapping[str, Any] = field(default_factory=dict)
     """The techniques' states in a checkpoint whose weights are loaded next, where they decide how to attach."""
+    done_with: Callable[[str, str], None] = lambda key, verb: None
+    """``done_with(key, verb)``: a technique needs a verb no more in this run."""
     restructured: Callable[[], None] = lambda: None
     """Tells that the model, as it is now, is what saved models are to be loaded in: its layers changed for good."""
     constrain: Callable[[Mapping[Tensor, Tensor]], None] | None = None
@@ -352,24 +354,3 @@ def overrides(technique: Technique, verb: str) -> bool:
         verb: The name of a method of `Technique`.
     """
     return getattr(type(technique), verb) is not getattr(Technique, verb)
-
-
-_STEP = ("before_optimizer_step", "after_optimizer_step", "skipped_optimizer_step")
-_VERBS = (
-    "forward", "loss", *_STEP, "before_eval", "after_eval", "before_save", "after_save", "evaluated", "constrain",
-)  # fmt: skip
-
-
-def driven(techniques: Mapping[str, Technique]) -> dict[str, list[tuple[str, Technique]]]:
-    """Return, for each verb of every step or so, the techniques that do something then, in the order of their turns.
-
-    Args:
-        techniques: Recipe key → technique, in the order of composition.
-    """
-    turns = {
-        verb: [(key, technique) for key, technique in techniques.items() if overrides(technique, verb)]
-        for verb in _VERBS
-    }
-    # Gradients are made private before another technique reads them: what it makes of them then gives nothing away.
-    turns["before_optimizer_step"].sort(key=lambda turn: turn[0] != "dp")
-    return turns

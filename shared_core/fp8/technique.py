@@ -123,8 +123,7 @@ class Fp8Training(Technique):
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
         """Return the loss as it is; the first one tells what it was computed in."""
-        if self._loss_dtype.see(task_loss):
-            context.services.say(self._loss_dtype.warning())
+        self._loss_dtype.tell(task_loss, context, self.key)
         return task_loss
 
     def before_optimizer_step(self, context: Context) -> None:

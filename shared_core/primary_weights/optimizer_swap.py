@@ -31,20 +31,25 @@ def replace_parameters_(optimizer: torch.optim.Optimizer, replacement: Mapping[T
         >>> weight.tolist(), other.tolist()
         ([0.0, 0.0], [-1.0, -1.0])
     """
+    exchange_parameters_(optimizer, replacement.items())
+
+
+def exchange_parameters_(optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Do what `replace_parameters_` does, of pairs of an old tensor and the new one."""
+    # by identity: this runs twice a step, and a tensor's hash is a call of Python's
+    new = {id(old): new for old, new in pairs}
     for group in optimizer.param_groups:
-        group["params"][:] = map(replacement.get, group["params"], group["params"])
-    if not any(key in replacement for key in optimizer.state):
-        return
-    moved = {replacement.get(key, key): value for key, value in optimizer.state.items()}
-    optimizer.state.clear()
-    optimizer.state.update(moved)
+        group["params"][:] = [new.get(id(old), old) for old in group["params"]]
+    if optimizer.state:
+        moved = [(new.get(id(key), key), value) for key, value in optimizer.state.items()]
+        optimizer.state.clear()
+        optimizer.state.update(moved)
 
 
 def trained_in_16_bit(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
     """Return every trainable fp16 or bf16 parameter of the optimizers once, in their order."""
     groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
-    trained = [p for parameters in groups for p in parameters if p.dtype in HALF and p.requires_grad]
-    return [*dict.fromkeys(trained)]
+    return [*{id(p): p for parameters in groups for p in parameters if p.dtype in HALF and p.requires_grad}.values()]
 
 
 def moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:

@@ -128,7 +128,8 @@ class Pruning(Technique):
             self._straight_through.show(self._weights)
         if self._scorer.needs:
             self._scorer.observe_step(self._weights, gradients)
-        gradients = {name: local_part(gradient) for name, gradient in gradients.items()}
+        if config.criterion == "movement" or config.dynamic == "rigl" or config.sr_ste:
+            gradients = {name: local_part(gradient) for name, gradient in gradients.items()}
         if self._units:
             self._units.observe_step()
         if self._learns_under_masks and config.criterion == "movement" and config.dynamic == "none":
@@ -150,7 +151,7 @@ class Pruning(Technique):
             self._update(context, self._scheduled(context.step))
         elif self._learns_under_masks:
             self._straight_through.hide(self._weights, self._store.parts)
-        else:
+        elif self._store:
             self._store.apply()
         self._dense_gradients = {}
         if self._units:

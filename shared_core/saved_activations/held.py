@@ -24,7 +24,7 @@ class HeldMemory:
     modules replace as they compute, are looked up for every forward.
 
     Args:
-        model: Its modules; those that join it later are found by their parameters alone.
+        model: Its modules; those that join it later, or get their first buffer, are found by their parameters alone.
 
     Example:
         >>> norm = nn.BatchNorm1d(2)
@@ -36,7 +36,7 @@ class HeldMemory:
     def __init__(self, model: nn.Module) -> None:
         parts = [*model.modules()]
         self._owned = [owned for part in parts for owned in (part._parameters, part._buffers)]
-        self._buffers = [part._buffers for part in parts]
+        self._buffers = [part._buffers for part in parts if part._buffers]
         self._known: dict[int, Any] = {}
         self._look()
         self.start()
@@ -44,7 +44,7 @@ class HeldMemory:
     def start(self) -> None:
         """A forward begins."""
         self._has_looked = False
-        self._of_buffers = {buffer.untyped_storage()._cdata for buffer in _plain(filter(None, self._buffers))}
+        self._of_buffers = {buffer.untyped_storage()._cdata for buffer in _plain(self._buffers)}
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a weight, or lies in the memory of a parameter or buffer."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shared_core.errors import TrainingError
@@ -130,9 +131,8 @@ class Ledger:
         return flat.new_empty_strided(kept.size, kept.stride).copy_(flat.view(kept.size))
 
     def close(self) -> None:
-        """End of forward: decide what is open, and share nothing with later ones."""
+        """End of forward: decide what is open."""
         self._decide(None)
-        self._memories = {}
 
     def _why_not(self, tensor: Tensor) -> str | None:
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
@@ -190,6 +190,19 @@ class Ledger:
         else:
             values = partial(narrow_form, dtype=_NARROW[config.pack])
         return exact_form(flat, sparse=config.sparse, values=values) or values(flat)
+
+
+class Packing(saved_tensors_hooks):
+    """Surrounds a forward whose saved tensors go to a ledger, and closes it unless the forward failed."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger.pack, ledger.unpack)
+        self._ledger = ledger
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        if raised[0] is None:
+            self._ledger.close()
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.preview import Ability
@@ -18,7 +16,7 @@ from shared_core.saved_activations.config import ActivationsConfig
 from shared_core.saved_activations.counts import Counts
 from shared_core.saved_activations.held import HeldMemory
 from shared_core.saved_activations.host import CudaLane, HostMover
-from shared_core.saved_activations.ledger import Ledger
+from shared_core.saved_activations.ledger import Ledger, Packing
 from shared_core.technique import Context, Technique
 
 
@@ -55,7 +53,6 @@ class CompressedActivations(Technique):
         self._mover: HostMover | None = None
         self._held: HeldMemory | None = None
         self._micro_batch = 0
-        self._is_checked = False
 
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
@@ -84,9 +81,8 @@ class CompressedActivations(Technique):
                 raise _nothing_to_offload(f"a model on {device.type}")
             self._mover = HostMover(CudaLane(device))
 
-    @contextlib.contextmanager
-    def forward(self, context: Context) -> Iterator[None]:
-        """Pack what the forward inside saves."""
+    def forward(self, context: Context) -> Packing:
+        """Return what packs the tensors that the forward inside saves."""
         self._micro_batch += 1
         generators: dict[torch.device, torch.Generator] = {}
 
@@ -102,10 +98,7 @@ class CompressedActivations(Technique):
             self._held.start()
         if self._mover is not None:
             self._mover.start()
-        ledger = Ledger(self.config, self.counts, held=self._held, mover=self._mover, generator=generator_on)
-        with saved_tensors_hooks(ledger.pack, ledger.unpack):
-            yield
-        ledger.close()
+        return Packing(Ledger(self.config, self.counts, held=self._held, mover=self._mover, generator=generator_on))
 
     def before_optimizer_step(self, context: Context) -> None:
         """Look once whether anything was packed, and rounded where that was asked for.
@@ -113,11 +106,6 @@ class CompressedActivations(Technique):
         Raises:
             TrainingError: If not.
         """
-        if not self._is_checked:
-            self._is_checked = True
-            self._check()
-
-    def _check(self) -> None:
         pack, counts, left = self.config.pack, self.counts, f"left alone were {self.counts.left_alone()}"
         if not counts.forwards:
             raise TrainingError(
@@ -134,6 +122,7 @@ class CompressedActivations(Technique):
                 f"activations: the first step must have packed a tensor, got none with pack={pack}; {left}; lower "
                 "min_size, pack bf16 or int8, or recompute fewer blocks: under checkpointing they keep inputs alone"
             )
+        context.done_with(self.key, "before_optimizer_step")
 
     def after_optimizer_step(self, context: Context) -> None:
         """The next micro-batch is the first of its step."""

@@ -27,7 +27,7 @@ class StandIn:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._owned = model, [module._parameters for module in model.modules()]
+        self._model, self._owned = model, [module._parameters for module in model.modules() if module._parameters]
         self.parameters = {name: value for name, value in model.named_parameters() if is_trained(value)}
         self._trained = self._now_trained()
         self.norms = {
@@ -50,7 +50,7 @@ class StandIn:
         return sorted(names ^ self.parameters.keys())
 
     def _now_trained(self) -> list[int]:
-        return [id(p) for own in filter(None, self._owned) for p in own.values() if p is not None and p.requires_grad]
+        return [id(p) for own in self._owned for p in own.values() if p is not None and p.requires_grad]
 
     def live(self) -> Mapping[str, Tensor]:
         """Return what is averaged, as it is in the model now, to use without gradients."""
