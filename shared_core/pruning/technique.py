@@ -17,7 +17,7 @@ from shared_core.pruning.config import UNITS, PruneConfig
 from shared_core.pruning.cost_watch import CostWatch
 from shared_core.pruning.mask_store import MaskStore, refuse_sparse
 from shared_core.pruning.moments import moments_told, resolve_moments
-from shared_core.pruning.optimizer_state import clear_moments_
+from shared_core.pruning.optimizer_state import SLOW_ON_ZEROS, clear_moments_, is_slow_on_zeros
 from shared_core.pruning.penalty import Penalty
 from shared_core.pruning.report import NOTES, UNITS_NOTE, weights_report
 from shared_core.pruning.rigl import moved_masks, rigl_drop_share
@@ -102,6 +102,8 @@ class Pruning(Technique):
         self._restore(context)
         if self._units and not self._is_final:
             self._units.listen(context.model)
+        if context.clips_gradients and any(map(is_slow_on_zeros, context.optimizers)):
+            context.services.say(SLOW_ON_ZEROS)
         if self._last_update < 0 and context.step >= self._begin and not self.config.needs_a_step:
             self._update(context, self._scheduled(context.step))
 

@@ -98,3 +98,20 @@ def test_no_weight_comes_back_when_steps_are_skipped(optimizer):
 
 def test_no_weight_comes_back_in_a_compiled_model():
     check(train(RECIPES["cubic"], "sgd", compiled=True))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "clips", "told"),
+    [
+        (lambda p: torch.optim.AdamW(p), True, True),
+        (lambda p: torch.optim.AdamW(p), False, False),
+        (lambda p: torch.optim.AdamW(p, fused=True), True, False),
+        (lambda p: torch.optim.SGD(p, lr=0.1), True, False),
+    ],
+)
+def test_an_optimizer_that_zeros_slow_down_is_told(optimizer, clips, told, capsys):
+    model = nn.Linear(4, 4)
+    session = Session(Recipe.from_dict({"prune": {"sparsity": 0.5}}))
+    session.attach(model)
+    session.begin([optimizer(model.parameters())], total_steps=10, clips_gradients=clips)
+    assert ("pass fused=True" in capsys.readouterr().out) is told
