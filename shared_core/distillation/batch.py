@@ -17,7 +17,8 @@ from shared_core.errors import ConfigError, TrainingError
 
 # A teacher that saw the labels would compute a loss nobody wants, or reject the trainers' own arguments.
 _FOR_THE_LOSS = ("labels", "num_items_in_batch")
-_SIGNATURES: weakref.WeakKeyDictionary[Callable[..., Any], inspect.Signature] = weakref.WeakKeyDictionary()
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_NAMES: weakref.WeakKeyDictionary[Callable[..., Any], tuple[list[str], set[str] | None]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def named_inputs(student: nn.Module, forward: Forward) -> dict[str, Any]:
 
 def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any:
     """Return the output of a teacher in eval mode for the student's inputs, without labels and without gradients."""
-    like = next((parameter for parameter in teacher.parameters() if parameter.is_floating_point()), None)
+    like = first_parameter(teacher, floating=True)
     names = _positional_names(student)
     args = tuple(
         None if name in _FOR_THE_LOSS else _on(_without_labels(value), like)
@@ -92,6 +93,20 @@ def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any
         kwargs["decoder_input_ids"] = _on(shift(named["labels"]), like)
     with torch.no_grad():
         return teacher(*args, **kwargs)
+
+
+def first_parameter(module: nn.Module, *, floating: bool = False) -> Tensor | None:
+    """Return the first of ``module.parameters()``, or the first of floating point.
+
+    Every micro-batch asks, and torch's own generators take ten times as long to begin with.
+    """
+    for parameter in module._parameters.values():
+        if parameter is not None and (not floating or parameter.is_floating_point()):
+            return parameter
+    for child in module._modules.values():
+        if child is not None and (found := first_parameter(child, floating=floating)) is not None:
+            return found
+    return None
 
 
 def find_logits(output: Any, name: str, whose: str) -> Tensor:
@@ -167,27 +182,26 @@ def counted_positions(
     return None if counts is None else counts.to(logits.device)
 
 
-def _signature(module: nn.Module) -> inspect.Signature:
+def _names_of(module: nn.Module) -> tuple[list[str], set[str] | None]:
+    """Return the names of forward's positional arguments, and of all; None for any."""
     # every micro-batch asks, and inspecting takes longer than small layers do; a wrapper may replace forward meanwhile
     forward = module.forward
     function = getattr(forward, "__func__", forward)
-    if function not in _SIGNATURES:
-        _SIGNATURES[function] = inspect.signature(forward)
-    return _SIGNATURES[function]
+    if (known := _NAMES.get(function)) is None:
+        parameters = inspect.signature(forward).parameters.values()
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+        positional = [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
+        known = _NAMES[function] = positional, None if takes_any else {parameter.name for parameter in parameters}
+    return known
 
 
 def _positional_names(module: nn.Module) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = _signature(module).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.kind in kinds]
+    return _names_of(module)[0]
 
 
 def _keywords(module: nn.Module) -> set[str] | None:
     """Return the keywords that forward takes, None for any."""
-    parameters = _signature(module).parameters.values()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return {parameter.name for parameter in parameters}
+    return _names_of(module)[1]
 
 
 def _without_labels(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared_core.distillation.batch import Forward, ask_teacher
+from shared_core.distillation.batch import Forward, ask_teacher, first_parameter
 from shared_core.distillation.sharding import shard_like_
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.ranks import local_part
@@ -47,11 +47,12 @@ class Teachers:
 
     def follow(self, student: nn.Module) -> None:
         """Bring every teacher to the student's device."""
-        there = next((parameter.device for parameter in student.parameters()), None)
+        there = first_parameter(student)
         for module in self.modules:
-            here = next((parameter.device for parameter in module.parameters()), None)
-            if there is not None and here is not None and here != there and not _is_placed(module):
-                module.to(there)
+            here = first_parameter(module)
+            if there is None or here is None or here.device == there.device or _is_placed(module):
+                continue
+            module.to(there.device)
 
     def after_step(self, student: nn.Module) -> None:
         """The student took a step; frozen teachers do not."""

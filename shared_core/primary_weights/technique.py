@@ -14,7 +14,7 @@ from shared_core.errors import CheckpointError, TrainingError
 from shared_core.lbfgs import refuse_lbfgs
 from shared_core.preview import Touched
 from shared_core.primary_weights.config import PrimaryWeightsConfig
-from shared_core.primary_weights.copies import follow_
+from shared_core.primary_weights.copies import follow_, groups_of
 from shared_core.primary_weights.gradients import WideGradients
 from shared_core.primary_weights.optimizer_swap import (
     HALF,
@@ -74,6 +74,7 @@ class PrimaryWeights(Technique):
         self._primary: dict[Tensor, Tensor] = {}
         self._gradients = WideGradients()
         self._is_in = self._is_sharded = False
+        self._groups: list[slice] = []
         self._handed: tuple[list[Tensor | None], list[int]] | None = None
         """The gradients and versions that the parameters had when their primaries were handed over."""
         self._small_updates: dict[str, int] = {}
@@ -177,7 +178,7 @@ class PrimaryWeights(Technique):
             self._count_small_updates(context.step)
         if self.config.kind == "fp32_copy":
             if self._primary:  # all may be frozen by now
-                primaries, parameters = zip(*self._parts(), strict=True)
+                primaries, parameters = self._parts()
                 torch._foreach_copy_(parameters, primaries)
         else:
             self._round_stochastically(context.generator)
@@ -217,16 +218,16 @@ class PrimaryWeights(Technique):
         before = self._primary
         if len(before) != len(parameters) or not all(map(is_, before, parameters)):
             self._primary = {p: before[p] if p in before else _copy(p) for p in parameters}
-            self._is_sharded = any(map(is_sharded, parameters))
+            self._is_sharded, self._groups = any(map(is_sharded, parameters)), groups_of(parameters)
         if before:
-            follow_(self._parts())
+            follow_(*self._parts(), self._groups)
 
-    def _parts(self) -> list[tuple[Tensor, Tensor]]:
+    def _parts(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the float32 values and the parameters, of each what this process holds."""
         primaries, parameters = [*self._primary.values()], [*self._primary]
         if self._is_sharded:
             primaries, parameters = [*map(local_part, primaries)], [*map(local_part, parameters)]
-        return list(zip(primaries, parameters, strict=True))
+        return primaries, parameters
 
     def _round_stochastically(self, generator: torch.Generator) -> None:
         # One number a step from the run's own generator, which lies on the CPU and is equal on all processes.

@@ -38,13 +38,15 @@ class HeldMemory:
         self._owned = [owned for part in parts for owned in (part._parameters, part._buffers)]
         self._buffers = [part._buffers for part in parts if part._buffers]
         self._known: dict[int, Any] = {}
+        self._of_buffers: set[int] = set()
         self._look()
         self.start()
 
     def start(self) -> None:
         """A forward begins."""
         self._has_looked = False
-        self._of_buffers = {buffer.untyped_storage()._cdata for buffer in _plain(self._buffers)}
+        if self._buffers:
+            self._of_buffers = {buffer.untyped_storage()._cdata for buffer in _plain(self._buffers)}
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a weight, or lies in the memory of a parameter or buffer."""

@@ -52,7 +52,7 @@ class CompressedActivations(Technique):
         self.counts = Counts()
         self._mover: HostMover | None = None
         self._held: HeldMemory | None = None
-        self._micro_batch = 0
+        self._step, self._micro_batch = -1, 0
 
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
@@ -83,7 +83,8 @@ class CompressedActivations(Technique):
 
     def forward(self, context: Context) -> Packing:
         """Return what packs the tensors that the forward inside saves."""
-        self._micro_batch += 1
+        self._micro_batch = self._micro_batch + 1 if context.step == self._step else 1
+        self._step = context.step
         generators: dict[torch.device, torch.Generator] = {}
 
         def generator_on(device: torch.device) -> torch.Generator:
@@ -124,17 +125,13 @@ class CompressedActivations(Technique):
             )
         context.done_with(self.key, "before_optimizer_step")
 
-    def after_optimizer_step(self, context: Context) -> None:
-        """The next micro-batch is the first of its step."""
-        self._micro_batch = 0
-
     def state_dict(self) -> dict[str, Any]:
         """Return how far into its step the run is, and what was counted."""
-        return {"micro_batch": self._micro_batch, "counts": self.counts.state_dict()}
+        return {"step": self._step, "micro_batch": self._micro_batch, "counts": self.counts.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        self._micro_batch = int(state.get("micro_batch", 0))
+        self._step, self._micro_batch = int(state.get("step", -1)), int(state.get("micro_batch", 0))
         if "counts" in state:
             self.counts.load_state_dict(state["counts"])
 
