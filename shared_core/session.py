@@ -172,6 +172,10 @@ class Session:
             ConfigError: If a position does not fit the run.
         """
         context = self._attached("begin")
+        if isinstance(optimizers, torch.optim.Optimizer):
+            raise TrainingError(
+                "session: begin must have a list of optimizers, got one; pass session.begin([optimizer])"
+            )
         context.optimizers = tuple(optimizers)
         context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
         context.clips_gradients = clips_gradients

@@ -91,8 +91,24 @@ def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any
     given = any(named.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
     if shift and not given and isinstance(named.get("labels"), Tensor):
         kwargs["decoder_input_ids"] = _on(shift(named["labels"]), like)
-    with torch.no_grad():
-        return teacher(*args, **kwargs)
+    try:
+        with torch.no_grad():
+            return teacher(*args, **kwargs)
+    except TypeError as error:
+        _check_fit(teacher, args, kwargs, error)
+        raise
+
+
+def _check_fit(teacher: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError) -> None:
+    """Raise `TrainingError` if a teacher failed because its forward does not take these inputs."""
+    try:
+        inspect.signature(teacher.forward).bind(*args, **kwargs)
+    except TypeError as misfit:
+        given = f"{len(args)} by position" + "".join(f", {name}" for name in kwargs)
+        raise TrainingError(
+            f"distill: teacher must have a forward that takes the student's inputs ({given}), got "
+            f"{type(teacher).__name__}: {misfit}; wrap it in a module whose forward takes them"
+        ) from error
 
 
 def first_parameter(module: nn.Module, *, floating: bool = False) -> Tensor | None:

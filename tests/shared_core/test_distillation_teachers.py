@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shared_core.distillation.cache import write_teacher_cache
-from shared_core.errors import CheckpointError, ConfigError, MatchError
+from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
 from shared_core.recipe import Recipe
 from shared_core.session import Session
 
@@ -220,3 +220,23 @@ def test_a_cached_teacher_teaches_what_the_teacher_would(tmp_path):
         Run({"temperature": 3.0, "teacher": f"cache:{tmp_path / 'cache'}"})
     with pytest.raises(ConfigError, match="allows no temperature_end"):
         Run({"temperature_end": 3.0, "teacher": f"cache:{tmp_path / 'cache'}"})
+
+
+class TakesTwo(nn.Module):
+    def forward(self, x, y):
+        return x + y
+
+
+class Broken(nn.Module):
+    def forward(self, x):
+        return x + None
+
+
+def test_a_teacher_of_other_inputs_is_named():
+    with pytest.raises(TrainingError, match=r"takes the student's inputs \(1 by position\), got TakesTwo: missing .*'y'"):
+        Run({"teacher": [TakesTwo()]}).loss()
+
+
+def test_a_teacher_that_fails_by_itself_fails_with_its_own_error():
+    with pytest.raises(TypeError, match="NoneType"):
+        Run({"teacher": [Broken()]}).loss()
