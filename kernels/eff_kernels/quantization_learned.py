@@ -48,10 +48,10 @@ class _LsqFakeQuantize(torch.autograd.Function):
         scale = scale.clamp_min(SMALLEST_SCALE)
         codes = (x.to(scale.dtype) / scale).round_()
         if zero_point is None:
-            codes = codes.clamp(qmin, qmax)
+            codes = codes.clamp_(qmin, qmax)
         else:
             zero = zero_point.round().clamp(qmin, qmax)
-            codes = (codes + zero).clamp(qmin, qmax).sub_(zero)
+            codes = (codes + zero).clamp_(qmin, qmax).sub_(zero)
         return codes.mul_(scale).to(x.dtype)
 
     @staticmethod
@@ -72,17 +72,17 @@ class _LsqFakeQuantize(torch.autograd.Function):
         scale = scale.clamp_min(SMALLEST_SCALE)
         grad = grads[0].to(scale.dtype)
         exact = x.to(scale.dtype) / scale
-        zero: Tensor | int = 0 if zero_point is None else zero_point.round().clamp(qmin, qmax)
-        codes = exact.round() + zero
-        inside = pass_inside(grad, codes if rounded_gate else exact + zero, qmin, qmax)
+        zero = None if zero_point is None else zero_point.round().clamp(qmin, qmax)
+        codes = exact.round() if zero is None else exact.round() + zero
+        inside = pass_inside(grad, codes if rounded_gate else exact if zero is None else exact + zero, qmin, qmax)
         # ne(v) − v inside and the clamped code outside, in one form: outside no gradient is left to multiply v with,
-        # which is bounded because 0 · inf would be NaN
-        bounded = exact.clamp(qmin - qmax - 1, qmax - qmin + 1)
-        scale_grad = torch.addcmul(grad * (codes.clamp(qmin, qmax) - zero), inside, bounded, value=-1)
+        # which is bounded because 0 · inf would be NaN. In place where it can be: memory is what a CPU waits for.
+        clamped = codes.clamp_(qmin, qmax) if zero is None else codes.clamp_(qmin, qmax) - zero
+        scale_grad = (grad * clamped).addcmul_(inside, exact.clamp_(qmin - qmax - 1, qmax - qmin + 1), value=-1)
         scale_grad = sum_like(scale_grad, scale) * grad_scale
         zero_grad = None
         if zero_point is not None:
-            zero_grad = sum_like((inside - grad) * scale, zero_point) * grad_scale
+            zero_grad = sum_like(inside - grad, zero_point) * (scale * grad_scale)
         return inside.to(x.dtype), scale_grad, zero_grad, None, None, None, None
 
 
@@ -146,12 +146,12 @@ class _LearnedRange(torch.autograd.Function):
             return x_grad, sums[1].view_as(minimum), sums[0].view_as(maximum), None, None, None
         grad = grads[0].to(scale.dtype)
         codes = x.to(scale.dtype) / scale
-        codes = (codes.round() if rounded_gate else codes) + zero_point
+        codes = (codes.round_() if rounded_gate else codes).add_(zero_point)
         inside = pass_inside(grad, codes, qmin, qmax)
         # a code outside cannot be NaN, so one comparison splits what is left
         outside = grad - inside
         below = torch.where(codes < qmin, outside, 0.0)
-        return inside.to(x.dtype), sum_like(below, minimum), sum_like(outside - below, maximum), None, None, None
+        return inside.to(x.dtype), sum_like(below, minimum), sum_like(outside.sub_(below), maximum), None, None, None
 
 
 def range_fake_quantize(

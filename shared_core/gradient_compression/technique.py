@@ -2,6 +2,7 @@
 # No postponed annotations: DDP compares those of its hook with the classes themselves.
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
@@ -167,7 +168,10 @@ class GradientCompression(Technique):
 
     def _overflowed(self) -> bool:
         grads = [local_part(parameter.grad) for parameter in self._names if parameter.grad is not None]
-        found = not all(bool(grad.isfinite().all()) for grad in grads)
+        # the largest magnitude is not finite where an element is not: one read of the device for all
+        filled = [grad for grad in grads if grad.numel()]
+        largest = torch._foreach_norm(filled, math.inf) if filled else ()
+        found = bool(largest) and not torch.stack([one.isfinite().to(filled[0].device) for one in largest]).all()
         return found if self._scatter is None else any_rank(found, grads[0].device if grads else "cpu")
 
     def after_optimizer_step(self, context: Context) -> None:

@@ -233,7 +233,9 @@ class Broken(nn.Module):
 
 
 def test_a_teacher_of_other_inputs_is_named():
-    with pytest.raises(TrainingError, match=r"takes the student's inputs \(1 by position\), got TakesTwo: missing .*'y'"):
+    with pytest.raises(
+        TrainingError, match=r"takes the student's inputs \(1 by position\), got TakesTwo: missing .*'y'"
+    ):
         Run({"teacher": [TakesTwo()]}).loss()
 
 
