@@ -105,33 +105,42 @@ class ChunkedDistillation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Return forward's gradients times the total's, in place of them where nothing else will ask for them."""
-        if torch.is_grad_enabled():
-            raise TrainingError(
-                "chunked_kd_loss: gradients must be first ones, got a backward with create_graph; "
-                "they are computed in forward, so take second ones of kd_loss"
-            )
         grads, scale = ctx.grads, grad_outputs[0]
-        if grads is None:
-            raise TrainingError(
-                "chunked_kd_loss: backward must run once, got a second one; the first needs retain_graph=True"
-            )
-        kept = _graph_is_kept()
+        check_first_backward("chunked_kd_loss", grads)
+        kept = graph_is_kept()
         if not kept:
             ctx.grads = None
         pairs = zip(grads, ctx.dtypes, strict=True)
         return (
-            *(None if grad is None else _multiplied(grad, scale, dtype, kept) for grad, dtype in pairs),
+            *(None if grad is None else multiplied(grad, scale, dtype, kept) for grad, dtype in pairs),
             *[None] * 7,
         )
 
 
-def _multiplied(grad: Tensor, scale: Tensor, dtype: torch.dtype, kept: bool) -> Tensor:
+def check_first_backward(where: str, kept: object) -> None:
+    """Refuse what gradients that were computed in forward cannot give.
+
+    Raises:
+        TrainingError: In a backward with create_graph, or if `kept`, what backward multiplies, is gone.
+    """
+    if torch.is_grad_enabled():
+        raise TrainingError(
+            f"{where}: gradients must be first ones, got a backward with create_graph; "
+            "they are computed in forward, so take second ones of kd_loss"
+        )
+    if kept is None:
+        raise TrainingError(f"{where}: backward must run once, got a second one; the first needs retain_graph=True")
+
+
+def multiplied(grad: Tensor, scale: Tensor, dtype: torch.dtype, kept: bool) -> Tensor:
+    """Return a gradient times the scale of a loss, in `dtype`; in place unless it is `kept`."""
     # in float32, where the scale of a loss cannot overflow; in place, for a head's gradient can be the largest tensor
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     return (wide * scale if kept else wide.mul_(scale)).to(dtype)
 
 
-def _graph_is_kept() -> bool:
+def graph_is_kept() -> bool:
+    """Return whether the backward under way keeps its graph for another one."""
     # private, and asked by torch's own compiled backward for the same reason (torch 2.11 to 2.13); without it, copies
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return asked is None or bool(asked())

@@ -12,7 +12,7 @@ from torch.autograd import Variable
 from shared_core.distillation.batch import check_classes, find_logits
 from shared_core.distillation.comparison import Compared, Comparison, StudentBatch, load_named
 from shared_core.distillation.config import DistillConfig
-from shared_core.distillation.divergences import DIVERGENCES
+from shared_core.distillation.fused_sum import divergence_sum
 from shared_core.distillation.heads import check_heads
 from shared_core.distillation.peers import Peers
 from shared_core.distillation.redraw import redrawn
@@ -57,10 +57,10 @@ class MutualComparison(Comparison):
             check_classes(logits, other, of_classes=config.of_classes)
         options: dict[str, Any] = {"beta": config.beta} if config.divergence == "jsd" else {}
         options |= {"temperature": batch.temperature, "mask": mask, "scale_by_temperature": config.scale_by_temperature}
-        compare = DIVERGENCES[config.divergence]
         totals = []
         for mine in everyone:
-            sums = [compare(mine, other.detach(), **options) for other in everyone if other is not mine]
+            others = [other.detach() for other in everyone if other is not mine]
+            sums = [divergence_sum(config.divergence, mine, other, **options) for other in others]
             totals.append(torch.stack([total for total, _ in sums]).mean())
             count = sums[0][1]
         self._latest = list(zip((task for task, _ in studied), totals[1:], strict=True))

@@ -1,0 +1,122 @@
+"""The soft loss of large logits, with its gradient computed in the same pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from eff_kernels.distillation import DIVERGENCES as FUSED
+from eff_kernels.distillation import arithmetic_dtype, kd_rows_
+from eff_kernels.eager_cuda import is_plain
+from torch import Tensor
+
+from shared_core.distillation.chunked_autograd import check_first_backward, graph_is_kept, multiplied
+from shared_core.distillation.divergences import DIVERGENCES
+from shared_core.distillation.softened_pair import check_fraction, check_temperature, counted_rows
+
+SMALLEST = 1 << 19
+"""Fewer logits than this take less time in whole operations than a few rows at a time (torch 2.13, CPU)."""
+
+
+def fits_fused_sum(divergence: str, student: Tensor, teacher: Tensor) -> bool:
+    """Return whether `fused_sum` computes this divergence of these logits, and faster than autograd would."""
+    return (
+        divergence in FUSED
+        and student.numel() >= SMALLEST
+        and torch.is_grad_enabled()
+        and student.requires_grad
+        and is_plain(student)
+        and is_plain(teacher)
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def divergence_sum(divergence: str, student: Tensor, teacher: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return what the function of `DIVERGENCES` returns for two logits, by `fused_sum` where that fits."""
+    if fits_fused_sum(divergence, student, teacher):
+        return fused_sum(divergence, student, teacher, **options)
+    return DIVERGENCES[divergence](student, teacher, **options)
+
+
+def fused_sum(
+    divergence: str,
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    temperature: float = 2.0,
+    mask: Tensor | None = None,
+    scale_by_temperature: bool = True,
+    beta: float = 0.5,
+) -> tuple[Tensor, Tensor]:
+    """Return what the function of `DIVERGENCES` returns for two logits; a second derivative is refused.
+
+    The gradient takes the place of a copy of the student's logits, in float32 at least: fp16 would lose what a scaled
+    loss is to save.
+
+    Args:
+        divergence: ``"forward_kl"``, ``"reverse_kl"`` or ``"jsd"``.
+        student: ``(..., C)``, any float dtype.
+        teacher: ``(..., C)``, any float dtype and device; no gradient flows through it.
+        temperature: T, finite and > 0.
+        mask: ``(...)`` bool, True = the row counts; None: all.
+        scale_by_temperature: Multiply by T².
+        beta: β of ``"jsd"``, in [0, 1].
+
+    Returns:
+        The sum over the rows that count, float32 or float64 for float64 logits, and their number, int64.
+
+    Example:
+        >>> student, teacher = torch.zeros(3, 2, requires_grad=True), torch.tensor([[2.0, 0.0]] * 3)
+        >>> total, count = fused_sum("forward_kl", student, teacher, temperature=1.0)
+        >>> total.backward()
+        >>> round(total.item(), 4), count.item(), student.grad[0]
+        (0.9834, 3, tensor([-0.3808,  0.3808]))
+    """
+    check_temperature(divergence, temperature)
+    check_fraction(divergence, "beta", beta)
+    if divergence == "jsd" and beta in (0, 1):
+        divergence = "reverse_kl" if beta else "forward_kl"
+    mask = None if mask is None else mask.to(student.device)
+    rows, targets, count = counted_rows(divergence, student.detach(), teacher, mask)
+    factor = 1.0 if scale_by_temperature else temperature**-2
+    total: Tensor = _FusedSum.apply(student, rows, targets, mask, temperature, factor, divergence, beta)  # type: ignore[no-untyped-call]
+    return total, count
+
+
+class _FusedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student: Tensor,
+        rows: Tensor,
+        targets: Tensor,
+        mask: Tensor | None,
+        temperature: float,
+        factor: float,
+        divergence: str,
+        beta: float,
+    ) -> Tensor:
+        classes = student.shape[-1]
+        dtype = arithmetic_dtype(student.dtype, temperature)
+        # rows that a mask picks are a copy already
+        gradient = rows.to(dtype, copy=mask is None, memory_format=torch.contiguous_format).view(-1, classes)
+        soft, _ = kd_rows_(gradient, targets.reshape(-1, classes), None, temperature, factor, 0.0, divergence, beta)
+        ctx.gradient, ctx.mask, ctx.shape, ctx.dtype = gradient, mask, student.shape, student.dtype
+        total: Tensor = soft.sum() * factor
+        return total.to(arithmetic_dtype(student.dtype, 1.0))
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_backward("distill", ctx.gradient)
+        kept = graph_is_kept()
+        gradient = multiplied(ctx.gradient, scale, ctx.dtype, kept)
+        if not kept:
+            ctx.gradient = None
+        if ctx.mask is None:
+            gradient = gradient.view(ctx.shape)
+        else:
+            whole = gradient.new_zeros(ctx.shape)
+            whole[ctx.mask] = gradient
+            gradient = whole
+        return gradient, *[None] * 7
