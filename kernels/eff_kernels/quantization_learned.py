@@ -76,9 +76,11 @@ class _LsqFakeQuantize(torch.autograd.Function):
         codes = exact.round() if zero is None else exact.round() + zero
         inside = pass_inside(grad, codes if rounded_gate else exact if zero is None else exact + zero, qmin, qmax)
         # ne(v) − v inside and the clamped code outside, in one form: outside no gradient is left to multiply v with,
-        # which is bounded because 0 · inf would be NaN. In place where it can be: memory is what a CPU waits for.
-        clamped = codes.clamp_(qmin, qmax) if zero is None else codes.clamp_(qmin, qmax) - zero
-        scale_grad = (grad * clamped).addcmul_(inside, exact.clamp_(qmin - qmax - 1, qmax - qmin + 1), value=-1)
+        # which is bounded because 0 · inf would be NaN. In place, as a CPU waits for memory, but not where a second
+        # derivative will ask for what the gate saw.
+        clamp = torch.clamp if torch.is_grad_enabled() else torch.clamp_
+        clamped = clamp(codes, qmin, qmax) if zero is None else clamp(codes, qmin, qmax) - zero
+        scale_grad = (grad * clamped).addcmul_(inside, clamp(exact, qmin - qmax - 1, qmax - qmin + 1), value=-1)
         scale_grad = sum_like(scale_grad, scale) * grad_scale
         zero_grad = None
         if zero_point is not None:

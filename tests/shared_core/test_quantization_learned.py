@@ -318,6 +318,17 @@ def test_compiles_as_one_graph_and_batches(op):
     torch.testing.assert_close(one_x, torch.stack([loss(x, a, b), loss(x, 2 * a, b)]))
 
 
+@pytest.mark.parametrize("gate", ["unrounded", "rounded"])
+def test_the_gradient_of_the_scale_has_one(gate):
+    x = torch.tensor([0.31, -0.9, 2.5, -4.0], dtype=torch.float64, requires_grad=True)
+    scale = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
+    y = lsq_fake_quantize(x, scale, -8, 7, grad_scale=1.0, gate=gate)
+    (slope,) = torch.autograd.grad(y.sum(), scale, create_graph=True)  # of ne(x/s) − x/s inside, of a constant outside
+    by_x, by_scale = torch.autograd.grad(slope, (x, scale))
+    assert torch.allclose(by_x, torch.tensor([-5.0, -5.0, 0.0, 0.0], dtype=torch.float64))
+    assert by_scale.item() == pytest.approx((0.31 - 0.9) / 0.2**2)
+
+
 def test_an_empty_batch_gives_an_empty_result_and_zero_gradients():
     s = torch.tensor(0.5, requires_grad=True)
     y = lsq_fake_quantize(torch.zeros(0, 4), s, -8, 7, grad_scale=lsq_grad_scale((0, 4), 7, activation=True))
