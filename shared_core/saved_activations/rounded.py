@@ -59,15 +59,14 @@ def int8_form(flat: Tensor, group_size: int, generator: torch.Generator | None =
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     scale = (high - low) / LEVELS
     # multiplied by the inverse, a value at the top would not always come to 255
-    codes = (groups - low) / scale.where(scale > 0, 1.0)
+    codes = (groups - low).div_(scale.where(scale > 0, 1.0))
     codes += torch.rand(codes.shape, generator=generator, device=codes.device)
     # NaN has no code; its group's scale is NaN, which makes NaN of all of them
     codes = codes.floor_().clamp_(0, LEVELS).nan_to_num_(0.0).to(torch.uint8)
     scale = scale.where(scale.isfinite(), torch.nan)
 
     def rebuild(parts: Parts) -> Tensor:
-        padded = parts[0].new_zeros(parts[1].numel() * group_size)
-        padded[:count] = parts[0]
-        return (padded.view(-1, group_size) * parts[1] + parts[2]).view(-1)[:count].to(dtype)
+        codes = torch.cat([parts[0], parts[0].new_zeros(padding)]) if padding else parts[0]
+        return (codes.view(-1, group_size) * parts[1]).add_(parts[2]).view(-1)[:count].to(dtype)
 
     return Form("int8", (codes.view(-1)[:count].clone() if padding else codes.view(-1), scale, low), rebuild)
