@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shared_core.distillation.chunked_autograd import check_first_backward, graph_is_kept, multiplied
 from shared_core.distillation.divergences import DIVERGENCES
-from shared_core.distillation.softened_pair import check_fraction, check_temperature, counted_rows
+from shared_core.distillation.softened_pair import check_fraction, check_mask, check_temperature, counted_rows
 
 SMALLEST = 1 << 19
 """Fewer logits than this take less time in whole operations than a few rows at a time (torch 2.13, CPU)."""
@@ -77,10 +77,15 @@ def fused_sum(
     check_fraction(divergence, "beta", beta)
     if divergence == "jsd" and beta in (0, 1):
         divergence = "reverse_kl" if beta else "forward_kl"
-    mask = None if mask is None else mask.to(student.device)
-    rows, targets, count = counted_rows(divergence, student.detach(), teacher, mask)
+    check_mask(divergence, mask, tuple(student.shape[:-1]))
+    rows, targets, count = counted_rows(divergence, student.detach(), teacher, None)
+    places = None
+    if mask is not None:  # found once: on a GPU the host waits for it
+        places = mask.to(student.device).flatten().nonzero().squeeze(1)
+        count = torch.full_like(count, len(places))
     factor = 1.0 if scale_by_temperature else temperature**-2
-    total: Tensor = _FusedSum.apply(student, rows, targets, mask, temperature, factor, divergence, beta)  # type: ignore[no-untyped-call]
+    rows, targets = (side.reshape(-1, student.shape[-1]) for side in (rows, targets))
+    total: Tensor = _FusedSum.apply(student, rows, targets, places, temperature, factor, divergence, beta)  # type: ignore[no-untyped-call]
     return total, count
 
 
@@ -91,18 +96,20 @@ class _FusedSum(torch.autograd.Function):
         student: Tensor,
         rows: Tensor,
         targets: Tensor,
-        mask: Tensor | None,
+        places: Tensor | None,
         temperature: float,
         factor: float,
         divergence: str,
         beta: float,
     ) -> Tensor:
-        classes = student.shape[-1]
         dtype = arithmetic_dtype(student.dtype, temperature)
-        # rows that a mask picks are a copy already
-        gradient = rows.to(dtype, copy=mask is None, memory_format=torch.contiguous_format).view(-1, classes)
-        soft, _ = kd_rows_(gradient, targets.reshape(-1, classes), None, temperature, factor, 0.0, divergence, beta)
-        ctx.gradient, ctx.mask, ctx.shape, ctx.dtype = gradient, mask, student.shape, student.dtype
+        if places is None:
+            gradient = rows.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        else:
+            gradient, targets = rows.index_select(0, places).to(dtype), targets.index_select(0, places)
+        with torch.autocast(student.device.type, enabled=False):
+            soft, _ = kd_rows_(gradient, targets, None, temperature, factor, 0.0, divergence, beta)
+        ctx.gradient, ctx.places, ctx.shape, ctx.dtype = gradient, places, student.shape, student.dtype
         total: Tensor = soft.sum() * factor
         return total.to(arithmetic_dtype(student.dtype, 1.0))
 
@@ -113,10 +120,7 @@ class _FusedSum(torch.autograd.Function):
         gradient = multiplied(ctx.gradient, scale, ctx.dtype, kept)
         if not kept:
             ctx.gradient = None
-        if ctx.mask is None:
-            gradient = gradient.view(ctx.shape)
-        else:
-            whole = gradient.new_zeros(ctx.shape)
-            whole[ctx.mask] = gradient
-            gradient = whole
-        return gradient, *[None] * 7
+        if ctx.places is not None:
+            whole = gradient.new_zeros(ctx.shape).view(-1, ctx.shape[-1])
+            gradient = whole.index_copy_(0, ctx.places, gradient)
+        return gradient.view(ctx.shape), *[None] * 7
