@@ -74,7 +74,8 @@ class _LsqFakeQuantize(torch.autograd.Function):
         exact = x.to(scale.dtype) / scale
         zero = None if zero_point is None else zero_point.round().clamp(qmin, qmax)
         codes = exact.round() if zero is None else exact.round() + zero
-        inside = pass_inside(grad, codes if rounded_gate else exact if zero is None else exact + zero, qmin, qmax)
+        shifted = exact if zero is None or rounded_gate else exact + zero
+        inside = pass_inside(grad, codes if rounded_gate else shifted, qmin, qmax)
         # ne(v) − v inside and the clamped code outside, in one form: outside no gradient is left to multiply v with,
         # which is bounded because 0 · inf would be NaN. In place, as a CPU waits for memory, but not where a second
         # derivative will ask for what the gate saw.

@@ -19,8 +19,7 @@ from shared_core.distillation.batch import (
 )
 from shared_core.distillation.cache import TeacherCache
 from shared_core.distillation.config import EMA, DistillConfig
-from shared_core.distillation.divergences import DIVERGENCES
-from shared_core.distillation.fused_sum import divergence_sum, fits_fused_sum, fused_sum
+from shared_core.distillation.fused_sum import divergence_sum
 from shared_core.distillation.heads import check_heads, check_sizes, num_classes
 from shared_core.distillation.teacher_dtype import change_dtype_
 from shared_core.distillation.teacher_mean import mean_logits, mean_teacher
@@ -94,14 +93,12 @@ class Comparison:
             mask = sure if mask is None else mask & sure
         options: dict[str, Any] = {"beta": config.beta} if config.divergence == "jsd" else {}
         options |= {"temperature": batch.temperature, "mask": mask, "scale_by_temperature": config.scale_by_temperature}
-        if len(targets) == 1 or config.divergence == "logit_mse":
-            target = mean_logits(targets, weights) if len(targets) > 1 else targets[0]
-            return Compared(divergence_sum(config.divergence, logits, target, **options)[0], candidates, mask)
-        said = mean_teacher(targets, weights, batch.temperature, multi_label=config.divergence == "bernoulli_kl")
-        if fits_fused_sum(config.divergence, logits, said):
-            total, _ = fused_sum(config.divergence, logits, said * batch.temperature, **options)
+        softened = len(targets) > 1 and config.divergence != "logit_mse"
+        if softened:
+            target = mean_teacher(targets, weights, batch.temperature, multi_label=config.divergence == "bernoulli_kl")
         else:
-            total, _ = DIVERGENCES[config.divergence](logits, teacher_log_probs=said, **options)
+            target = mean_logits(targets, weights) if len(targets) > 1 else targets[0]
+        total, _ = divergence_sum(config.divergence, logits, target, softened=softened, **options)
         return Compared(total, candidates, mask)
 
     def _targets(self, batch: StudentBatch, logits: Tensor) -> list[Tensor]:

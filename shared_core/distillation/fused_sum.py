@@ -32,10 +32,24 @@ def fits_fused_sum(divergence: str, student: Tensor, teacher: Tensor) -> bool:
     )
 
 
-def divergence_sum(divergence: str, student: Tensor, teacher: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Return what the function of `DIVERGENCES` returns for two logits, by `fused_sum` where that fits."""
+def divergence_sum(
+    divergence: str, student: Tensor, teacher: Tensor, *, temperature: float, softened: bool = False, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Return what the function of `DIVERGENCES` returns, by `fused_sum` where that fits.
+
+    Args:
+        divergence: A key of `DIVERGENCES`.
+        student: Logits.
+        teacher: Logits, or log-probabilities at this temperature if `softened`.
+        temperature: T.
+        softened: Which of the two.
+        options: As the function takes them.
+    """
+    options["temperature"] = temperature
     if fits_fused_sum(divergence, student, teacher):
-        return fused_sum(divergence, student, teacher, **options)
+        return fused_sum(divergence, student, teacher * temperature if softened else teacher, **options)
+    if softened:
+        return DIVERGENCES[divergence](student, teacher_log_probs=teacher, **options)
     return DIVERGENCES[divergence](student, teacher, **options)
 
 

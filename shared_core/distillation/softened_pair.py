@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from eff_kernels.distillation import arithmetic_dtype
 from torch import Tensor
 
 from shared_core.errors import ConfigError
-
-# a divergence shrinks with 1/T² while float32's rounding of log-probabilities does not, and T² multiplies both
-_FLOAT32_TEMPERATURES = (0.01, 10.0)
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,7 @@ def compute_dtype(dtype: torch.dtype, temperature: float = 1.0) -> torch.dtype:
         >>> compute_dtype(torch.bfloat16), compute_dtype(torch.bfloat16, 20.0)
         (torch.float32, torch.float64)
     """
-    low, high = _FLOAT32_TEMPERATURES
-    return torch.promote_types(dtype, torch.float32) if low <= temperature <= high else torch.float64
+    return arithmetic_dtype(dtype, temperature)
 
 
 def check_temperature(where: str, temperature: float) -> None:

@@ -2,7 +2,6 @@
 # No postponed annotations: DDP compares those of its hook with the classes themselves.
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
@@ -14,6 +13,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.errors import CompatibilityError, TrainingError
+from shared_core.finite import all_finite
 from shared_core.gradient_compression.config import CommConfig
 from shared_core.gradient_compression.power_sgd import PowerSgd
 from shared_core.gradient_compression.reduce_scatter import RoundedReduceScatter, put_into
@@ -168,10 +168,7 @@ class GradientCompression(Technique):
 
     def _overflowed(self) -> bool:
         grads = [local_part(parameter.grad) for parameter in self._names if parameter.grad is not None]
-        # the largest magnitude is not finite where an element is not: one read of the device for all
-        filled = [grad for grad in grads if grad.numel()]
-        largest = torch._foreach_norm(filled, math.inf) if filled else ()
-        found = bool(largest) and not torch.stack([one.isfinite().to(filled[0].device) for one in largest]).all()
+        found = not all_finite(grads)
         return found if self._scatter is None else any_rank(found, grads[0].device if grads else "cpu")
 
     def after_optimizer_step(self, context: Context) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from shared_core.finite import all_finite
 from shared_core.ranks import all_reduce_
 
 
@@ -159,7 +160,7 @@ class FlushProbe:
 
     def _usable(self) -> bool:
         grads = [*self._grads.values(), *self._ends.values()]
-        return self._called is not None and all(bool(grad.isfinite().all()) for grad in grads)
+        return self._called is not None and all_finite(grads)
 
     def _is_hopeless(self) -> bool:
         if self._called is None:

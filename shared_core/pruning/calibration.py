@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shared_core.errors import ConfigError, TrainingError
+from shared_core.finite import all_finite
 from shared_core.model_calls import call
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.cost_watch import CostWatch
@@ -119,7 +120,7 @@ class Calibration:
         wanted = {name: tensor for name, tensor in self._tensors.items() if tensor.requires_grad}
         found.backward(inputs=list(wanted.values()))  # type: ignore[no-untyped-call]
         gradients = {name: tensor.grad for name, tensor in wanted.items() if tensor.grad is not None}
-        is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+        is_finite = all_finite(gradients.values())
         if is_finite:
             self._scorer.observe_step(self._tensors, gradients)
             if self._units:
