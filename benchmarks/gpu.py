@@ -30,7 +30,7 @@ def cases() -> tuple[Callable[[At], Case], ...]:
 
 
 def main() -> int:
-    """Return 1 if a case failed, 2 without a GPU."""
+    """Return 1 if a case failed, 2 without a GPU or a case of that name."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "words", nargs="*", metavar="WORD", help="only cases whose name holds one of these; all by default"
@@ -53,6 +53,9 @@ def main() -> int:
     logging.disable(logging.WARNING)
     at = At(device, 2, "eager") if arguments.quick else At(device)
     rows, failed, best = rows_of(cases(), at, arguments.words)
+    if not rows and not failed:
+        print(f"bench-gpu: WORD must be in a case's name, got {' '.join(arguments.words)}", file=sys.stderr)
+        return 2
     print(table(rows))
     if rows and not arguments.quick:
         name = torch.cuda.get_device_name(device)

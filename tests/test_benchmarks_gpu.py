@@ -82,3 +82,10 @@ def test_without_a_gpu_it_says_so_in_one_line(benchmarks, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
         assert benchmarks["gpu"].main() == 2
         assert capsys.readouterr().err.startswith(f"bench-gpu: device must be a CUDA GPU, got {got}; ")
+
+
+def test_a_word_of_no_case_is_refused(benchmarks, monkeypatch, capsys):
+    monkeypatch.setattr(benchmarks["gpu"], "cases", lambda: ())
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "nosuch", "--device", "cpu", "--quick"])
+    assert benchmarks["gpu"].main() == 2
+    assert "WORD must be in a case's name, got nosuch" in capsys.readouterr().err
