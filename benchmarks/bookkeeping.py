@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from eff_kernels.pruning import apply_mask_
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared_core import Recipe, Session
@@ -179,12 +178,13 @@ def _averaging(tensors: list[Tensor]) -> Callable[[], object]:
 
 
 def _widening(tensors: list[Tensor]) -> Callable[[], object]:
-    narrow = [tensor.bfloat16() for tensor in tensors]
+    narrow, together = [tensor.bfloat16() for tensor in tensors], torch.cat(tensors)
+    copies = list(together.split(WIDTH))
 
     def widen() -> None:
-        rounded, weights = _flatten_dense_tensors(tensors).bfloat16(), _flatten_dense_tensors(narrow)
+        rounded, weights = together.bfloat16(), torch.cat(narrow)
         torch.equal(rounded.view(torch.int16), weights.view(torch.int16))  # whether somebody else changed one
-        torch._foreach_copy_(narrow, tensors)
+        torch._foreach_copy_(narrow, copies)
 
     return widen
 

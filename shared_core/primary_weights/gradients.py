@@ -20,6 +20,8 @@ class WideGradients:
         self.reduced_in_16_bit = False
         """Whether gradients are accumulated and reduced in 16 bit, and widened for the step alone."""
         self._reduced: dict[Tensor, Tensor] = {}
+        self._widened: Sequence[Tensor] = ()
+        """Parameters whose gradients are float32 from now on: torch refuses others."""
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Decide by the process group, and let the next backward accumulate in float32 where that works."""
@@ -30,9 +32,9 @@ class WideGradients:
 
     def widen_all(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """Return what `widen` does for each."""
-        gradients = [parameter.grad for parameter in parameters]
-        if {gradient if gradient is None else gradient.dtype for gradient in gradients} == {torch.float32}:
-            return gradients
+        if not self.reduced_in_16_bit and self._widened is parameters:
+            return [parameter.grad for parameter in parameters]
+        self._widened = parameters
         return [self.widen(parameter) for parameter in parameters]
 
     def widen(self, parameter: Tensor) -> Tensor | None:

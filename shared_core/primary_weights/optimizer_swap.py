@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import copy
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,25 +34,95 @@ def replace_parameters_(optimizer: torch.optim.Optimizer, replacement: Mapping[T
         >>> weight.tolist(), other.tolist()
         ([0.0, 0.0], [-1.0, -1.0])
     """
-    exchange_parameters_(optimizer, replacement.items())
+    _replace_(optimizer, {id(old): new for old, new in replacement.items()}, optimizer.state)
 
 
-def exchange_parameters_(optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Do what `replace_parameters_` does, of pairs of an old tensor and the new one."""
-    # by identity: this runs twice a step, and a tensor's hash is a call of Python's
-    new = {id(old): new for old, new in pairs}
+def _replace_(optimizer: torch.optim.Optimizer, new: Mapping[int, Tensor], state: Any) -> None:
+    # by identity: a tensor's hash is a call of Python's
     for group in optimizer.param_groups:
         group["params"][:] = [new.get(id(old), old) for old in group["params"]]
-    if optimizer.state:
-        moved = [(new.get(id(key), key), value) for key, value in optimizer.state.items()]
-        optimizer.state.clear()
-        optimizer.state.update(moved)
+    moved = [(new.get(id(key), key), value) for key, value in optimizer.state.items()]
+    state.clear()
+    state.update(moved)
+    optimizer.state = state
+
+
+class _Contents:
+    """What an optimizer's groups and state hold."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.groups = [[*group["params"]] for group in optimizer.param_groups]
+        self.state = optimizer.state
+        self._keys, self._values = [*self.state], [*self.state.values()]
+
+    def are_groups_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        groups = [group["params"] for group in optimizer.param_groups]
+        return len(groups) == len(self.groups) and all(map(are_same, groups, self.groups))
+
+    def are_state_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        state = self.state
+        return optimizer.state is state and are_same(state, self._keys) and are_same(state.values(), self._values)
+
+
+class Exchange:
+    """Other tensors for an optimizer's parameters, twice a step: forth and back.
+
+    Both contents of the optimizer are remembered. While nobody changes them, lists and dictionaries are put in their
+    places whole, and no parameter is looked up.
+
+    Args:
+        optimizer: Has the old tensors, or some of them.
+        old: Those that the optimizer has now.
+        new: Those that take their places, one for each.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+        self.optimizer = optimizer
+        self._other = [{id(one): two for one, two in zip(*way, strict=True)} for way in ((old, new), (new, old))]
+        self._contents: list[_Contents | None] = [_Contents(optimizer), None]
+        self._side = 0
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the groups hold the tensors that they held when they were last exchanged."""
+        contents = self._contents[0]
+        return contents is not None and contents.are_groups_of(self.optimizer)
+
+    def swap_(self) -> None:
+        """Put the new tensors into the optimizer, or the old ones once the new ones are there."""
+        optimizer, side = self.optimizer, self._side
+        here, there = self._contents[side], self._contents[1 - side]
+        if here and there and here.are_groups_of(optimizer) and here.are_state_of(optimizer):
+            for group, parameters in zip(optimizer.param_groups, there.groups, strict=True):
+                group["params"][:] = parameters
+            optimizer.state = there.state
+        else:
+            self._contents[side] = _Contents(optimizer)
+            unused = there.state if there and there.state is not optimizer.state else copy.copy(optimizer.state)
+            _replace_(optimizer, self._other[side], unused)
+            self._contents[1 - side] = _Contents(optimizer)
+        self._side = 1 - side
+
+
+def are_same(one: Collection[object], other: Collection[object]) -> bool:
+    """Return whether two collections hold the very same objects in one order."""
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
+    """Return every parameter of the optimizers once, in their order."""
+    groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
+    return [*{id(parameter): parameter for parameters in groups for parameter in parameters}.values()]
 
 
 def trained_in_16_bit(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
     """Return every trainable fp16 or bf16 parameter of the optimizers once, in their order."""
-    groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
-    return [*{id(p): p for parameters in groups for p in parameters if p.dtype in HALF and p.requires_grad}.values()]
+    return [*filter(is_trained_in_16_bit, parameters_of(optimizers))]
+
+
+def is_trained_in_16_bit(parameter: Tensor) -> bool:
+    """Return whether a parameter is trainable and fp16 or bf16."""
+    return parameter.dtype in HALF and parameter.requires_grad
 
 
 def moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from operator import is_
 from typing import Any, ClassVar
 
 import torch
@@ -14,14 +13,17 @@ from shared_core.errors import CheckpointError, TrainingError
 from shared_core.lbfgs import refuse_lbfgs
 from shared_core.preview import Touched
 from shared_core.primary_weights.config import PrimaryWeightsConfig
-from shared_core.primary_weights.copies import follow_, groups_of
+from shared_core.primary_weights.copies import Copies
 from shared_core.primary_weights.gradients import WideGradients
 from shared_core.primary_weights.optimizer_swap import (
     HALF,
+    Exchange,
+    are_same,
     check_match,
     dtype_name,
-    exchange_parameters_,
+    is_trained_in_16_bit,
     moments,
+    parameters_of,
     trained_in_16_bit,
 )
 from shared_core.primary_weights.shards import CopiesOfShards, restore_, round_part_
@@ -71,10 +73,12 @@ class PrimaryWeights(Technique):
         super().__init__(config)
         self._model: nn.Module | None = None
         self._optimizers: tuple[torch.optim.Optimizer, ...] = ()
-        self._primary: dict[Tensor, Tensor] = {}
+        self._copies = Copies()
+        self._exchanges: list[Exchange] = []
+        self._others: list[Tensor] = []
+        """What the optimizers hold besides."""
         self._gradients = WideGradients()
-        self._is_in = self._is_sharded = False
-        self._groups: list[slice] = []
+        self._is_in = False
         self._handed: tuple[list[Tensor | None], list[int]] | None = None
         """The gradients and versions that the parameters had when their primaries were handed over."""
         self._small_updates: dict[str, int] = {}
@@ -121,8 +125,7 @@ class PrimaryWeights(Technique):
         self._optimizers = context.optimizers
         why = "which runs the model again within a step, before its weights are rounded"
         refuse_lbfgs(self._optimizers, "primary_weights", why)
-        groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
-        check_match(parameter for group in groups for parameter in group)
+        check_match(parameters_of(self._optimizers))
         state, self._state = self._state, None
         parameters = trained_in_16_bit(self._optimizers)
         names = self._names()
@@ -133,8 +136,8 @@ class PrimaryWeights(Technique):
         context.widen_gradients = self._widen_gradients
         if self.config.kind == "fp32_copy":
             saved = {} if state is None else state["copies"]
-            self._follow(parameters)
-            for parameter, primary in self._primary.items():
+            self._follow()
+            for parameter, primary in self._copies.by_parameter.items():
                 if names[parameter] in saved:
                     restore_(primary, saved[names[parameter]], names[parameter])
 
@@ -144,12 +147,12 @@ class PrimaryWeights(Technique):
         if self._optimizers:
             self._state = self.state_dict()
             self._gradients.end(trained_in_16_bit(self._optimizers))
-        self._primary, self._optimizers = {}, ()
+        self._copies, self._exchanges, self._optimizers = Copies(), [], ()
 
     @torch.no_grad()
     def weights_replaced(self, context: Context) -> None:
         """Make the copies anew: what they hold beyond 16 bit belonged to other weights."""
-        for parameter, primary in self._primary.items():
+        for parameter, primary in zip(self._copies.parameters, self._copies.values, strict=True):
             local_part(primary).copy_(local_part(parameter))
 
     # -- the step
@@ -159,9 +162,9 @@ class PrimaryWeights(Technique):
         self._put_back()
         self._optimizers = context.optimizers
         self._put_in()
-        parameters = [*self._primary]
+        parameters = self._copies.parameters
         gradients = self._gradients.widen_all(parameters)
-        for primary, gradient in zip(self._primary.values(), gradients, strict=True):
+        for primary, gradient in zip(self._copies.values, gradients, strict=True):
             primary.grad = gradient
         self._handed = gradients, [parameter._version for parameter in parameters]
 
@@ -177,9 +180,7 @@ class PrimaryWeights(Technique):
         if every and (context.step - 1) % every == 0:
             self._count_small_updates(context.step)
         if self.config.kind == "fp32_copy":
-            if self._primary:  # all may be frozen by now
-                primaries, parameters = self._parts()
-                torch._foreach_copy_(parameters, primaries)
+            self._copies.write_()
         else:
             self._round_stochastically(context.generator)
         self._put_back()
@@ -190,55 +191,58 @@ class PrimaryWeights(Technique):
         self._gradients.give_back()
 
     def _put_in(self) -> None:
-        self._follow(trained_in_16_bit(self._optimizers))
+        self._follow()
         self._is_in = True
-        for optimizer in self._optimizers:
-            exchange_parameters_(optimizer, self._primary.items())
+        for exchange in self._exchanges:
+            exchange.swap_()
 
     def _put_back(self) -> None:
         """Undo `_put_in`, whatever happened since; otherwise nothing happens."""
         if not self._is_in:
             return
-        back = list(zip(self._primary.values(), self._primary, strict=True))
-        for optimizer in self._optimizers:
-            exchange_parameters_(optimizer, back)
+        for exchange in self._exchanges:
+            exchange.swap_()
         if self._handed is not None:
-            for primary, parameter in back:
+            for parameter, primary in zip(self._copies.parameters, self._copies.values, strict=True):
                 if primary.grad is None:
                     parameter.grad = None  # the optimizer's zero_grad reached the primary alone
                 primary.grad = None
         self._handed, self._is_in = None, False
         self._gradients.give_back()
         if self.config.kind == "stochastic_rounding":
-            self._primary = {}
+            self._copies, self._exchanges = Copies(), []
 
-    @torch.no_grad()
-    def _follow(self, parameters: list[Tensor]) -> None:
+    def _follow(self) -> None:
         """Make the float32 values of parameters; copies that there are take over what others changed meanwhile."""
-        before = self._primary
-        if len(before) != len(parameters) or not all(map(is_, before, parameters)):
-            self._primary = {p: before[p] if p in before else _copy(p) for p in parameters}
-            self._is_sharded, self._groups = any(map(is_sharded, parameters)), groups_of(parameters)
-        if before:
-            follow_(*self._parts(), self._groups)
+        if self._are_copied() and self._copies.follow_():
+            return
+        before = self._copies
+        self._copies = Copies(trained_in_16_bit(self._optimizers), before.by_parameter)
+        ours = self._copies.parameters, self._copies.values
+        self._exchanges = [Exchange(optimizer, *ours) for optimizer in self._optimizers]
+        self._others = [*{*parameters_of(self._optimizers)} - {*self._copies.parameters}]
+        if before.parameters:
+            self._copies.follow_()
 
-    def _parts(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the float32 values and the parameters, of each what this process holds."""
-        primaries, parameters = [*self._primary.values()], [*self._primary]
-        if self._is_sharded:
-            primaries, parameters = [*map(local_part, primaries)], [*map(local_part, parameters)]
-        return primaries, parameters
+    def _are_copied(self) -> bool:
+        """Return whether the copies are those of all that the optimizers train in 16 bit now."""
+        return (
+            are_same([exchange.optimizer for exchange in self._exchanges], self._optimizers)
+            and all(exchange.is_current for exchange in self._exchanges)
+            and not any(map(is_trained_in_16_bit, self._others))
+        )
 
     def _round_stochastically(self, generator: torch.Generator) -> None:
         # One number a step from the run's own generator, which lies on the CPU and is equal on all processes.
         seed = int(torch.randint(2**62, (), generator=generator))
-        devices = {parameter.device for parameter in self._primary}
+        devices = {parameter.device for parameter in self._copies.parameters}
         generators = {device: torch.Generator(device).manual_seed(seed) for device in devices}
         # In the model's order, not the optimizer's: trainers group parameters differently, and must draw alike.
         names = self._names()
         order = {name: place for place, name in enumerate(dict(self._model.named_parameters()) if self._model else ())}
-        for parameter in sorted(self._primary, key=lambda p: order.get(names[p], len(order))):
-            round_part_(parameter, self._primary[parameter], generators[parameter.device])
+        primary = self._copies.by_parameter
+        for parameter in sorted(primary, key=lambda p: order.get(names[p], len(order))):
+            round_part_(parameter, primary[parameter], generators[parameter.device])
 
     def _check_step(self) -> None:
         if not self._is_in:
@@ -250,13 +254,15 @@ class PrimaryWeights(Technique):
             return
         problem = None
         gradients, versions = self._handed
-        now = [parameter.grad for parameter in self._primary]
-        if any(one is not None and one is not other for one, other in zip(now, gradients, strict=True)):
+        now = [parameter.grad for parameter in self._copies.parameters]
+        if not are_same(now, gradients) and any(
+            one is not None and one is not other for one, other in zip(now, gradients, strict=True)
+        ):
             problem = (
                 "gradients must be changed in place once before_optimizer_step has been called, got a new tensor "
                 "in parameter.grad, which the optimizer has not seen; use mul_, copy_ and the like"
             )
-        if [parameter._version for parameter in self._primary] != versions:
+        if [parameter._version for parameter in self._copies.parameters] != versions:
             problem = (
                 "the optimizer must update the tensors in its param_groups, got a 16-bit parameter that changed "
                 "during the step; use an optimizer that reads its param_groups, and change weights after the step"
@@ -299,8 +305,10 @@ class PrimaryWeights(Technique):
         self._gather()
 
     def _gather(self) -> None:
-        copies = self._primary if self.config.kind == "fp32_copy" else {}
-        self._shards.gather(self._optimizers, trained_in_16_bit(self._optimizers), copies, self._names())
+        self._shards.gather(self._optimizers, trained_in_16_bit(self._optimizers), self._kept(), self._names())
+
+    def _kept(self) -> dict[Tensor, Tensor]:
+        return self._copies.by_parameter if self.config.kind == "fp32_copy" else {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the copies by parameter name, and the format of the optimizer's moments."""
@@ -310,12 +318,11 @@ class PrimaryWeights(Technique):
         is_16_bit = {
             value.dtype in HALF
             for optimizer in self._optimizers
-            for parameter in (*self._primary, *self._primary.values(), *trained_in_16_bit([optimizer]))
+            for parameter in (*self._copies.parameters, *self._copies.values, *trained_in_16_bit([optimizer]))
             for value in moments(optimizer, parameter).values()
         }
-        copies = self._primary if self.config.kind == "fp32_copy" else {}
         return {
-            "copies": {names[parameter]: primary.detach() for parameter, primary in copies.items()}
+            "copies": {names[parameter]: primary.detach() for parameter, primary in self._kept().items()}
             | self._shards.copies,
             "moments_of_shards": self._shards.moments,
             "moments": "none" if not is_16_bit else "float32" if False in is_16_bit else "16 bit",
@@ -352,7 +359,7 @@ class PrimaryWeights(Technique):
             "parameters": len(parameters),
             "elements": sum(parameter.numel() for parameter in parameters),
             "format": ", ".join(sorted({dtype_name(parameter.dtype) for parameter in parameters})),
-            "copy_bytes": sum(primary.numel() * primary.element_size() for primary in self._primary.values()),
+            "copy_bytes": sum(primary.numel() * primary.element_size() for primary in self._copies.values),
             "left_alone": dict(
                 Counter(dtype_name(other.dtype) + ("" if other.requires_grad else ", frozen") for other in others)
             ),
@@ -364,20 +371,20 @@ class PrimaryWeights(Technique):
     def _count_small_updates(self, step: int) -> None:
         """Count the elements with a gradient, and those of them whose nearest 16-bit value is the old one."""
         updated = small = 0
-        for parameter, primary in self._primary.items():
+        for parameter, primary in zip(self._copies.parameters, self._copies.values, strict=True):
             if primary.grad is not None:
                 has_gradient = local_part(primary.grad).to_dense() != 0
                 same = local_part(primary).to(parameter.dtype) == local_part(parameter)
                 updated += int(has_gradient.count_nonzero())
                 small += int((has_gradient & same).count_nonzero())
-        if self._is_sharded:
-            device = next(iter(self._primary)).device
+        if self._copies.is_sharded:
+            device = self._copies.parameters[0].device
             updated, small = all_reduce_(torch.tensor([updated, small], device=device), "sum").tolist()
         self._small_updates = {"step": step, "updated": updated, "small": small}
 
     def _names(self) -> dict[Tensor, str]:
         # weights of a loss, say, are in an optimizer but not in the model
-        places = [*trained_in_16_bit(self._optimizers), *self._primary]
+        places = [*trained_in_16_bit(self._optimizers), *self._copies.parameters]
         names = {parameter: f"optimizer parameter {place}" for place, parameter in enumerate(dict.fromkeys(places))}
         if self._model is not None:
             reshard_(self._model)
