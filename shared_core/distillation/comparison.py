@@ -83,11 +83,11 @@ class Comparison:
         config, weights = self.config, self.teachers.weights
         logits = find_logits(batch.forward.output, config.logits, "student")
         mask = batch.counted(logits, of_classes=config.of_classes)
-        # a trainer counts positions before the teacher is asked, so unsure ones take part in the mean with 0
-        candidates = torch.tensor(logits.shape[:-1].numel(), device=logits.device) if mask is None else mask.sum()
         targets = [self._cut(target) for target in self._targets(batch, logits)]
-        logits = self._cut(logits)
+        logits, candidates = self._cut(logits), None
         if config.confidence:
+            # a trainer counts positions before the teacher is asked, so unsure ones take part in the mean with 0
+            candidates = torch.tensor(logits.shape[:-1].numel(), device=logits.device) if mask is None else mask.sum()
             sure = mean_teacher(targets, weights, 1.0).amax(-1).exp() >= config.confidence
             sure = sure.to(logits.device)
             mask = sure if mask is None else mask & sure
@@ -98,8 +98,8 @@ class Comparison:
             target = mean_teacher(targets, weights, batch.temperature, multi_label=config.divergence == "bernoulli_kl")
         else:
             target = mean_logits(targets, weights) if len(targets) > 1 else targets[0]
-        total, _ = divergence_sum(config.divergence, logits, target, softened=softened, **options)
-        return Compared(total, candidates, mask)
+        total, count = divergence_sum(config.divergence, logits, target, softened=softened, **options)
+        return Compared(total, count if candidates is None else candidates, mask)
 
     def _targets(self, batch: StudentBatch, logits: Tensor) -> list[Tensor]:
         self.teachers.follow(batch.student)

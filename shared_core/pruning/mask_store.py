@@ -71,7 +71,7 @@ class MaskStore(Mapping[str, Tensor]):
     def apply(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
         """Set every pruned weight to exactly +0.0, or what `values` has for it: this process's part of it."""
         if values is None:
-            apply_mask_([*map(local_part, self._masked)], self._masks)
+            apply_mask_(self._held(self._masked), self._masks)
             return
         held = [name for name in self.parts if self.weights[name] in values]
         apply_mask_([values[self.weights[name]] for name in held], [self.parts[name] for name in held])
@@ -82,11 +82,18 @@ class MaskStore(Mapping[str, Tensor]):
         Raises:
             CompatibilityError: If a gradient is sparse.
         """
-        live, masks = [weight.grad for weight in self._masked if weight.grad is not None], self._masks
+        live, masks = [gradient for weight in self._masked if (gradient := weight.grad) is not None], self._masks
         if len(live) != len(masks):
             masks = [mask for mask, weight in zip(masks, self._masked, strict=True) if weight.grad is not None]
-        refuse_sparse(live)
-        apply_mask_([*map(local_part, live)], masks)
+        try:
+            apply_mask_(self._held(live), masks)
+        except RuntimeError:
+            refuse_sparse(live)
+            raise
+
+    def _held(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return what this process holds of the weights, or of their gradients."""
+        return [*map(local_part, tensors)] if self._packed else tensors
 
 
 def refuse_sparse(gradients: Iterable[Tensor]) -> None:
