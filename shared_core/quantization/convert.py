@@ -12,9 +12,9 @@ from torch import nn
 from shared_core.errors import MatchError
 from shared_core.fast_paths import fast_paths_off
 from shared_core.module_match import check_model
-from shared_core.quantization.fast_convert import TorchaoLinear, to_torchao, wants_torchao
+from shared_core.quantization.fast_convert import ON_INTEGERS, to_torchao, wants_torchao
 from shared_core.quantization.integer_embedding import IntEmbedding
-from shared_core.quantization.integer_modules import INTEGER, CodeModule, IntegerLayer
+from shared_core.quantization.integer_modules import INTEGER, CodeModule
 from shared_core.quantization.modules import STOCK, layer_entry, restore
 from shared_core.quantization.ranges import apply_ranges, check_range, find_layers, merge_folds_, saved_scheme
 from shared_core.quantization.weights import bake_
@@ -32,19 +32,18 @@ def convert(
     and so are activation codes, up to float rounding of what comes before a layer. The new model is in evaluation
     mode; it cannot be trained.
 
-    The reference is exact and portable, not fast. ``backend="torchao"`` puts linear layers on torchao's kernels with
-    the same weight codes: int8 weights whose inputs have a range, or one for each token, or stay in float, and on CPUs
-    int4 weights with inputs in float. On CPUs it puts 2-d convolutions on oneDNN's, which sum the same integers. Layers
-    that have no such kernel stay on the reference; `conversion_report` says what runs where. Outside of `torch.compile`
-    much of the time goes into the codes of inputs: compile the converted model, for inference with
-    ``torch.compile(model, options={"freezing": True})`` under `torch.no_grad`, which packs the weights once and touches
-    no setting of other models.
+    The reference is exact and portable, not fast. ``backend="torchao"`` puts linear layers on int8 kernels with the same
+    weight codes if their inputs have a range, or one for each token: on CPUs on oneDNN's, which sum the same integers,
+    elsewhere on torchao's. Linear layers of which the weights alone are int8, or on CPUs int4, go onto torchao's too,
+    and 2-d convolutions on CPUs onto oneDNN's. What has no such kernel stays on the reference; `conversion_report` says
+    what runs where. On a CPU a compiled model is faster still: ``torch.compile(model, options={"freezing": True})``
+    under `torch.no_grad`, which touches no setting of other models.
 
     Args:
         model: A model in or after quantization-aware training, or a plain one with baked weights.
         ranges: Module name → ``{"min", "max", "weight_bits", "activation_bits"}``, as
             `QuantizationAwareTraining.ranges` returns it; None: what the layers of `model` carry.
-        backend: ``"reference"``, ``"torchao"``, or ``"auto"``: torchao where it is installed.
+        backend: ``"reference"``, ``"torchao"`` (with oneDNN), or ``"auto"``: that where torchao is installed.
 
     Raises:
         ConfigError: If there is no such backend.
@@ -114,5 +113,5 @@ def convert(
                 parent._modules[name] = integer[id(child)]
     if fast:
         converted = to_torchao(converted)
-    fast_paths_off(converted, (IntegerLayer, TorchaoLinear))
+    fast_paths_off(converted, ON_INTEGERS)
     return converted.eval()

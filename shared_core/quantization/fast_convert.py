@@ -14,6 +14,8 @@ from shared_core.errors import ConfigError, MissingExtraError, nearest
 from shared_core.quantization.integer_modules import IntConv2d, IntegerLayer, IntLinear, channel_codes
 from shared_core.quantization.modules import STOCK, FakeQuantLinear, layer_entry
 from shared_core.quantization.onednn_convolution import OneDnnConv2d
+from shared_core.quantization.onednn_layer import OneDnnLayer
+from shared_core.quantization.onednn_linear import OneDnnLinear, OneDnnTokenLinear
 from shared_core.quantization.ranges import saved_scheme
 
 WHERE = "convert: backend=torchao"
@@ -74,6 +76,10 @@ class TorchaoLinear(nn.Linear):
         return y[:rows].view(*input.shape[:-1], self.out_features)
 
 
+ON_INTEGERS = (IntegerLayer, TorchaoLinear, OneDnnLayer)
+"""The classes of layers that compute on integers, or on torchao's kernels."""
+
+
 def to_torchao(model: nn.Module) -> nn.Module:
     """Return a converted model with its layers on torchao's and oneDNN's kernels, where there are any; in place."""
     made: dict[int, nn.Module] = {}
@@ -99,16 +105,19 @@ def to_torchao(model: nn.Module) -> nn.Module:
     return model
 
 
-def _fast_linear(module: IntLinear | FakeQuantLinear) -> tuple[TorchaoLinear | None, str]:
+def _fast_linear(module: IntLinear | FakeQuantLinear) -> tuple[nn.Module | None, str]:
     """Return (the layer on a kernel, "") or (None, why it has none)."""
     if isinstance(module, IntLinear):
+        device = module.weight_codes.device
+        why = _why_no_int8(device, module.weight_bits) or _why_no_float64(module.weight_scale.dtype)
+        if not why and _is_of_onednn(device):
+            return OneDnnLinear.take(module, _told("oneDNN int8 static", device, "onednn.qlinear")), ""
         if module.activation_bits != 8:
-            return None, f"torchao has no inputs of {module.activation_bits} bits"
-        why = _why_no_int8(module.weight_codes.device, module.weight_bits)
+            why = f"torchao has no inputs of {module.activation_bits} bits"
         if why:
             return None, why
         weight = _int8(module.weight_codes, module.weight_scale, torch.float32, module)
-        return TorchaoLinear(weight, module.bias, True, _told("torchao int8 static", module.weight_codes.device)), ""
+        return TorchaoLinear(weight, module.bias, True, _told("torchao int8 static", device)), ""
     entry = layer_entry(module) or {}
     scheme = saved_scheme(entry, WHERE)
     float_weight = module.weight.detach()
@@ -120,6 +129,11 @@ def _fast_linear(module: IntLinear | FakeQuantLinear) -> tuple[TorchaoLinear | N
         return None, f"torchao has no kernel here for weights {scheme.weight} with inputs {scheme.input}"
     dynamic = scheme.input == "token"
     why = _why_no_int8(float_weight.device, scheme.weight_bits) if dynamic else ""
+    why = why or _why_no_float64(float_weight.dtype)
+    if dynamic and not why and _is_of_onednn(float_weight.device):
+        codes, scale = channel_codes(float_weight, scheme, entry)
+        told = _told("oneDNN int8 dynamic", codes.device, "onednn.qlinear")
+        return OneDnnTokenLinear(codes, scale, module.bias, scheme.activation_bits, told), ""
     if dynamic and scheme.activation_bits != 8:
         why = f"torchao has no inputs of {scheme.activation_bits} bits"
     if why:
@@ -130,6 +144,11 @@ def _fast_linear(module: IntLinear | FakeQuantLinear) -> tuple[TorchaoLinear | N
     return TorchaoLinear(weight, module.bias, False, told), ""
 
 
+def _is_of_onednn(device: torch.device) -> bool:
+    # its output is in float, scaled and with the bias added; torchao's is in integers, of which the rest takes passes
+    return device.type == "cpu" and hasattr(torch.ops.onednn, "qlinear_pointwise")
+
+
 def _why_no_int8(device: torch.device, weight_bits: int) -> str:
     if device.type not in ("cpu", "cuda"):
         return f"torch has no product of int8 matrices on {device.type}"
@@ -138,11 +157,16 @@ def _why_no_int8(device: torch.device, weight_bits: int) -> str:
     return ""
 
 
+def _why_no_float64(dtype: torch.dtype) -> str:
+    return "the kernels compute in float32 at most, the model in float64" if dtype == torch.float64 else ""
+
+
 def _why_no_convolution(module: IntConv2d) -> str:
     device = module.weight_codes.device
     if device.type != "cpu":
         return f"torch has no int8 convolution on {device.type}"
-    return _why_no_int8(device, module.weight_bits) or OneDnnConv2d.why_not(module)
+    no_kernel = _why_no_int8(device, module.weight_bits) or _why_no_float64(module.weight_scale.dtype)
+    return no_kernel or OneDnnConv2d.why_not(module)
 
 
 def _cpu(instructions: str) -> bool:
@@ -245,8 +269,8 @@ def conversion_report(model: nn.Module) -> dict[str, dict[str, str]]:
     for name, module in model.named_modules():
         if isinstance(module, TorchaoLinear):
             kind, kernel = "Linear", module.kernel
-        elif isinstance(module, OneDnnConv2d):
-            kind, kernel = "Conv2d", module.kernel
+        elif isinstance(module, OneDnnLayer):
+            kind, kernel = module.kind, module.kernel
         elif isinstance(module, IntegerLayer):
             kind, kernel = type(module).__name__.removeprefix("Int"), "reference: whole numbers, summed in float64"
         elif type(module) in STOCK:

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
-from shared_core.quantization.fast_convert import TorchaoLinear
+from shared_core.quantization.fast_convert import ON_INTEGERS
 from shared_core.quantization.graph import evaluating, output_tensor
-from shared_core.quantization.integer_modules import IntegerLayer
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Logits and targets → the loss summed over the examples, a scalar."""
@@ -250,9 +249,7 @@ def _no_gradient(where: str, why: str) -> CompatibilityError:
 @contextlib.contextmanager
 def _attacking(model: nn.Module) -> Iterator[None]:
     for name, module in model.named_modules():
-        if isinstance(
-            module, (IntegerLayer, TorchaoLinear)
-        ):  # its rounding would pass on zeros, which look like strength
+        if isinstance(module, ON_INTEGERS):  # its rounding would pass on zeros, which look like strength
             raise _no_gradient("attack", f"{name or 'the model'!r} computes on integers")
     # cuDNN's recurrent layers have no backward in evaluation mode
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())

@@ -10,11 +10,17 @@ from torch import nn
 from torchao.quantization import Int8Tensor
 
 from shared_core.errors import ConfigError, MissingExtraError
-from shared_core.quantization import conversion_report, convert, quantize
+from shared_core.quantization import conversion_report, convert, fast_convert, quantize
 from shared_core.quantization.fast_convert import TorchaoLinear, grid_of_groups
 from shared_core.quantization.integer_modules import IntLinear
 from shared_core.recipe import Recipe
 from shared_core.session import Session
+
+
+@pytest.fixture(autouse=True)
+def no_onednn(monkeypatch):
+    """torchao's kernels, which run where oneDNN's do not."""
+    monkeypatch.setattr(fast_convert, "_is_of_onednn", lambda device: False)
 
 
 def make_net():

@@ -1,0 +1,59 @@
+"""The product of int8 codes on a CPU's own instructions, by oneDNN."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Return the codes of a linear layer's weight in oneDNN's layout, for `integer_linear`.
+
+    Args:
+        weight: int8, (outputs, inputs), on a CPU.
+    """
+    packed: Tensor = torch.ops.onednn.qlinear_prepack(weight, None)
+    return packed
+
+
+def integer_linear(
+    codes: Tensor, scale: float, zero_point: int, packed: Tensor, weight_scale: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Return ``s_x·s_w·Σ(q_x − z)·q_w + b`` in float32, the sums exact 32-bit integers.
+
+    Args:
+        codes: uint8, (..., inputs), on a CPU.
+        scale: s_x.
+        zero_point: z, of the unsigned codes.
+        packed: q_w, by `pack`.
+        weight_scale: s_w, float32, (outputs,).
+        bias: b, float32, (outputs,), or None.
+
+    Example:
+        >>> codes, weight = torch.tensor([[130, 127]], dtype=torch.uint8), torch.tensor([[3, -5]], dtype=torch.int8)
+        >>> integer_linear(codes, 0.5, 128, pack(weight), torch.tensor([0.1]), None)  # (2·3 + (-1)·(-5))·0.05
+        tensor([[0.5500]])
+    """
+    # inductor's lowering of oneDNN's operator takes weights that are constants of the graph alone (torch 2.13)
+    call = _opaque if torch.compiler.is_compiling() else _by_onednn
+    return call(codes, scale, zero_point, packed, weight_scale, bias)
+
+
+def _by_onednn(
+    codes: Tensor, scale: float, zero_point: int, packed: Tensor, weight_scale: Tensor, bias: Tensor | None
+) -> Tensor:
+    zero_points = torch.zeros(len(weight_scale), dtype=torch.int32)
+    y: Tensor = torch.ops.onednn.qlinear_pointwise(
+        codes, scale, zero_point, packed, weight_scale, zero_points, bias, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return y
+
+
+_opaque = torch.library.custom_op("eff_kernels::integer_linear", _by_onednn, mutates_args=())
+
+
+@_opaque.register_fake
+def _(
+    codes: Tensor, scale: float, zero_point: int, packed: Tensor, weight_scale: Tensor, bias: Tensor | None
+) -> Tensor:
+    return codes.new_empty((*codes.shape[:-1], len(weight_scale)), dtype=torch.float32)

@@ -1,0 +1,84 @@
+"""Converted layers on oneDNN's int8 kernels, which torch brings along on CPUs: what they have in common."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.quantization.integer_modules import CodeModule
+
+LOWEST = -128  # moves signed codes to unsigned ones, for which the instructions are made
+
+
+class OneDnnLayer(CodeModule):
+    """Base of layers that keep their weight's codes in oneDNN's layout too, as long as these are on a CPU."""
+
+    kind: ClassVar[str]
+    """The stock layer's name."""
+    kernel: str
+    """What `conversion_report` says of it."""
+    _packed: Tensor | None
+
+    @classmethod
+    def take(cls, module: nn.Module, kernel: str) -> Self:
+        """Change a converted layer's class to this one, and return it; its buffers stay as they are.
+
+        Args:
+            module: One whose class this one derives from, and for which `why_not` returns nothing.
+            kernel: See there.
+        """
+        module.__class__ = cls
+        module.kernel = kernel  # type: ignore[assignment]
+        module._pack()  # type: ignore[operator]
+        return module  # type: ignore[return-value]
+
+    def _pack(self) -> None:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_packed": None}  # oneDNN's layout can be neither copied nor saved
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._pack()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._pack()
+
+
+def static_codes(x: Tensor, scale: float, zero_point: int, qmin: int, qmax: int) -> Tensor:
+    """Return ``clamp(ne(x/s) + z, qmin, qmax)`` of a float32 tensor, which stays as it is.
+
+    Example:
+        >>> static_codes(torch.tensor([0.5, 1.2, 9.0]), 1.0, 2, -8, 7)
+        tensor([2., 3., 7.])
+    """
+    return (x / scale).round_().add_(zero_point).clamp_(qmin, qmax)
+
+
+def unsigned(codes: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+    """Return whole numbers from -128 to 127 as uint8, 128 more.
+
+    Example:
+        >>> unsigned(torch.tensor([-128.0, 0.0, 127.0])).tolist()
+        [0, 128, 255]
+    """
+    # torch converts to int8 five times as fast as to uint8 (2.13)
+    return codes.to(torch.int8, memory_format=memory_format).view(torch.uint8).bitwise_xor_(-LOWEST)
+
+
+def keep_nan_(output: Tensor, input: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Return an output, NaN where the input holds one: a NaN has no code.
+
+    Args:
+        output: Changed in place.
+        input: What it was computed of.
+        dims: Those of the input over which one NaN reaches all of the output.
+    """
+    nan = input.amax(dims, keepdim=True).isnan()
+    if torch.compiler.is_compiling() or bool(nan.any()):
+        output.add_(torch.where(nan, torch.nan, 0.0))
+    return output

@@ -1,0 +1,102 @@
+"""Converted linear layers on oneDNN's int8 kernels."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from eff_kernels.integer_linear import integer_linear, pack
+from eff_kernels.quantization_group import group_codes, group_qparams
+from torch import Tensor
+
+from shared_core.quantization.integer_modules import IntLinear
+from shared_core.quantization.onednn_layer import LOWEST, OneDnnLayer, keep_nan_, static_codes, unsigned
+
+
+class _OneDnnLinear(OneDnnLayer):
+    kind = "Linear"
+    weight_codes: Tensor
+    weight_scale: Tensor
+
+    def _pack(self) -> None:
+        self._packed = pack(self.weight_codes) if self.weight_codes.device.type == "cpu" else None
+
+    def _product(self, codes: Tensor, scale: float, zero_point: int, bias: Tensor | None) -> Tensor:
+        if self._packed is None:
+            raise ValueError("oneDNN: weight_codes must be on a CPU")
+        return integer_linear(unsigned(codes), scale, zero_point - LOWEST, self._packed, self.weight_scale, bias)
+
+    def _runs(self, input: Tensor) -> bool:
+        return self._packed is not None and input.device.type == "cpu" and input.numel() > 0
+
+
+class OneDnnLinear(_OneDnnLinear, IntLinear):
+    """An `IntLinear` that hands codes to oneDNN: int8 products, sums in 32-bit integers, output in float.
+
+    Sums are the same integers as those of the reference, so outputs differ by float rounding alone. A row that holds
+    NaN comes out as NaN. On other devices than the CPU it computes what the reference computes.
+
+    `take` makes one of an `IntLinear`.
+    """
+
+    def _pack(self) -> None:
+        super()._pack()
+        # plain values: reading a buffer in each forward would cost a synchronisation under torch.compile
+        self._scale, self._zero_point = float(self.input_scale), int(self.input_zero_point)
+        self._bias = None if self.bias is None else self.bias.float()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output in the type of `input`."""
+        if not self._runs(input):
+            return super().forward(input)
+        x = input.float()
+        codes = static_codes(x, self._scale, self._zero_point, self.qmin, self.qmax)
+        y = self._product(codes, self._scale, self._zero_point, self._bias)
+        return keep_nan_(y, x, (-1,)).to(input.dtype)
+
+
+class OneDnnTokenLinear(_OneDnnLinear):
+    """A linear layer on oneDNN whose rows have a scale each, ``max|x| / (2^(b-1) - 1)``, found when they are seen.
+
+    ``y = s_x·s_w·Σ q_x·q_w + b``, the sum an exact 32-bit integer. A row that holds NaN or infinity comes out as NaN.
+    Elsewhere than on a CPU the same is computed in float64.
+
+    Args:
+        codes: int8, (outputs, inputs).
+        scale: float32, (outputs,).
+        bias: In float, or None.
+        activation_bits: b, up to 8.
+        kernel: What `conversion_report` says of it.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None, activation_bits: int, kernel: str) -> None:
+        super().__init__()
+        self.activation_bits, self.kernel = activation_bits, kernel
+        self.register_buffer("weight_codes", codes)
+        self.register_buffer("weight_scale", scale)
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+        self._pack()
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight that the codes stand for, for code that asks a layer for its weight."""
+        return self.weight_codes.to(self.weight_scale.dtype) * self.weight_scale[:, None]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output in the type of `input`."""
+        if not input.numel():
+            return input.new_zeros(*input.shape[:-1], len(self.weight_codes))
+        features = input.shape[-1]
+        scale, _ = group_qparams(input, features, self.activation_bits, True)
+        codes = group_codes(input, scale, None, features, self.activation_bits).flatten(-2)
+        if self._runs(input):
+            y = self._product(codes, 1.0, 0, None)
+        else:
+            y = F.linear(codes.double(), self.weight_codes.double()).round_() * self.weight_scale.double()
+        y.mul_(torch.where(scale.isfinite(), scale, torch.nan))
+        return (y if self.bias is None else y.add_(self.bias)).to(input.dtype)
+
+    def extra_repr(self) -> str:
+        """Return shape and width."""
+        return f"{tuple(self.weight_codes.shape)}, activation_bits={self.activation_bits}"

@@ -1,0 +1,44 @@
+"""The product of int8 codes by oneDNN: exact sums, odd shapes, and a fake that says the same of its output."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from eff_kernels.integer_linear import integer_linear, pack
+
+SHAPES = [(1, 1, 1), (4, 7, 3), (41, 401, 33), (64, 128, 32)]
+
+
+def operands(rows, inputs, outputs, extreme=False):
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(255 if extreme else 0, 256, (rows, inputs), dtype=torch.uint8, generator=generator)
+    weight = torch.randint(-128, -127 if extreme else 128, (outputs, inputs), dtype=torch.int8, generator=generator)
+    return codes, weight, torch.rand(outputs, generator=generator) + 0.1, torch.randn(outputs, generator=generator)
+
+
+@pytest.mark.parametrize("extreme", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("call", [integer_linear, torch.ops.eff_kernels.integer_linear])
+def test_sums_are_exact(call, shape, extreme):
+    codes, weight, scale, bias = operands(*shape, extreme)
+    for zero_point, added in ((5, bias), (128, None), (0, None)):
+        expected = F.linear(codes.double() - zero_point, weight.double()) * 0.25 * scale.double()
+        expected = expected if added is None else expected + added
+        found = call(codes, 0.25, zero_point, pack(weight), scale, added)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5)
+
+
+def test_rows_may_have_several_dimensions_or_be_none():
+    codes, weight, scale, bias = operands(24, 16, 5)
+    y = integer_linear(codes, 0.5, 3, pack(weight), scale, bias)
+    assert torch.equal(integer_linear(codes.view(2, 3, 4, 16), 0.5, 3, pack(weight), scale, bias), y.view(2, 3, 4, 5))
+    assert integer_linear(codes[:0], 0.5, 3, pack(weight), scale, bias).shape == (0, 5)
+
+
+def test_the_fake_says_what_comes_out():
+    # `torch.library.opcheck` reads the storage of all arguments, and oneDNN's layout has none
+    codes, weight, scale, bias = operands(4, 7, 3)
+    found = torch.ops.eff_kernels.integer_linear(codes, 0.25, 5, pack(weight), scale, bias)
+    tensors = (tensor.to("meta") for tensor in (weight, scale, bias))
+    told = torch.ops.eff_kernels.integer_linear(codes.to("meta"), 0.25, 5, *tensors)
+    assert (told.shape, told.dtype, told.stride()) == (found.shape, found.dtype, found.stride())

@@ -1,0 +1,205 @@
+"""Converted linear layers on oneDNN: the reference's codes and sums, NaN kept, copies and files, a truthful report."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from shared_core.quantization import conversion_report, convert, fast_convert, quantize
+from shared_core.quantization.integer_modules import IntLinear
+from shared_core.quantization.onednn_linear import OneDnnLinear, OneDnnTokenLinear
+
+SCHEMES = {"int8": OneDnnLinear, "int8_dynamic": OneDnnTokenLinear}
+
+
+def make_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(130, 63), nn.ReLU(), nn.Linear(63, 32, bias=False), nn.GELU(), nn.Linear(32, 17))
+
+
+def inputs(rows=24, dtype=torch.float32):
+    return (torch.randn(rows, 3, 130, generator=torch.Generator().manual_seed(1)) + 0.3).to(dtype)
+
+
+def three(scheme, dtype=torch.float32, net=make_net, **options):
+    quantized = quantize(net().to(dtype), {"scheme": scheme, **options}, [inputs(dtype=dtype)])
+    return quantized, convert(quantized), convert(quantized, backend="torchao")
+
+
+def run(model, x):
+    with torch.no_grad():
+        return model(x)
+
+
+def static_in_float64(layer, x):
+    """``s_x·s_w·Σ(q_x − z)·q_w + b``."""
+    scale, zero = layer.input_scale, layer.input_zero_point
+    codes = ((x / scale).round() + zero).clamp(layer.qmin, layer.qmax).double() - zero
+    y = codes @ layer.weight_codes.double().T * (scale.double() * layer.weight_scale.double())
+    return y if layer.bias is None else y + layer.bias.double()
+
+
+def by_token_in_float64(layer, x):
+    largest = 2 ** (layer.activation_bits - 1) - 1
+    scale = x.abs().amax(-1, keepdim=True) / largest
+    scale = torch.where(scale == 0, 1, scale)
+    codes = (x / scale).round().double()
+    y = codes @ layer.weight_codes.double().T * scale.double() * layer.weight_scale.double()
+    return y if layer.bias is None else y + layer.bias.double()
+
+
+EXACT = {"int8": static_in_float64, "int8_dynamic": by_token_in_float64}
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_layer_equals_its_formula_in_float64(scheme, bits):
+    _, _, fast = three(scheme, weight_bits=bits, activation_bits=bits, net=lambda: make_net()[:1])
+    assert type(fast[0]) is SCHEMES[scheme]
+    x = 2 * inputs()  # some of it is outside the range
+    x[3] = 0
+    expected = EXACT[scheme](fast[0], x)
+    assert (run(fast, x) - expected).abs().max() <= 1e-6 * expected.abs().max()
+    assert torch.equal(x[:3], 2 * inputs()[:3])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_net_computes_what_the_reference_does(scheme):
+    quantized, reference, fast = three(scheme)
+    for index in (0, 2, 4):
+        assert type(fast[index]) is SCHEMES[scheme]
+        torch.testing.assert_close(fast[index].weight, quantized[index].weight.detach(), rtol=1e-6, atol=0)
+    # a code of a later layer may move where a rounding before it differs
+    torch.testing.assert_close(run(fast, inputs()), run(reference, inputs()), rtol=0, atol=2e-3)
+    if scheme == "int8":
+        assert type(reference[0]) is IntLinear
+        assert torch.equal(fast[0].weight_codes, reference[0].weight_codes)
+    torch.testing.assert_close(run(fast[:1], inputs()), run(reference[:1], inputs()), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_all_codes_of_both_signs_add_up(scheme):
+    net = nn.Linear(256, 2, bias=False)
+    net.weight.data = torch.stack([torch.arange(-127.0, 129).clamp(max=127), torch.full((256,), -127.0)]) / 127
+    x = torch.stack([torch.full((256,), 1.0), torch.full((256,), -1.0), torch.linspace(-1, 1, 256)])
+    fast = convert(quantize(net, scheme, [x]), backend="torchao")
+    expected = EXACT[scheme](fast, x)
+    assert (run(fast, x) - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_other_types_answer_in_their_own(scheme, dtype):
+    _, reference, fast = three(scheme, dtype)
+    x = inputs(dtype=dtype)
+    assert run(fast, x).dtype == dtype
+    torch.testing.assert_close(run(fast, x), run(reference, x), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rows_may_be_one_or_none_and_lie_anyhow(scheme):
+    _, reference, fast = three(scheme)
+    for x in (inputs()[0, 0], inputs()[:1], inputs()[:0], inputs().transpose(0, 1)):
+        assert run(fast, x).shape == run(reference, x).shape
+        torch.testing.assert_close(run(fast, x), run(reference, x), rtol=0, atol=2e-3)
+    y = run(fast, inputs())
+    assert torch.equal(run(fast, inputs()[2:3]), y[2:3])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_row_with_nan_comes_out_as_nan_and_infinity_saturates_or_does_too(scheme):
+    _, _, fast = three(scheme)
+    x = inputs()
+    x[2, 1, 5] = torch.nan
+    x[4, 0, 0], x[4, 2, 0] = torch.inf, -torch.inf
+    y = run(fast, x)
+    marked = {(2, 1)} if scheme == "int8" else {(2, 1), (4, 0), (4, 2)}
+    assert {tuple(place) for place in y.isnan().all(-1).nonzero().tolist()} == marked
+    assert {tuple(place) for place in y.isfinite().logical_not().any(-1).nonzero().tolist()} == marked
+    assert torch.equal(y[5:], run(fast, inputs())[5:])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_copies_files_and_casts(scheme):
+    _, _, fast = three(scheme)
+    x, y = inputs(), run(fast, inputs())
+    assert torch.equal(run(copy.deepcopy(fast), x), y)
+    buffer = io.BytesIO()
+    torch.save(fast, buffer)
+    buffer.seek(0)
+    assert torch.equal(run(torch.load(buffer, weights_only=False), x), y)
+    _, _, other = three(scheme, weight_bits=3)
+    assert not torch.equal(run(other, x), y)
+    other.load_state_dict(fast.state_dict())
+    assert torch.equal(run(other, x), y)
+    assert run(fast.bfloat16(), x.bfloat16()).dtype == torch.bfloat16
+    assert torch.equal(run(fast, x), y)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_away_from_a_cpu_the_sums_are_those_of_the_reference(scheme):
+    _, _, fast = three(scheme)
+    y = run(fast, inputs())
+    for layer in (fast[0], fast[2], fast[4]):
+        layer._packed = None  # as on a device that oneDNN does not know
+    torch.testing.assert_close(run(fast, inputs()), y, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_it_compiles_without_a_break(scheme):
+    torch._dynamo.reset()
+    _, _, fast = three(scheme)
+    compiled = torch.compile(fast, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(run(compiled, inputs()), run(fast, inputs()), rtol=0, atol=2e-3)
+    x = inputs()
+    x[2, 1, 5] = torch.nan
+    assert run(compiled, x)[2, 1].isnan().all()
+    assert int(run(compiled, x).isnan().any(-1).sum()) == 1
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_inductor_compiles_it(scheme):
+    torch._dynamo.reset()
+    _, _, fast = three(scheme)
+    for options in ({}, {"freezing": True}):
+        compiled = torch.compile(fast, options=options)
+        torch.testing.assert_close(run(compiled, inputs()), run(fast, inputs()), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_report_says_what_runs_and_why_not(scheme, monkeypatch):
+    kind = "dynamic" if scheme == "int8_dynamic" else "static"
+    for entry in conversion_report(three(scheme)[2]).values():
+        assert entry["type"] == "Linear"
+        assert entry["kernel"].startswith(f"oneDNN int8 {kind}: int8 x int8 -> int32 (onednn.qlinear, ")
+        assert entry["why"] == ""
+    monkeypatch.setattr(fast_convert, "_cpu", lambda instructions: False)
+    assert all("no VNNI" in entry["why"] for entry in conversion_report(three(scheme)[2]).values())
+    assert all(entry["why"] == "" for entry in conversion_report(three(scheme, weight_bits=7)[2]).values())
+
+
+def test_a_model_in_float64_stays_on_the_reference_and_says_so():
+    def net():
+        return nn.Sequential(nn.Conv1d(3, 3, 1), nn.Unflatten(1, (1, 3)), nn.Conv2d(1, 2, 1), nn.Linear(130, 2))
+
+    for scheme in ("int8", "int8_dynamic", "int8_weight"):
+        _, reference, fast = three(scheme, torch.float64, net)
+        x = inputs(dtype=torch.float64)
+        assert torch.equal(run(fast, x), run(reference, x))
+        report = conversion_report(fast)
+        assert report["3"]["why"] == "the kernels compute in float32 at most, the model in float64"
+        if scheme == "int8":
+            assert report["2"]["why"] == report["3"]["why"]
+
+
+def test_a_fused_encoder_layer_runs_the_converted_layers():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    x = torch.randn(4, 6, 32)
+    quantized = quantize(layer, "int8_dynamic")
+    fast = convert(quantized, backend="torchao")
+    assert type(fast.linear1) is OneDnnTokenLinear
+    torch.testing.assert_close(run(fast, x), run(quantized, x), rtol=0, atol=0.02)
+    assert not torch.equal(run(fast, x), run(layer, x))
