@@ -32,8 +32,8 @@ def convert(
     and so are activation codes, up to float rounding of what comes before a layer. The new model is in evaluation
     mode; it cannot be trained.
 
-    The reference is exact and portable, not fast. ``backend="torchao"`` puts linear layers on int8 kernels with the same
-    weight codes if their inputs have a range, or one for each token: on CPUs on oneDNN's, which sum the same integers,
+    The reference is exact and portable, not fast. ``backend="torchao"`` puts linear layers on int8 kernels with these
+    codes if their inputs have a range, or one for each token: on CPUs on oneDNN's, which sum the same integers,
     elsewhere on torchao's. Linear layers of which the weights alone are int8, or on CPUs int4, go onto torchao's too,
     and 2-d convolutions on CPUs onto oneDNN's. What has no such kernel stays on the reference; `conversion_report` says
     what runs where. On a CPU a compiled model is faster still: ``torch.compile(model, options={"freezing": True})``

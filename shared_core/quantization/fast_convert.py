@@ -21,6 +21,7 @@ from shared_core.quantization.ranges import saved_scheme
 WHERE = "convert: backend=torchao"
 _BACKENDS = ("reference", "torchao", "auto")
 _FEWEST_ROWS = 32  # torch._int_mm on CUDA refuses 16 and fewer
+_MOST_INPUTS = (2**31 - 1) // (255 * 128)
 _GROUPS = (32, 64, 128)  # those of aten::_weight_int4pack_mm_for_cpu that torchao wraps
 
 
@@ -131,6 +132,8 @@ def _fast_linear(module: IntLinear | FakeQuantLinear) -> tuple[nn.Module | None,
     why = _why_no_int8(float_weight.device, scheme.weight_bits) if dynamic else ""
     why = why or _why_no_float64(float_weight.dtype)
     if dynamic and not why and _is_of_onednn(float_weight.device):
+        if float_weight.shape[1] > _MOST_INPUTS:
+            return None, f"sums of {float_weight.shape[1]} products of int8 and uint8 can overflow 32 bits"
         codes, scale = channel_codes(float_weight, scheme, entry)
         told = _told("oneDNN int8 dynamic", codes.device, "onednn.qlinear")
         return OneDnnTokenLinear(codes, scale, module.bias, scheme.activation_bits, told), ""

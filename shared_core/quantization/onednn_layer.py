@@ -19,7 +19,7 @@ class OneDnnLayer(CodeModule):
     """The stock layer's name."""
     kernel: str
     """What `conversion_report` says of it."""
-    _packed: Tensor | None
+    _packed: Any
 
     @classmethod
     def take(cls, module: nn.Module, kernel: str) -> Self:

@@ -21,8 +21,6 @@ class _OneDnnLinear(OneDnnLayer):
         self._packed = pack(self.weight_codes) if self.weight_codes.device.type == "cpu" else None
 
     def _product(self, codes: Tensor, scale: float, zero_point: int, bias: Tensor | None) -> Tensor:
-        if self._packed is None:
-            raise ValueError("oneDNN: weight_codes must be on a CPU")
         return integer_linear(unsigned(codes), scale, zero_point - LOWEST, self._packed, self.weight_scale, bias)
 
     def _runs(self, input: Tensor) -> bool:
@@ -87,7 +85,7 @@ class OneDnnTokenLinear(_OneDnnLinear):
         """Return the layer's output in the type of `input`."""
         if not input.numel():
             return input.new_zeros(*input.shape[:-1], len(self.weight_codes))
-        features = input.shape[-1]
+        input, features = input.detach(), input.shape[-1]  # a gradient through the scales alone would mislead
         scale, _ = group_qparams(input, features, self.activation_bits, True)
         codes = group_codes(input, scale, None, features, self.activation_bits).flatten(-2)
         if self._runs(input):

@@ -194,6 +194,27 @@ def test_a_model_in_float64_stays_on_the_reference_and_says_so():
             assert report["2"]["why"] == report["3"]["why"]
 
 
+def test_sums_that_could_overflow_stay_on_the_reference_and_say_so():
+    net = nn.Linear(2**31 // (255 * 128) + 1, 1, bias=False)
+    nn.init.constant_(net.weight, -1.0)
+    quantized = quantize(net, "int8_dynamic")
+    fast = convert(quantized, backend="torchao")
+    x = torch.ones(2, net.in_features)
+    assert torch.equal(run(fast, x), run(quantized, x))
+    assert "overflow 32 bits" in conversion_report(fast)[""]["why"]
+    fewer = nn.Linear(net.in_features - 1, 1, bias=False)
+    nn.init.constant_(fewer.weight, -1.0)
+    fast = convert(quantize(fewer, "int8_dynamic"), backend="torchao")
+    assert type(fast) is OneDnnTokenLinear
+    torch.testing.assert_close(run(fast, x[:, 1:]), torch.full((2, 1), -float(fewer.in_features)))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_part_of_a_gradient_gets_through(scheme):
+    _, _, fast = three(scheme)
+    assert not fast(inputs().requires_grad_()).requires_grad
+
+
 def test_a_fused_encoder_layer_runs_the_converted_layers():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
