@@ -16,8 +16,8 @@ FIRST, NAMED = r"\| ([\d.]+) \[", r"{} [\d.]+ ms, ([\d.]+) \["
 STEP: list[Line] = [
     ("pruning", "×", "torch.nn.utils.prune", "pruning, one step at batch 16, AdamW (", FIRST, NAMED.format("prune")),
     ("pruning in Lightning", "×", "ModelPruning", "pruning in Lightning", FIRST, NAMED.format("ModelPruning")),
-    ("int8 QAT", "×", "torchao", "int8 quantization-aware training, one step at 256 tokens, 8.9 M", FIRST,
-     r"torchao ([\d.]+) \["),
+    ("int8 QAT", "×", "torchao", "int8 quantization-aware training, one step at 256 tokens", FIRST,
+     NAMED.format("torchao")),
     ("loss scaling", "×", "GradScaler", "loss scaling, one step, 0.13 M", FIRST, NAMED.format("GradScaler")),
 ]  # fmt: skip
 MEMORY: list[Line] = [
