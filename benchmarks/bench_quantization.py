@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from measure import Row, interleaved, main, milliseconds, ratio
 from torch import Tensor, nn
-from torchao.quantization import quantize_
+from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 
 from shared_core import Recipe, Session
@@ -151,11 +151,8 @@ CONVERTED = {
 }
 
 
-def inference(width: int, tokens: int, rounds: int, compiled: bool) -> list[Row]:
-    """Return a row for each converted model, beside the same model in fp32 and bf16."""
-    depth = 2 if compiled else 5
-    inputs = torch.randn(tokens // 64, 64, width)
-    plain = transformer(width, depth).eval()
+def inference(plain: nn.Module, inputs: Tensor, what: str, rounds: int, compiled: bool) -> list[Row]:
+    """Return a row for each converted model, beside the same model in fp32 and bf16 and the peers' of its scheme."""
     models: dict[str, tuple[nn.Module, torch.dtype]] = {
         "fp32": (plain, torch.float32),
         "bf16": (copy.deepcopy(plain).bfloat16(), torch.bfloat16),
@@ -163,6 +160,11 @@ def inference(width: int, tokens: int, rounds: int, compiled: bool) -> list[Row]
     for name, (scheme, dtype) in CONVERTED.items():
         quantized = quantize(models["bf16" if dtype == torch.bfloat16 else "fp32"][0], scheme, [inputs.to(dtype)])
         models[name] = convert(quantized, backend="torchao"), dtype
+    peers = {"torchao": copy.deepcopy(plain)}
+    quantize_(peers["torchao"], Int8DynamicActivationInt8WeightConfig())
+    if not compiled:
+        peers["torch.ao"] = torch.ao.quantization.quantize_dynamic(copy.deepcopy(plain), {nn.Linear})
+    models |= {peer: (model, torch.float32) for peer, model in peers.items()}
     calls = {name: forward_of(model, inputs.to(dtype), compiled) for name, (model, dtype) in models.items()}
     exact = calls["fp32"]()
     times = interleaved(calls, rounds=rounds, warmup=3)
@@ -171,12 +173,13 @@ def inference(width: int, tokens: int, rounds: int, compiled: bool) -> list[Row]
         noise = (calls[name]().float() - exact).square().mean()
         kernels = {entry["kernel"] for entry in conversion_report(models[name][0]).values()}
         against = {peer: ratio(times, name, peer) for peer in ("fp32", "bf16")}
+        others = ["fp32", "bf16", *(peers if name == "int8 dynamic" else ())]
         rows.append(
             Row(
-                f"{name} inference at {tokens} tokens, {12 * depth * width**2 / 1e6:.1f} M parameters, "
+                f"{name} inference, {what}, "
                 f"{'torch.compile with freezing' if compiled else 'eager'} ({'; '.join(sorted(kernels))})",
                 f"{milliseconds(times, name)}; {10 * torch.log10(exact.square().mean() / noise).item():.0f} dB to fp32",
-                f"fp32 {milliseconds(times, 'fp32')}, bf16 {milliseconds(times, 'bf16')}",
+                ", ".join(f"{peer} {milliseconds(times, peer)}" for peer in others),
                 f"{against['fp32'].text()} of fp32, {against['bf16'].text()} of bf16",
                 # weights alone: fewer bytes, and a product in float
                 target="" if name == "int8 weight-only" else "ahead of bf16",
@@ -184,6 +187,20 @@ def inference(width: int, tokens: int, rounds: int, compiled: bool) -> list[Row]
             )
         )
     return rows
+
+
+def of_transformer(width: int, tokens: int, rounds: int, compiled: bool) -> list[Row]:
+    depth = 2 if compiled else 5
+    what = f"{tokens} tokens, {12 * depth * width**2 / 1e6:.1f} M parameters"
+    inputs = torch.randn(tokens // 64, 64, width)
+    return inference(transformer(width, depth).eval(), inputs, what, rounds, compiled)
+
+
+def of_one_row(width: int, rounds: int) -> list[Row]:
+    """Return rows of what serves one request at a time."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)).eval()
+    return inference(layers, torch.randn(1, width), f"one row, {8 * width**2 / 1e6:.1f} M parameters", rounds, False)
 
 
 def forward_of(model: nn.Module, inputs: Tensor, compiled: bool) -> Callable[[], Tensor]:
@@ -202,10 +219,11 @@ def measure(quick: bool, more: int = 0) -> list[Row]:
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     if quick:
-        return [*cost(96, 128, rounds=2), *inference(96, 128, rounds=2, compiled=False)]
+        return [*cost(96, 128, rounds=2), *of_transformer(96, 128, rounds=2, compiled=False), *of_one_row(64, rounds=2)]
     rows = [*cost(384, 256, rounds=9), *cost(384, 2048, rounds=3), *compiled_cost(384, 256, rounds=15)]
     for tokens, compiled in ((512, False), (512, True), *(((64, False), (64, True)) if more else ())):
-        rows += inference(384, tokens, rounds=15, compiled=compiled)
+        rows += of_transformer(384, tokens, rounds=15, compiled=compiled)
+    rows += of_one_row(1024, rounds=15)
     return rows + (compiled_cost(384, 2048, rounds=5) if more else [])
 
 

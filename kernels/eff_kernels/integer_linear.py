@@ -17,17 +17,24 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def integer_linear(
-    codes: Tensor, scale: float, zero_point: int, packed: Tensor, weight_scale: Tensor, bias: Tensor | None
+    codes: Tensor,
+    scale: float,
+    zero_point: int,
+    packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None = None,
 ) -> Tensor:
     """Return ``s_x·s_w·Σ(q_x − z)·q_w + b`` in float32, the sums exact 32-bit integers.
 
     Args:
         codes: uint8, (..., inputs), on a CPU.
-        scale: s_x.
+        scale: s_x, or a factor of it beside `row_scale`.
         zero_point: z, of the unsigned codes.
         packed: q_w, by `pack`.
         weight_scale: s_w, float32, (outputs,).
         bias: b, float32, (outputs,), or None.
+        row_scale: A factor of s_x for each row, float32, (..., 1).
 
     Example:
         >>> codes, weight = torch.tensor([[130, 127]], dtype=torch.uint8), torch.tensor([[3, -5]], dtype=torch.int8)
@@ -36,17 +43,26 @@ def integer_linear(
     """
     # inductor's lowering of oneDNN's operator takes weights that are constants of the graph alone (torch 2.13)
     call = _opaque if torch.compiler.is_compiling() else _by_onednn
-    return call(codes, scale, zero_point, packed, weight_scale, bias)
+    return call(codes, scale, zero_point, packed, weight_scale, bias, row_scale)
 
 
 def _by_onednn(
-    codes: Tensor, scale: float, zero_point: int, packed: Tensor, weight_scale: Tensor, bias: Tensor | None
+    codes: Tensor,
+    scale: float,
+    zero_point: int,
+    packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None = None,
 ) -> Tensor:
     zero_points = torch.zeros(len(weight_scale), dtype=torch.int32)
+    added = bias if row_scale is None else None
     y: Tensor = torch.ops.onednn.qlinear_pointwise(
-        codes, scale, zero_point, packed, weight_scale, zero_points, bias, 1.0, 0, torch.float32, "none", [], ""
+        codes, scale, zero_point, packed, weight_scale, zero_points, added, 1.0, 0, torch.float32, "none", [], ""
     )
-    return y
+    if row_scale is None:
+        return y
+    return y.mul_(row_scale) if bias is None else torch.addcmul(bias, y, row_scale, out=y)
 
 
 _opaque = torch.library.custom_op("eff_kernels::integer_linear", _by_onednn, mutates_args=())
@@ -54,6 +70,12 @@ _opaque = torch.library.custom_op("eff_kernels::integer_linear", _by_onednn, mut
 
 @_opaque.register_fake
 def _(
-    codes: Tensor, scale: float, zero_point: int, packed: Tensor, weight_scale: Tensor, bias: Tensor | None
+    codes: Tensor,
+    scale: float,
+    zero_point: int,
+    packed: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None = None,
 ) -> Tensor:
     return codes.new_empty((*codes.shape[:-1], len(weight_scale)), dtype=torch.float32)

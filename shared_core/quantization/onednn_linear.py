@@ -20,9 +20,6 @@ class _OneDnnLinear(OneDnnLayer):
     def _pack(self) -> None:
         self._packed = pack(self.weight_codes) if self.weight_codes.device.type == "cpu" else None
 
-    def _product(self, codes: Tensor, scale: float, zero_point: int, bias: Tensor | None) -> Tensor:
-        return integer_linear(unsigned(codes), scale, zero_point - LOWEST, self._packed, self.weight_scale, bias)
-
     def _runs(self, input: Tensor) -> bool:
         return self._packed is not None and input.device.type == "cpu" and input.numel() > 0
 
@@ -48,7 +45,9 @@ class OneDnnLinear(_OneDnnLinear, IntLinear):
             return super().forward(input)
         x = input.float()
         codes = static_codes(x, self._scale, self._zero_point, self.qmin, self.qmax)
-        y = self._product(codes, self._scale, self._zero_point, self._bias)
+        y = integer_linear(
+            unsigned(codes), self._scale, self._zero_point - LOWEST, self._packed, self.weight_scale, self._bias
+        )
         return keep_nan_(y, x, (-1,)).to(input.dtype)
 
 
@@ -88,12 +87,15 @@ class OneDnnTokenLinear(_OneDnnLinear):
         input, features = input.detach(), input.shape[-1]  # a gradient through the scales alone would mislead
         scale, _ = group_qparams(input, features, self.activation_bits, True)
         codes = group_codes(input, scale, None, features, self.activation_bits).flatten(-2)
+        scale = torch.where(scale.isfinite(), scale, torch.nan)
         if self._runs(input):
-            y = self._product(codes, 1.0, 0, None)
+            bias = None if self.bias is None else self.bias.float()
+            y = integer_linear(unsigned(codes), 1.0, -LOWEST, self._packed, self.weight_scale, bias, scale)
         else:
-            y = F.linear(codes.double(), self.weight_codes.double()).round_() * self.weight_scale.double()
-        y.mul_(torch.where(scale.isfinite(), scale, torch.nan))
-        return (y if self.bias is None else y.add_(self.bias)).to(input.dtype)
+            total = F.linear(codes.double(), self.weight_codes.double()).round_()
+            y = total * self.weight_scale.double() * scale
+            y = y if self.bias is None else y + self.bias
+        return y.to(input.dtype)
 
     def extra_repr(self) -> str:
         """Return shape and width."""
