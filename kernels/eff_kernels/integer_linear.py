@@ -69,13 +69,5 @@ _opaque = torch.library.custom_op("eff_kernels::integer_linear", _by_onednn, mut
 
 
 @_opaque.register_fake
-def _(
-    codes: Tensor,
-    scale: float,
-    zero_point: int,
-    packed: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    row_scale: Tensor | None = None,
-) -> Tensor:
+def _(codes: Tensor, scale: float, zero_point: int, packed: Tensor, weight_scale: Tensor, *_: object) -> Tensor:
     return codes.new_empty((*codes.shape[:-1], len(weight_scale)), dtype=torch.float32)

@@ -28,6 +28,16 @@ def test_sums_are_exact(call, shape, extreme):
         torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("call", [integer_linear, torch.ops.eff_kernels.integer_linear])
+def test_rows_may_have_a_scale_each(call):
+    codes, weight, scale, bias = operands(5, 12, 3)
+    rows = torch.tensor([0.5, 2.0, 0.0, torch.nan, 1.0])[:, None]
+    sums = F.linear(codes.double() - 128, weight.double()) * 0.25 * scale.double() * rows
+    for added, expected in ((bias, sums + bias), (None, sums)):
+        found = call(codes, 0.25, 128, pack(weight), scale, added, rows)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5, equal_nan=True)
+
+
 def test_rows_may_have_several_dimensions_or_be_none():
     codes, weight, scale, bias = operands(24, 16, 5)
     y = integer_linear(codes, 0.5, 3, pack(weight), scale, bias)
