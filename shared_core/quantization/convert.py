@@ -12,7 +12,7 @@ from torch import nn
 from shared_core.errors import MatchError
 from shared_core.fast_paths import fast_paths_off
 from shared_core.module_match import check_model
-from shared_core.quantization.fast_convert import ON_INTEGERS, to_torchao, wants_torchao
+from shared_core.quantization.fast_convert import ON_INTEGERS, to_torchao, wants_kernels
 from shared_core.quantization.integer_embedding import IntEmbedding
 from shared_core.quantization.integer_modules import INTEGER, CodeModule
 from shared_core.quantization.modules import STOCK, layer_entry, restore
@@ -43,7 +43,7 @@ def convert(
         model: A model in or after quantization-aware training, or a plain one with baked weights.
         ranges: Module name → ``{"min", "max", "weight_bits", "activation_bits"}``, as
             `QuantizationAwareTraining.ranges` returns it; None: what the layers of `model` carry.
-        backend: ``"reference"``, ``"torchao"`` (with oneDNN), or ``"auto"``: that where torchao is installed.
+        backend: ``"reference"``, ``"torchao"`` (with oneDNN), or ``"auto"``: that, and without torchao what oneDNN has.
 
     Raises:
         ConfigError: If there is no such backend.
@@ -62,7 +62,7 @@ def convert(
         3.04
     """
     check_model(model, "convert")
-    fast = wants_torchao(backend)
+    fast = wants_kernels(backend)
     converted = copy.deepcopy(model)
     merge_folds_(converted, ranges)
     layers: dict[str, nn.Module] = {}

@@ -25,8 +25,8 @@ _MOST_INPUTS = (2**31 - 1) // (255 * 128)
 _GROUPS = (32, 64, 128)  # those of aten::_weight_int4pack_mm_for_cpu that torchao wraps
 
 
-def wants_torchao(backend: str) -> bool:
-    """Return whether a backend's name means torchao.
+def wants_kernels(backend: str) -> bool:
+    """Return whether a backend's name asks for more than the reference.
 
     Raises:
         ConfigError: If there is no such backend.
@@ -34,12 +34,13 @@ def wants_torchao(backend: str) -> bool:
     """
     if backend not in _BACKENDS:
         raise ConfigError(f"convert: backend must be one that exists, got {backend!r}{nearest(backend, _BACKENDS)}")
-    if backend == "reference":
-        return False
-    installed = importlib.util.find_spec("torchao") is not None
-    if not installed and backend == "torchao":
+    if backend == "torchao" and not _has_torchao():
         raise MissingExtraError(WHERE, "torchao", "torchao")
-    return installed
+    return backend != "reference"
+
+
+def _has_torchao() -> bool:
+    return importlib.util.find_spec("torchao") is not None
 
 
 class TorchaoLinear(nn.Linear):
@@ -115,6 +116,7 @@ def _fast_linear(module: IntLinear | FakeQuantLinear) -> tuple[nn.Module | None,
             return OneDnnLinear.take(module, _told("oneDNN int8 static", device, "onednn.qlinear")), ""
         if module.activation_bits != 8:
             why = f"torchao has no inputs of {module.activation_bits} bits"
+        why = why or _why_no_torchao()
         if why:
             return None, why
         weight = _int8(module.weight_codes, module.weight_scale, torch.float32, module)
@@ -123,6 +125,8 @@ def _fast_linear(module: IntLinear | FakeQuantLinear) -> tuple[nn.Module | None,
     scheme = saved_scheme(entry, WHERE)
     float_weight = module.weight.detach()
     if scheme.weight == "group":
+        if why := _why_no_torchao():
+            return None, why
         if scheme.input != "none":
             return None, "torchao's kernel for int4 weights with int8 inputs is not in its wheels for this processor"
         return _int4(module, scheme.group_size)
@@ -139,6 +143,7 @@ def _fast_linear(module: IntLinear | FakeQuantLinear) -> tuple[nn.Module | None,
         return OneDnnTokenLinear(codes, scale, module.bias, scheme.activation_bits, told), ""
     if dynamic and scheme.activation_bits != 8:
         why = f"torchao has no inputs of {scheme.activation_bits} bits"
+    why = why or _why_no_torchao()
     if why:
         return None, why
     codes, scale = channel_codes(float_weight, scheme, entry)
@@ -158,6 +163,10 @@ def _why_no_int8(device: torch.device, weight_bits: int) -> str:
     if device.type == "cpu" and not (_cpu("vnni") or _cpu("amx_tile")) and weight_bits == 8:
         return "the processor has no VNNI: pairs of products would saturate 16 bits; train or quantise to 7 bits"
     return ""
+
+
+def _why_no_torchao() -> str:
+    return "" if _has_torchao() else "torchao is not installed; pip install 'efftrain[torchao]'"
 
 
 def _why_no_float64(dtype: torch.dtype) -> str:

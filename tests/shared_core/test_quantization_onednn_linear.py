@@ -1,6 +1,7 @@
 """Converted linear layers on oneDNN: the reference's codes and sums, NaN kept, copies and files, a truthful report."""
 
 import copy
+import importlib.util
 import io
 
 import pytest
@@ -213,6 +214,18 @@ def test_sums_that_could_overflow_stay_on_the_reference_and_say_so():
 def test_no_part_of_a_gradient_gets_through(scheme):
     _, _, fast = three(scheme)
     assert not fast(inputs().requires_grad_()).requires_grad
+
+
+def test_without_torchao_auto_takes_what_onednn_has(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "torchao" else find(name, *rest)
+    )
+    for scheme, kernel in {"int8": "oneDNN", "int8_dynamic": "oneDNN", "int8_weight": "", "int4_weight": ""}.items():
+        quantized = quantize(nn.Sequential(nn.Linear(128, 32)), scheme, [torch.randn(4, 128)])
+        entry = conversion_report(convert(quantized, backend="auto"))["0"]
+        assert entry["kernel"].startswith(kernel or "reference")
+        assert ("pip install 'efftrain[torchao]'" in entry["why"]) == (not kernel)
 
 
 def test_a_fused_encoder_layer_runs_the_converted_layers():
