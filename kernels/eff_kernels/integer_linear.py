@@ -41,20 +41,10 @@ def integer_linear(
         >>> integer_linear(codes, 0.5, 128, pack(weight), torch.tensor([0.1]), None)  # (2·3 + (-1)·(-5))·0.05
         tensor([[0.5500]])
     """
-    # inductor's lowering of oneDNN's operator takes weights that are constants of the graph alone (torch 2.13)
-    call = _opaque if torch.compiler.is_compiling() else _by_onednn
-    return call(codes, scale, zero_point, packed, weight_scale, bias, row_scale)
-
-
-def _by_onednn(
-    codes: Tensor,
-    scale: float,
-    zero_point: int,
-    packed: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    row_scale: Tensor | None = None,
-) -> Tensor:
+    if torch.compiler.is_compiling():
+        # inductor's lowering of oneDNN's operator takes weights that are constants of the graph alone (torch 2.13)
+        opaque: Tensor = _opaque(codes, scale, zero_point, packed, weight_scale, bias, row_scale)
+        return opaque
     zero_points = torch.zeros(len(weight_scale), dtype=torch.int32)
     added = bias if row_scale is None else None
     y: Tensor = torch.ops.onednn.qlinear_pointwise(
@@ -65,7 +55,7 @@ def _by_onednn(
     return y.mul_(row_scale) if bias is None else torch.addcmul(bias, y, row_scale, out=y)
 
 
-_opaque = torch.library.custom_op("eff_kernels::integer_linear", _by_onednn, mutates_args=())
+_opaque = torch.library.custom_op("eff_kernels::integer_linear", integer_linear, mutates_args=())
 
 
 @_opaque.register_fake

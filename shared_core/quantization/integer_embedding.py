@@ -31,9 +31,6 @@ class IntEmbedding(CodeModule):
         (torch.int8, torch.Size([1, 2, 4]))
     """
 
-    weight_codes: Tensor
-    weight_scale: Tensor
-
     def __init__(self, stock: nn.Embedding, scheme: LayerScheme, learned: Mapping[str, Any]) -> None:
         super().__init__()
         weight = stock.weight.detach()
@@ -49,7 +46,7 @@ class IntEmbedding(CodeModule):
     @property
     def weight(self) -> Tensor:
         """The weight that the codes stand for, for code that asks an embedding for it."""
-        return (self.weight_codes.to(self.weight_scale.dtype) * self.weight_scale[:, None]).to(self.dtype)
+        return super().weight.to(self.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the vectors of the indices, in the type that the embedding had."""

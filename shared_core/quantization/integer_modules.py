@@ -44,7 +44,19 @@ def channel_codes(weight: Tensor, scheme: LayerScheme, learned: Mapping[str, Any
 
 
 class CodeModule(nn.Module):
-    """A module of codes and scales, which casting the model leaves as they are."""
+    """A module of codes and scales, which casting the model leaves as they are.
+
+    Buffers: ``weight_codes`` int8, output channels first, ``weight_scale`` (channels,).
+    """
+
+    weight_codes: Tensor
+    weight_scale: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight that the codes stand for, ``s_w·q_w``, for code that asks a layer for its weight."""
+        scale = kernels.along(self.weight_scale, self.weight_codes.dim(), 0)
+        return self.weight_codes.to(scale.dtype) * scale
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         dtypes = {name: value.dtype for name, value in self._buffers.items() if value is not None}
@@ -69,8 +81,6 @@ class IntegerLayer(CodeModule):
     ``input_zero_point`` int32 (), ``bias`` (channels,) or None. Casting the model leaves them as they are.
     """
 
-    weight_codes: Tensor
-    weight_scale: Tensor
     input_scale: Tensor
     input_zero_point: Tensor
     bias: Tensor | None
@@ -100,12 +110,6 @@ class IntegerLayer(CodeModule):
         self.register_buffer("input_zero_point", zero_point)
         bias = None if stock.bias is None else stock.bias.detach().clone()
         self.register_buffer("bias", bias)
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight that the codes stand for, ``s_w·q_w``, for code that asks a layer for its weight."""
-        scale = kernels.along(self.weight_scale, self.weight_codes.dim(), 0)
-        return self.weight_codes.to(scale.dtype) * scale
 
     def quantize_input(self, x: Tensor) -> Tensor:
         """Return the codes of `x` as int8."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shared_core.quantization.integer_modules import CodeModule
 
@@ -22,20 +22,24 @@ class OneDnnLayer(CodeModule):
     _packed: Any
 
     @classmethod
-    def take(cls, module: nn.Module, kernel: str) -> Self:
+    def take(cls, module: Any, kernel: str) -> Self:
         """Change a converted layer's class to this one, and return it; its buffers stay as they are.
 
         Args:
-            module: One whose class this one derives from, and for which `why_not` returns nothing.
+            module: One whose class this one derives from, and which oneDNN can compute.
             kernel: See there.
         """
         module.__class__ = cls
-        module.kernel = kernel  # type: ignore[assignment]
-        module._pack()  # type: ignore[operator]
-        return module  # type: ignore[return-value]
+        taken: Self = module
+        taken.kernel = kernel
+        taken._pack()
+        return taken
 
     def _pack(self) -> None:
         raise NotImplementedError
+
+    def _runs(self, input: Tensor) -> bool:
+        return self._packed is not None and input.device.type == "cpu" and input.numel() > 0
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_packed": None}  # oneDNN's layout can be neither copied nor saved

@@ -14,14 +14,11 @@ from shared_core.quantization.onednn_layer import LOWEST, OneDnnLayer, keep_nan_
 
 class _OneDnnLinear(OneDnnLayer):
     kind = "Linear"
-    weight_codes: Tensor
-    weight_scale: Tensor
+    bias: Tensor | None
 
     def _pack(self) -> None:
+        self._bias = None if self.bias is None else self.bias.float()
         self._packed = pack(self.weight_codes) if self.weight_codes.device.type == "cpu" else None
-
-    def _runs(self, input: Tensor) -> bool:
-        return self._packed is not None and input.device.type == "cpu" and input.numel() > 0
 
 
 class OneDnnLinear(_OneDnnLinear, IntLinear):
@@ -37,7 +34,6 @@ class OneDnnLinear(_OneDnnLinear, IntLinear):
         super()._pack()
         # plain values: reading a buffer in each forward would cost a synchronisation under torch.compile
         self._scale, self._zero_point = float(self.input_scale), int(self.input_zero_point)
-        self._bias = None if self.bias is None else self.bias.float()
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output in the type of `input`."""
@@ -65,8 +61,6 @@ class OneDnnTokenLinear(_OneDnnLinear):
         kernel: What `conversion_report` says of it.
     """
 
-    bias: Tensor | None
-
     def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None, activation_bits: int, kernel: str) -> None:
         super().__init__()
         self.activation_bits, self.kernel = activation_bits, kernel
@@ -74,11 +68,6 @@ class OneDnnTokenLinear(_OneDnnLinear):
         self.register_buffer("weight_scale", scale)
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         self._pack()
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight that the codes stand for, for code that asks a layer for its weight."""
-        return self.weight_codes.to(self.weight_scale.dtype) * self.weight_scale[:, None]
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output in the type of `input`."""
@@ -89,8 +78,7 @@ class OneDnnTokenLinear(_OneDnnLinear):
         codes = group_codes(input, scale, None, features, self.activation_bits).flatten(-2)
         scale = torch.where(scale.isfinite(), scale, torch.nan)
         if self._runs(input):
-            bias = None if self.bias is None else self.bias.float()
-            y = integer_linear(unsigned(codes), 1.0, -LOWEST, self._packed, self.weight_scale, bias, scale)
+            y = integer_linear(unsigned(codes), 1.0, -LOWEST, self._packed, self.weight_scale, self._bias, scale)
         else:
             total = F.linear(codes.double(), self.weight_codes.double()).round_()
             y = total * self.weight_scale.double() * scale
