@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,7 +14,6 @@ from shared_core.distillation.batch import (
     check_classes,
     counted_positions,
     find_logits,
-    named_inputs,
 )
 from shared_core.distillation.cache import TeacherCache
 from shared_core.distillation.config import EMA, DistillConfig
@@ -31,20 +29,16 @@ from shared_core.technique import Context
 
 @dataclass(frozen=True)
 class StudentBatch:
-    """One forward of the student, the labels of its loss, and the temperature of this step."""
+    """One forward of the student, its inputs by name, the labels of its loss, and the temperature of this step."""
 
     student: nn.Module
     forward: Forward
+    inputs: dict[str, Any]
     labels: Any
     causal: bool
     temperature: float
     unlabelled: Tensor | None = None
     """Which examples are unlabelled, where that is told; all of their positions count."""
-
-    @functools.cached_property
-    def inputs(self) -> dict[str, Any]:
-        """The student's inputs by name."""
-        return named_inputs(self.student, self.forward)
 
     def counted(self, logits: Tensor, *, of_classes: bool) -> Tensor | None:
         """Return which rows of the logits count, True = it does; None for all of them."""

@@ -17,6 +17,9 @@ from shared_core.ranks import local_part
 from shared_core.sharded import fill_, is_sharded, reshard_, whole
 
 _TRAINING = attrgetter("training")
+_ALIKE_IN_BOTH_MODES = frozenset(
+    (nn.Conv1d, nn.Conv2d, nn.Embedding, nn.GELU, nn.LayerNorm, nn.Linear, nn.ModuleList, nn.ReLU, nn.Sequential)
+)
 
 
 class Teachers:
@@ -30,7 +33,8 @@ class Teachers:
     def __init__(self, modules: Sequence[nn.Module], weights: Sequence[float] = ()) -> None:
         self.modules = [module.requires_grad_(False).eval() for module in modules]
         self.weights = list(weights) or None
-        self._parts = [part for module in self.modules for part in module.modules()]
+        parts = [part for module in self.modules for part in module.modules()]
+        self._parts = [*self.modules, *(part for part in parts if type(part) not in _ALIKE_IN_BOTH_MODES)]
 
     def ask(self, student: nn.Module, forward: Forward) -> list[Any]:
         """Return what each says to the student's inputs."""

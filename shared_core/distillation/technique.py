@@ -164,8 +164,8 @@ class Distillation(Technique):
         """Return the mixed loss for the latest forward of the student, the task loss outside begin..end."""
         forward, labels, self.labels = self._hook.take(), self.labels, None
         told, self.unlabelled = self.unlabelled, None
-        if labels is None and forward is not None and self._student is not None:
-            labels = named_inputs(self._student, forward).get("labels")
+        inputs = {} if forward is None or self._student is None else named_inputs(self._student, forward)
+        labels = inputs.get("labels") if labels is None else labels
         task_loss = labelled_part(task_loss, labels, causal=self._causal)
         if not self._is_active(context) or not torch.is_grad_enabled():
             return task_loss
@@ -184,7 +184,7 @@ class Distillation(Technique):
                 "student's forward"
             )
         temperature = self._at(context, config.temperature, config.temperature_end)
-        batch = StudentBatch(student, forward, labels, self._causal, temperature, told)
+        batch = StudentBatch(student, forward, inputs, labels, self._causal, temperature, told)
         alpha = self._at(context, config.alpha, config.alpha_end)
         moving = {"alpha": (alpha, config.alpha_end), "temperature": (temperature, config.temperature_end)}
         self._on_the_way = {name: value for name, (value, end) in moving.items() if end is not None}

@@ -386,6 +386,10 @@ def test_what_cannot_be_right_is_refused():
     run.model[0].bias.requires_grad_(False)
     with pytest.raises(TrainingError, match=r"stay the same .* a difference at 0\.bias"):
         run.step()
+    run = Run().step(2)
+    run.model[0].bias = nn.Parameter(torch.zeros(4))
+    with pytest.raises(TrainingError, match=r"stay the same .* a difference at 0\.bias"):
+        run.step()
     model = make_model()
     model[2].requires_grad_(False)
     run = Run(model).step(2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from shared_core.sharded import is_sharded, reshard_
 from shared_core.soup.average.running import RunningAverage
 
 _STATISTICS = ("running_mean", "running_var")
+_TRAINABLE = attrgetter("requires_grad")
 
 
 class StandIn:
@@ -28,8 +31,10 @@ class StandIn:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._owned = model, [module._parameters for module in model.modules() if module._parameters]
+        self._own = self._now_own()
+        self._own_there = [parameter for parameter in self._own if parameter is not None]
+        self._own_trained = [*map(_TRAINABLE, self._own_there)]
         self.parameters = {name: value for name, value in model.named_parameters() if is_trained(value)}
-        self._trained = self._now_trained()
         self.norms = {
             name: buffer
             for name, buffer in model.named_buffers()
@@ -41,16 +46,18 @@ class StandIn:
         self._aside: dict[str, Tensor] = {}
         self._exchanged: set[str] = set()
 
-    def newly_trained_or_frozen(self) -> list[str]:
-        """Return the names of the parameters that became trainable since then, or no longer are."""
+    def changed(self) -> list[str]:
+        """Return the names of the parameters that became trainable since then, no longer are, or were replaced."""
         # every step asks: names, which take long to put together, are looked up where there is a difference alone
-        if self._now_trained() == self._trained:
+        own = self._now_own()
+        are_same = len(own) == len(self._own) and all(map(is_, own, self._own))
+        if are_same and [*map(_TRAINABLE, self._own_there)] == self._own_trained:
             return []
-        names = {name for name, parameter in self._model.named_parameters() if is_trained(parameter)}
-        return sorted(names ^ self.parameters.keys())
+        now, before = dict(self._model.named_parameters()), self.parameters
+        return [name for name in sorted({*now, *before}) if _if_trained(now.get(name)) is not before.get(name)]
 
-    def _now_trained(self) -> list[int]:
-        return [id(p) for own in self._owned for p in own.values() if p is not None and p.requires_grad]
+    def _now_own(self) -> list[Tensor | None]:
+        return [*chain.from_iterable(map(dict.values, self._owned))]
 
     def live(self) -> Mapping[str, Tensor]:
         """Return what is averaged, as it is in the model now, to use without gradients."""
@@ -134,6 +141,10 @@ class StandIn:
 def is_trained(parameter: Tensor) -> bool:
     """Return whether a parameter is one to average: trainable and not an integer."""
     return parameter.requires_grad and (parameter.is_floating_point() or parameter.is_complex())
+
+
+def _if_trained(parameter: Tensor | None) -> Tensor | None:
+    return parameter if parameter is not None and is_trained(parameter) else None
 
 
 @contextlib.contextmanager

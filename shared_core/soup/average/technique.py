@@ -123,16 +123,16 @@ class WeightAverage(Technique):
         """Take the new weights into the average if that is due.
 
         Raises:
-            TrainingError: If parameters became trainable, or no longer are, since the first update.
+            TrainingError: If parameters became trainable, no longer are, or were replaced since the first update.
         """
         if context.step < self._first or (context.step - self._first) % self.config.every:
             return
         if not self._running.kept:
             self._stand_in = StandIn(context.model)
-        if odd := self._stand_in.newly_trained_or_frozen():
+        if odd := self._stand_in.changed():
             raise TrainingError(
                 "average: trainable parameters must stay the same from the first update on, got a difference at "
-                f"{odd[0]}; begin after the last (un)freezing"
+                f"{odd[0]}; begin after the last (un)freezing or replacing"
             )
         self._running.update(self._stand_in.live())
         if context.constrain is not None:
