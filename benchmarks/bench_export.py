@@ -13,6 +13,7 @@ import onnxruntime
 import torch
 from measure import Row, interleaved, main, milliseconds, ratio
 from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification
 
 from shared_core import Recipe, Session
 from shared_core.quantization import convert, export_onnx, quantize
@@ -55,12 +56,12 @@ def residual_net(width: int, size: int, batch: int) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*stem, *blocks, *head), torch.randn(batch, 3, size, size)
 
 
-def quantized(model: nn.Module, x: Tensor) -> nn.Module:
+def quantized(model: nn.Module, *x: Tensor) -> nn.Module:
     session = Session(Recipe.from_dict({"qat": {"scheme": "int8"}}))
     session.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     session.begin([optimizer], total_steps=1)
-    session.loss(model(x).square().mean()).backward()
+    session.loss(model(*x).square().mean()).backward()
     session.before_optimizer_step()
     optimizer.step()
     session.after_optimizer_step()
@@ -102,6 +103,47 @@ def export(name: str, model: nn.Module, x: Tensor, rounds: int, calibrate: bool 
     )
 
 
+class Encoder(nn.Module):
+    """BERT's logits as a tensor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 4, "num_attention_heads": 4}
+        self.bert = BertForSequenceClassification(BertConfig(vocab_size=4000, **sizes))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        logits: Tensor = self.bert(input_ids, attention_mask).logits
+        return logits
+
+
+def open_length(width: int, rounds: int) -> Row:
+    def texts(length: int, padded: int) -> tuple[Tensor, Tensor]:
+        mask = torch.zeros(8, padded, dtype=torch.long)
+        mask[:, :length] = 1
+        return torch.randint(1, 4000, (8, padded)) * mask, mask
+
+    long, short = 96, 24
+    model = quantized(Encoder(width).train(), *texts(long, long))
+    with tempfile.TemporaryDirectory(prefix="eff-bench-") as folder:
+        calls = {}
+        for kind in ("open", "fixed"):
+            file = Path(folder) / f"{kind}.onnx"
+            export_onnx(model, texts(long, long), file, dynamic_length=kind == "open")
+            opened = session_of(file)
+            for length in (long, short):
+                given = texts(length, length if kind == "open" else long)
+                feed = {i.name: value.numpy() for i, value in zip(opened.get_inputs(), given, strict=True)}
+                calls[f"{kind}, {length}"] = lambda opened=opened, feed=feed: opened.run(None, feed)
+        times = interleaved(calls, rounds=rounds, calls=3, warmup=3)
+    return Row(
+        f"8 texts of {short} tokens in an int8 ONNX encoder of open length, 4 layers of {width}",
+        milliseconds(times, f"open, {short}"),
+        f"padded to the {long} of a fixed length: {milliseconds(times, f'fixed, {short}')}",
+        ratio(times, f"open, {short}", f"fixed, {short}").text(),
+        f"{long} tokens: open {milliseconds(times, f'open, {long}')}, fixed {milliseconds(times, f'fixed, {long}')}",
+    )
+
+
 def converted(name: str, model: nn.Module, x: Tensor, rounds: int) -> Row:
     integer = convert(quantize(model, "int8", [x]), backend="torchao")
     models: dict[str, Any] = {"float": model.eval(), "bf16": copy.deepcopy(model).eval().bfloat16(), "int8": integer}
@@ -138,6 +180,7 @@ def measure(quick: bool, more: int = 0) -> list[Row]:
         export(f"net of 3 Linear({width}), batch 64", *linear_net(width), rounds),
         *([export(f"{convolutions}, exactly as trained", *conv_net(channels), rounds)] if more else []),
         export(f"{convolutions}, with calibration", *conv_net(channels), rounds, True),
+        open_length(32 if quick else 256, rounds),
     ]
     shapes = ((channels, 56, 1), (channels, 28, 16), (4 * channels, 28, 1))
     for number, (wide, size, batch) in enumerate(shapes[: None if more else 1]):

@@ -37,8 +37,11 @@ def export(
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option(help="For a folder of a model that reads tokens: how many, with padding."),
+        typer.Option(help="For a folder of a model that reads tokens: how many, with padding; of onnx: open without."),
     ] = None,
+    dynamic_length: Annotated[
+        bool, typer.Option("--dynamic-length", help="Of onnx: leave the second axis of the inputs open too.")
+    ] = False,
     kind: Annotated[str, typer.Option("--format", help="onnx, or executorch for phones and boards.")] = "onnx",
     opset: Annotated[int, typer.Option(help="Of onnx: 21 to 23.")] = 21,
     static_batch: Annotated[
@@ -65,9 +68,17 @@ def export(
         raise ConfigError(f"eff export: --out must be a file, got the folder {out}; name a file in it")
     if not out.parent.is_dir():
         raise ConfigError(f"eff export: --out must lie in a folder that exists, got {out}; make it first")
-    network, example = _model_and_inputs(model, weights, length)
+    is_onnx = kind == "onnx"
+    if dynamic_length and not is_onnx:
+        raise ConfigError("eff export: --dynamic-length must come with --format onnx, got executorch; leave it out")
+    network, example = _model_and_inputs(model, weights, length, needs_length=not is_onnx)
+    if Path(model).is_dir():
+        reads_tokens = "input_ids" in example
+        if dynamic_length and not reads_tokens:
+            raise ConfigError(f"eff export: --dynamic-length must come with a model that reads tokens, got {model}")
+        dynamic_length = dynamic_length or (reads_tokens and length is None)
     batches = None if calibration is None else list(user_batches(calibration, "eff export: --calibration"))
-    if kind == "executorch":
+    if not is_onnx:
         _export_program(network, example, out, verify=not no_verify, batches=batches, as_json=as_json)
         return
     from shared_core.quantization.export_onnx import export_onnx
@@ -75,13 +86,16 @@ def export(
     with bar("exporting"):
         report = export_onnx(
             network, example, out,
-            opset=opset, dynamic_batch=not static_batch, verify=not no_verify, calibration=batches,
+            opset=opset, dynamic_batch=not static_batch, dynamic_length=dynamic_length, verify=not no_verify,
+            calibration=batches,
         )  # fmt: skip
     keep_report(out, dataclasses.asdict(report))
     if as_json:
         typer.echo(json_text(dataclasses.asdict(report)))
         return
     _tell_written(report)
+    taken = (f"{name} ({', '.join(map(str, shape))})" for name, shape in report.inputs.items())
+    typer.echo(f"it takes {', '.join(taken)}")
     if report.largest_difference is None:
         typer.echo("not compared with the model")
     else:
@@ -92,7 +106,9 @@ def export(
     typer.echo(f"integer kernels of onnxruntime here: {nodes or 'none'}")
 
 
-def _model_and_inputs(model: str, weights: Path | None, length: int | None) -> tuple[nn.Module, Any]:
+def _model_and_inputs(
+    model: str, weights: Path | None, length: int | None, *, needs_length: bool
+) -> tuple[nn.Module, Any]:
     if (folder := Path(model)).is_dir():
         if weights is not None:
             raise ConfigError(f"eff export: --weights must be left out for a folder, got {weights}")
@@ -102,7 +118,7 @@ def _model_and_inputs(model: str, weights: Path | None, length: int | None) -> t
         network = load_folder(folder, "eff export")
         if (folder / DEPLOYMENT_FILE).exists() and (ranges := _saved_ranges(folder)):
             apply_ranges(network, ranges)
-        return network, _inputs(network, length)
+        return network, _inputs(network, length, needs_length)
     if length is not None:
         raise ConfigError(f"eff export: --length must come with a folder, got {model}; its function returns the inputs")
     network, example = build_model(model, "eff export")
@@ -113,13 +129,13 @@ def _model_and_inputs(model: str, weights: Path | None, length: int | None) -> t
     return network, example
 
 
-def _inputs(network: nn.Module, length: int | None) -> dict[str, Any]:
+def _inputs(network: nn.Module, length: int | None, needs_length: bool) -> dict[str, Any]:
     import torch
 
-    inputs = made_up_inputs(network, "eff export", length or 8)
+    inputs = made_up_inputs(network, "eff export", length or 16)
     if (tokens := inputs.get("input_ids")) is None:
         return inputs
-    if length is None or length < 2:
+    if (length is None and needs_length) or (length is not None and length < 2):
         raise ConfigError(f"eff export: --length must be at least 2 for a model that reads tokens, got {length}")
     if "attention_mask" in inspect.signature(network.forward).parameters:
         inputs["attention_mask"] = torch.ones_like(tokens)

@@ -73,7 +73,7 @@ def session_of(file: Path | str, optimise: bool, save: Path | None = None) -> An
     options = onnxruntime.SessionOptions()
     level = onnxruntime.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimise else level.ORT_DISABLE_ALL
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # what goes wrong is raised
     if save is not None:
         options.optimized_model_filepath = str(save)
     return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
@@ -175,6 +175,14 @@ def relative_change(file: Path, other: Path, inputs: Any) -> float:
             f"export_onnx: outputs on example_inputs must be finite, got a change of {max(changes)}; look for NaN"
         )
     return max(changes, default=0.0)
+
+
+def input_shapes(file: Path) -> dict[str, tuple[int | str, ...]]:
+    """Return name → shape of a file's inputs; an open axis has a name."""
+    import onnx
+
+    inputs = onnx.load(file, load_external_data=False).graph.input
+    return {i.name: tuple(axis.dim_param or axis.dim_value for axis in i.type.tensor_type.shape.dim) for i in inputs}
 
 
 def integer_nodes(file: Path) -> dict[str, int]:

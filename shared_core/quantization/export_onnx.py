@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from shared_core.atomic import atomic_write, scratch_folder
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError
 from shared_core.quantization.export_activations import quantize_activations
-from shared_core.quantization.export_check import check_file, integer_nodes, relative_change
+from shared_core.quantization.export_check import check_file, input_shapes, integer_nodes, relative_change
 from shared_core.quantization.export_layers import to_export
 from shared_core.quantization.export_ops import translations
+from shared_core.quantization.export_shapes import check_length, dynamic_shapes, one_shorter, two_examples
 from shared_core.quantization.export_source import (
     arguments,
     baked_copy,
@@ -50,6 +51,7 @@ class ExportReport:
         quantized_activations: Tensors between layers that got codes of their own from `calibration`.
         relative_change: What those codes, and biases on the grid of the sums, change in the outputs for the example
             inputs, relative to the largest output; None without `calibration`.
+        inputs: Name → shape of what the file takes; an open axis has a name.
     """
 
     path: Path
@@ -61,6 +63,7 @@ class ExportReport:
     moved_codes: float | None
     quantized_activations: tuple[str, ...] = ()
     relative_change: float | None = None
+    inputs: dict[str, tuple[int | str, ...]] = dataclasses.field(default_factory=dict)
 
 
 def export_onnx(
@@ -70,6 +73,7 @@ def export_onnx(
     *,
     opset: int = 21,
     dynamic_batch: bool = True,
+    dynamic_length: bool = False,
     verify: bool = True,
     calibration: Iterable[Any] | None = None,
 ) -> ExportReport:
@@ -93,9 +97,12 @@ def export_onnx(
         path: The file to write; replaced atomically.
         opset: 21 to 23.
         dynamic_batch: Leave the first axis of the inputs open: of all whose first axis is as long as that of the first.
+        dynamic_length: Leave the second axis open as well: of all inputs whose second axis is as long as that of the
+            first, and, with a length of its own, of those whose names begin with ``decoder_``.
         verify: Run the file in onnxruntime, without optimisation, and compare. Codes that float rounding moves to
             the next step are set to the file's before outputs are compared, to 1e-5 of their size (at least of 1; 1e-2
-            where inputs have a range for each token). Without onnxruntime nothing is compared.
+            where inputs have a range for each token). With `dynamic_length` the same for inputs that are shorter by
+            one. Without onnxruntime nothing is compared.
         calibration: Batches of inputs, each as `example_inputs`, for ranges of activations between layers. What is
             compared is the file before it gets them; how far it moves then is in the report.
 
@@ -119,6 +126,8 @@ def export_onnx(
         (('0',), {'QGemm': 1}, True)
     """
     _check_arguments(example_inputs, opset, calibration is not None)
+    if dynamic_length:
+        check_length(plain(example_inputs))
     reference, names = quantized_reference(model, "export_onnx")
     if calibration is not None and not names:
         raise MatchError(
@@ -133,11 +142,13 @@ def export_onnx(
         file = folder / "model.onnx"
         for exact_bias in (False, True):
             exported, left = _exportable(reference, names, example_inputs, exact_bias)
-            _export(exported, example_inputs, file, opset, dynamic_batch)
+            _export(exported, example_inputs, file, opset, dynamic_batch, dynamic_length)
             if not (runs and verify):
                 break
             try:
                 difference, moved = check_file(file, reference, example_inputs)
+                if dynamic_length:
+                    difference = max(difference, _check_shorter(file, reference, example_inputs))
                 break
             except CompatibilityError:
                 if exact_bias:
@@ -147,11 +158,12 @@ def export_onnx(
             activations = quantize_activations(exact, file, calibration)
             change = relative_change(file, exact, example_inputs)
         nodes = integer_nodes(file) if runs else {}
+        shapes = input_shapes(file)
         with atomic_write(path) as temporary:
             temporary.write_bytes(file.read_bytes())
     path = Path(path)
     size = path.stat().st_size
-    return ExportReport(path, size, names, left, nodes, difference, moved, activations, change)
+    return ExportReport(path, size, names, left, nodes, difference, moved, activations, change, shapes)
 
 
 def _check_arguments(example_inputs: Any, opset: int, calibrates: bool) -> None:
@@ -173,15 +185,19 @@ def _exportable(
     return exported, float_layers(exported)
 
 
-def _export(exported: nn.Module, inputs: Any, file: Path, opset: int, dynamic_batch: bool) -> None:
+def _export(
+    exported: nn.Module, inputs: Any, file: Path, opset: int, dynamic_batch: bool, dynamic_length: bool
+) -> None:
     import onnxscript
     from onnx_ir.passes.common import DeduplicateInitializersPass
 
     inputs = plain(inputs)
     if dynamic_batch:
-        inputs = _two_examples(inputs)
+        inputs = two_examples(inputs)
     args, kwargs = arguments(inputs)
-    shapes = _dynamic_shapes(inputs) if dynamic_batch else None
+    shapes = dynamic_shapes(inputs, batch=dynamic_batch, length=dynamic_length)
+    open_axes = {"dynamic_batch": dynamic_batch, "dynamic_length": dynamic_length}
+    hint = "".join(f", or pass {name}=False" for name, is_open in open_axes.items() if is_open)
     with quiet(), torch.no_grad():
         try:
             program: Any = torch.onnx.export(
@@ -196,7 +212,6 @@ def _export(exported: nn.Module, inputs: Any, file: Path, opset: int, dynamic_ba
                 verbose=False,
             )
         except Exception as error:  # torch.export and the exporter raise whatever the model makes them
-            hint = ", or pass dynamic_batch=False" if dynamic_batch else ""
             cause: BaseException = error
             while cause.__cause__ is not None:
                 cause = cause.__cause__
@@ -211,31 +226,25 @@ def _export(exported: nn.Module, inputs: Any, file: Path, opset: int, dynamic_ba
     for node in program.model.graph:
         node.metadata_props.clear()  # stack traces of this machine
     program.save(file)
+    # the exporter fixes an axis without a word where the model needs it to be fixed (torch 2.13)
+    asked = {axis.__name__ for axis in tree_leaves(shapes) if axis is not None}
+    for place, axis in enumerate(("batch", "length")):
+        stays = any(isinstance(size, str) for shape in input_shapes(file).values() for size in shape[place : place + 1])
+        if axis in asked and not stays:
+            raise CompatibilityError(
+                f"export_onnx: model must take any {axis} to leave it open, and its forward fixes it; make it depend "
+                f"on the inputs' shapes{hint}"
+            )
 
 
-def _batch(inputs: Any) -> int | None:
-    first = next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-    return len(first) if first.dim() else None
-
-
-def _two_examples(inputs: Any) -> Any:
-    if _batch(inputs) != 1:  # torch.export takes an axis of length 1 for a constant
-        return inputs
-    return tree_map_only(Tensor, lambda x: torch.cat([x, x]) if x.dim() and len(x) == 1 else x, inputs)
-
-
-def _dynamic_shapes(inputs: Any) -> Any:
-    length, batch = _batch(inputs), torch.export.Dim("batch")
-
-    def shape(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: shape(item) for key, item in value.items()}
-        if isinstance(value, tuple | list):
-            return type(value)(shape(item) for item in value)
-        is_batch = isinstance(value, Tensor) and value.dim() > 0 and len(value) == length
-        return {0: batch} if is_batch else None
-
-    return shape(inputs) if isinstance(inputs, Mapping) else shape(arguments(inputs)[0])
+def _check_shorter(file: Path, reference: nn.Module, inputs: Any) -> float:
+    try:
+        return check_file(file, reference, one_shorter(plain(inputs)))[0]
+    except Exception as error:  # the model's own, or onnxruntime's many
+        raise CompatibilityError(
+            "export_onnx: file must compute what the model does at every length, and with example_inputs that are "
+            f"shorter by one it did not: {str(error)[:500]}; pass dynamic_length=False"
+        ) from error
 
 
 def _output_names(output: Any) -> list[str] | None:

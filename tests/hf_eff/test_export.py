@@ -4,6 +4,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+import transformers
 from typer.testing import CliRunner
 
 from shared_core.cli import app
@@ -32,10 +33,10 @@ def session(path):
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
-def make_batch(rows):
-    ids = torch.randint(1, 24, (rows, 6))
+def make_batch(rows, length=6):
+    ids = torch.randint(1, 24, (rows, length))
     mask = torch.ones_like(ids)
-    mask[0, 4:] = 0
+    mask[0, length - 2 :] = 0
     return {"input_ids": ids, "attention_mask": mask}
 
 
@@ -63,6 +64,38 @@ def test_a_language_model_by_keywords(make, tmp_path):
     assert report.largest_difference <= 1e-5
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int8_dynamic"])
+def test_an_open_length(scheme, make, tmp_path):
+    model = quantized(make.classifier(), make_batch(4), scheme=scheme)
+    report = export_onnx(model, make_batch(3, 5), tmp_path / "model.onnx", dynamic_length=True)
+    assert report.largest_difference <= (1e-5 if scheme == "int8" else 1e-2)
+    assert sum(report.integer_nodes.values()) >= 14
+    assert report.inputs == dict.fromkeys(("input_ids", "attention_mask"), ("batch", "length"))
+    opened = session(tmp_path / "model.onnx")
+    for rows, length in ((1, 3), (4, 7), (2, 12)):
+        batch = make_batch(rows, length)
+        (logits,) = opened.run(None, {name: value.numpy() for name, value in batch.items()})
+        with torch.no_grad():
+            reference = model(**batch).logits.numpy()
+        assert np.abs(logits - reference).max() <= 0.02 * np.abs(reference).max()
+
+
+def test_encoder_and_decoder_have_lengths_of_their_own(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 24, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, use_cache=False)).eval()
+
+    def tokens(length, decoder_length):
+        names = {"input_ids": length, "decoder_input_ids": decoder_length}
+        return {name: torch.randint(1, 24, (2, size)) for name, size in names.items()}
+
+    export_onnx(model, tokens(5, 5), tmp_path / "model.onnx", dynamic_length=True)
+    batch = tokens(9, 4)
+    logits, *_ = session(tmp_path / "model.onnx").run(None, {name: value.numpy() for name, value in batch.items()})
+    with torch.no_grad():
+        assert np.allclose(logits, model(**batch).logits, atol=1e-5)
+
+
 def test_the_command_exports_a_folder_in_float_or_with_the_ranges_that_lie_in_it(make, tmp_path):
     model = make.classifier().eval()
     with torch.no_grad():
@@ -71,8 +104,9 @@ def test_the_command_exports_a_folder_in_float_or_with_the_ranges_that_lie_in_it
         weight[:, 0] = 1.0  # every row's scale is then 1/127
     model.save_pretrained(tmp_path / "run")
     arguments = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "model.onnx")]
-    with pytest.raises(ConfigError, match="--length must be at least 2 for a model that reads tokens, got None"):
-        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    for options, got in ([], "None"), (["--length", "1"], "1"):
+        with pytest.raises(ConfigError, match=f"--length must be at least 2 for a model that reads tokens, got {got}"):
+            CliRunner().invoke(app, [*arguments, "--format", "executorch", *options], catch_exceptions=False)
     batch = make_batch(5)
     for ranges, told in (None, "all of it in float"), ({"classifier": {"min": -1.0, "max": 1.0}}, "1 layers quantised"):
         if ranges:
@@ -82,3 +116,5 @@ def test_the_command_exports_a_folder_in_float_or_with_the_ranges_that_lie_in_it
         (logits,) = session(tmp_path / "model.onnx").run(None, {name: value.numpy() for name, value in batch.items()})
         with torch.no_grad():
             assert np.allclose(logits, model(**batch).logits, atol=2e-3 if ranges else 1e-6)
+    told = "it takes input_ids (batch, length), attention_mask (batch, length)"
+    assert told in " ".join(CliRunner().invoke(app, arguments, catch_exceptions=False).output.split())

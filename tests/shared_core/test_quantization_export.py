@@ -251,6 +251,15 @@ def test_a_wrong_file_is_found_and_nothing_is_written(tmp_path, monkeypatch):
     assert export_onnx(model, examples(mlp), tmp_path / "model.onnx", verify=False).largest_difference is None
 
 
+def test_a_file_that_is_right_at_one_length_alone_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(export_module, "dynamic_shapes", lambda *_, **__: None)
+    with pytest.raises(
+        CompatibilityError, match="every length, and with example_inputs that are shorter by one it did"
+    ):
+        export_onnx(nn.ReLU(), torch.randn(2, 5, 4), tmp_path / "model.onnx", dynamic_length=True)
+    assert not (tmp_path / "model.onnx").exists()
+
+
 def test_a_model_without_quantised_layers_is_written_in_float(tmp_path):
     torch.manual_seed(0)
     model, x = with_batch_norm().eval(), examples(with_batch_norm)
@@ -268,6 +277,18 @@ def test_refusals(tmp_path, monkeypatch):
         export_onnx(model, examples(mlp), path, opset=20)
     with pytest.raises(ConfigError, match="example_inputs must hold a tensor, got str"):
         export_onnx(model, "x", path)
+    for few in (torch.ones(3), torch.ones(3, 2)):
+        with pytest.raises(ConfigError, match=r"\(batch, length, ...\) and a length of 3 at least, got \(3"):
+            export_onnx(model, few, path, dynamic_length=True)
+    with pytest.raises(CompatibilityError, match=r"every length, .* shorter by one it did not: .*pass dynamic_length"):
+        export_onnx(model, examples(mlp), path, dynamic_length=True)
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
+    with pytest.raises(CompatibilityError, match=r"take any length to leave it open, .*, or pass dynamic_length=False"):
+        export_onnx(plain, torch.ones(2, 4, 3), path, dynamic_length=True)
+    with pytest.raises(
+        CompatibilityError, match=r"take any batch to leave it open, and its forward fixes it; .*batch="
+    ):
+        export_onnx(nn.Unflatten(0, (2, 2)), torch.ones(4, 3), path)
     for scheme in ("fp8", "mxfp4", "nvfp4"):
         other = apply_ranges(mlp(), {"0": {"weight": scheme, "input": scheme}})
         with pytest.raises(CompatibilityError, match=f"export_onnx: 0 must have integer codes, got weight {scheme}"):
