@@ -53,6 +53,7 @@ class StandIn:
         are_same = len(own) == len(self._own) and all(map(is_, own, self._own))
         if are_same and [*map(_TRAINABLE, self._own_there)] == self._own_trained:
             return []
+        reshard_(self._model)  # a whole one may be in the place of FSDP2's part
         now, before = dict(self._model.named_parameters()), self.parameters
         return [name for name in sorted({*now, *before}) if _if_trained(now.get(name)) is not before.get(name)]
 
