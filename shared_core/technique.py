@@ -255,6 +255,10 @@ class Technique:
         """Return what happens when, positions resolved and checked as `begin` does."""
         return [(0, "on, in every step")]
 
+    def holds(self) -> Mapping[str, nn.Module | Tensor]:
+        """Return by name what of the model this technique goes on to work on: if it is replaced, the run ends."""
+        return {}
+
     def before_attach(self, model: nn.Module, context: Context) -> None:
         """No technique has touched the model yet: the moment to copy it."""
 

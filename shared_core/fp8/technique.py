@@ -97,6 +97,10 @@ class Fp8Training(Technique):
         fast_paths_on(self._undo)
         self._undo = []
 
+    def holds(self) -> Mapping[str, nn.Module]:
+        """Return the layers."""
+        return self.layers
+
     def touched(self, model: nn.Module) -> Touched:
         """Return the layers that multiply in FP8."""
         return Touched.modules(self.layers, self.left_out)

@@ -139,6 +139,10 @@ class LowRankTraining(Technique):
                     "trainer make the optimizer, or make it from the parameters after attach"
                 )
 
+    def holds(self) -> Mapping[str, nn.Module]:
+        """Return the layers."""
+        return self.layers
+
     def touched(self, model: nn.Module) -> Touched:
         """Return the factorised layers, with the sizes of their factors."""
         return Touched.modules(self.layers, self.left_out, "factorised layers")

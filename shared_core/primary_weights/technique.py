@@ -394,7 +394,3 @@ class PrimaryWeights(Technique):
 
 def _share(counted: Mapping[str, int]) -> float | None:
     return counted["small"] / max(counted["updated"], 1) if counted else None
-
-
-def _copy(parameter: Tensor) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().to(torch.float32, copy=True))

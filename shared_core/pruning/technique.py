@@ -83,6 +83,10 @@ class Pruning(Technique):
             self._penalty = Penalty(config.regularizer, config.regularizer_strength, model, modules)
         self._scorer.attach()
 
+    def holds(self) -> Mapping[str, Tensor]:
+        """Return the weights."""
+        return self._weights
+
     def touched(self, model: nn.Module) -> Touched:
         """Return the weights to prune."""
         return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
@@ -345,7 +349,8 @@ class Pruning(Technique):
             return self._units.masks(context, self._scorer, store, sparsity)
         if config.dynamic == "rigl" and store:
             store.apply()  # dropped ones that come back start from 0
-            return self._moved(context)
+            share = rigl_drop_share(context.step, begin=self._begin, end=self._end, alpha=config.drop_share)
+            return moved_masks(self._weights, self._dense_gradients, store, share)
         numel = sum(weight.numel() for weight in self._weights.values())
         revives = config.straight_through
         if (
@@ -357,10 +362,6 @@ class Pruning(Technique):
             return dict(self._store)
         scores = RankedScores(self._weights, {} if revives else store, self._scorer)
         return select_weights(config, self._targets.modules, scores, sparsity)
-
-    def _moved(self, context: Context) -> dict[str, Tensor]:
-        share = rigl_drop_share(context.step, begin=self._begin, end=self._end, alpha=self.config.drop_share)
-        return moved_masks(self._weights, self._dense_gradients, self._store, share)
 
     def _take(self, context: Context, masks: dict[str, Tensor]) -> None:
         if self.config.straight_through and not self._is_final:

@@ -167,6 +167,10 @@ class LoraTraining(Technique):
         fast_paths_on(self._undo)
         self._undo = []
 
+    def holds(self) -> Mapping[str, nn.Module]:
+        """Return the layers."""
+        return self.layers
+
     def touched(self, model: nn.Module) -> Touched:
         """Return the layers that get adapters, without what those add."""
         return Touched(

@@ -265,9 +265,11 @@ def release_(layer: Any) -> None:
 
 
 def give_back(model: nn.Module, layer: Any, weight: Tensor | None) -> None:
-    """Put the user's own layer back in its place, with `weight` in its own parameter; None leaves what it has."""
+    """Put the user's own layer back where `layer` still is, with `weight` in its own parameter; None: with what it has."""
     user: nn.Linear = layer.user_layer
-    path = next(path for path, module in model.named_modules() if module is layer)
+    path = next((path for path, module in model.named_modules() if module is layer), None)
+    if path is None:  # somebody replaced it
+        return
     if layer.base_layer is not user:  # else it is part of the model; what qat learns on it keeps its dtype
         user.to(layer.plain.device, layer.plain.dtype)
     if weight is not None and is_sharded(user.weight):  # FSDP2 gathers from where it lies

@@ -146,6 +146,10 @@ class QuantizationAwareTraining(Technique):
             self.bank.noise_seed = context.generator.initial_seed() % 2**31
         self._set_switches(context.step)
 
+    def holds(self) -> Mapping[str, nn.Module]:
+        """Return the layers."""
+        return self.layers
+
     def touched(self, model: nn.Module) -> Touched:
         """Return the layers to quantise."""
         return Touched.modules(self.layers, self.left_out)

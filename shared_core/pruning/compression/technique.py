@@ -61,6 +61,10 @@ class WeightSharing(Technique):
         """
         self._targets = find_shared(model, self.config)
 
+    def holds(self) -> Mapping[str, Tensor]:
+        """Return the weights."""
+        return self._weights
+
     def touched(self, model: nn.Module) -> Touched:
         """Return the weights whose values will be shared."""
         return Touched.parameters(self._targets.weights().items(), self._targets.left_out)

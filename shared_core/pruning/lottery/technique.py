@@ -104,6 +104,10 @@ class TicketTraining(Technique):
                 )
         return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
 
+    def holds(self) -> Mapping[str, Tensor]:
+        """Return the weights."""
+        return self._weights
+
     def timeline(self, context: Context) -> list[Event]:
         """Return when the run rewinds, or keeps what later ones rewind to, and when its ticket is found."""
         config = self.config

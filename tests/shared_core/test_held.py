@@ -1,0 +1,72 @@
+"""What a technique works on must stay in the model: a run in which it was replaced ends, with the reason."""
+
+import pytest
+import torch
+from torch import nn
+
+from shared_core.errors import TrainingError
+from shared_core.recipe import Recipe
+from shared_core.session import Session
+
+RECIPES = {
+    "prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 1},
+    "share": {"bits": 3, "begin": 1, "min_size": 1},
+    "qat": {"scheme": "int8"},
+    "lora": {"rank": 2, "base": "none"},
+    "low_rank": {"rank": 2, "force": True, "min_size": 1},
+    "fp8": {"recipe": "tensorwise"},
+}
+
+
+def run(key):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    session = Session(Recipe.from_dict({key: RECIPES[key]}))
+    session.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.begin([optimizer], total_steps=9)
+    step(session, optimizer, model)
+    return session, optimizer, model
+
+
+def step(session, optimizer, model):
+    with session.forward():
+        loss = session.loss(model(torch.ones(2, 16)).square().mean())
+    loss.backward()
+    session.before_optimizer_step()
+    optimizer.step()
+    session.after_optimizer_step()
+    optimizer.zero_grad()
+
+
+def look(session, where):
+    if where == "finish":
+        session.finish()
+    with session.evaluating() if where == "evaluating" else session.saving(baked=where == "baked"):
+        pass
+
+
+@pytest.mark.parametrize("key", RECIPES)
+@pytest.mark.parametrize("where", ["evaluating", "saving", "baked", "finish"])
+def test_a_layer_that_was_replaced_is_named(key, where):
+    session, _, model = run(key)
+    with session.evaluating(), session.saving():
+        pass
+    model[1] = nn.Linear(16, 16)
+    with pytest.raises(TrainingError, match=rf"^{key}: 1.* must stay in the model .* in its place by step 1; "):
+        look(session, where)
+    session.detach()
+    assert [type(module) for module in model[2:]] == [nn.Linear] * 2
+
+
+@pytest.mark.parametrize("key", ["prune", "share"])
+def test_a_parameter_that_was_replaced_is_named(key):
+    session, optimizer, model = run(key)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(values)
+    with session.evaluating():
+        pass
+    model.load_state_dict(values, assign=True)
+    step(session, optimizer, model)
+    with pytest.raises(TrainingError, match=rf"{key}: 0\.weight must stay .* by step 2; .* without assign=True"):
+        session.finish()
