@@ -109,8 +109,10 @@ class Recipe(Mapping[str, TechniqueConfig]):
                 changes.append(f"with {key}, which the saved run did not have")
             elif key not in mine:
                 changes.append(f"without {key}, which the saved run had")
-            elif saved[key] != mine[key]:
-                changed = {name: value for name, value in mine[key].items() if saved[key].get(name) != value}
+            elif _text(saved[key]) != _text(mine[key]):
+                changed = {
+                    name: value for name, value in mine[key].items() if _text(saved[key].get(name)) != _text(value)
+                }
                 changes.append(f"with other options of {key} than the saved run's: {changed}")
         return changes
 
@@ -143,15 +145,20 @@ class Recipe(Mapping[str, TechniqueConfig]):
         return len(self._configs)
 
     def __hash__(self) -> int:
-        return hash(json.dumps(self.to_dict(), sort_keys=True))
+        return hash(_text(self.to_dict()))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Recipe) and self.to_dict() == other.to_dict()
+        return isinstance(other, Recipe) and _text(self.to_dict()) == _text(other.to_dict())
 
     def __repr__(self) -> str:
         changed = {key: config.changed().items() for key, config in self._configs.items()}
         options = {key: ", ".join(f"{name!r}: {text}" for name, text in items) for key, items in changed.items()}
         return f"Recipe.from_dict({{{', '.join(f'{key!r}: {{{text}}}' for key, text in options.items())}}})"
+
+
+def _text(values: Any) -> str:
+    # compared as they are written: position 1 is a step, and 1.0 the end
+    return json.dumps(values, sort_keys=True)
 
 
 def _mapping(read: Callable[[str], Any], kind: str, source: str | Path) -> Mapping[str, Any]:

@@ -23,3 +23,12 @@ def test_an_option_that_would_do_nothing_is_refused(section, message):
     ((key, options),) = section.items()
     plain = Recipe.from_dict({key: dict(list(options.items())[:-1])})
     assert Recipe.from_dict(plain.to_dict()) == plain  # every default written out
+
+
+def test_a_step_is_not_a_share_of_the_run():
+    step, share = (Recipe.from_dict({"prune": {"sparsity": 0.5, "end": end}}) for end in (1, 1.0))
+    assert step != share
+    assert step == Recipe.from_dict(step.to_dict())
+    assert hash(step) == hash(Recipe.from_dict(step.to_dict()))
+    assert share.changes_since(step.to_dict()) == ["with other options of prune than the saved run's: {'end': 1.0}"]
+    assert step.changes_since(step.to_dict()) == []
