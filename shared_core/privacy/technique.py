@@ -64,6 +64,7 @@ class DifferentialPrivacy(Technique):
         super().__init__(config)
         self._per_sample: PerSample | None = None
         self._model: nn.Module | None = None
+        self._layers: dict[str, nn.Module] = {}
         self._batches: PoissonBatches | None = None
         self._secret: Secret | None = None
         self._draws = self._micro_batch = 0
@@ -99,7 +100,12 @@ class DifferentialPrivacy(Technique):
         self._per_sample = PerSample(model, functorch)
         self._per_sample.rows_ahead = lambda: self.rows if self._batches else 1
         self._model = model
+        self._layers = {name: module for name, module in model.named_modules() if module._parameters}
         self._is_checked = False
+
+    def holds(self) -> Mapping[str, nn.Module]:
+        """Return the layers: one that takes the place of another would get noise and no signal."""
+        return self._layers
 
     def detach(self, model: nn.Module) -> None:
         """Take the hooks off."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from shared_core.errors import TrainingError
 from shared_core.recipe import Recipe
@@ -15,6 +16,8 @@ RECIPES = {
     "lora": {"rank": 2, "base": "none"},
     "low_rank": {"rank": 2, "force": True, "min_size": 1},
     "fp8": {"recipe": "tensorwise"},
+    "checkpointing": {"policy": "block", "include": ["*"]},
+    "dp": {"noise_multiplier": 1.0},
 }
 
 
@@ -24,14 +27,17 @@ def run(key):
     session = Session(Recipe.from_dict({key: RECIPES[key]}))
     session.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = DataLoader(TensorDataset(torch.ones(20, 16)), batch_size=4)
+    if key == "dp":
+        data = session.techniques["dp"].loader(data)  # as many rows as are drawn
     session.begin([optimizer], total_steps=9)
-    step(session, optimizer, model)
+    step(session, optimizer, model, next(iter(data))[0])
     return session, optimizer, model
 
 
-def step(session, optimizer, model):
+def step(session, optimizer, model, inputs):
     with session.forward():
-        loss = session.loss(model(torch.ones(2, 16)).square().mean())
+        loss = session.loss(model(inputs).square().mean())
     loss.backward()
     session.before_optimizer_step()
     optimizer.step()
@@ -67,6 +73,6 @@ def test_a_parameter_that_was_replaced_is_named(key):
     with session.evaluating():
         pass
     model.load_state_dict(values, assign=True)
-    step(session, optimizer, model)
+    step(session, optimizer, model, torch.ones(2, 16))
     with pytest.raises(TrainingError, match=rf"{key}: 0\.weight must stay .* by step 2; .* without assign=True"):
         session.finish()
