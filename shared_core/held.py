@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from shared_core.errors import TrainingError
 from shared_core.sharded import reshard_
 from shared_core.technique import Context, Technique
 
-_LOOKS = ("before_eval", "before_save", "finish")  # not in every step: to go through a model takes long
+_Held = tuple[str, str, nn.Module | Tensor]
+
+LOOKS = ("before_eval", "before_save")
+"""The verbs before which it is asked; not in every step: to go through a model takes long."""
 
 
-def refuse_replaced(verb: str, techniques: Mapping[str, Technique], context: Context) -> None:
+def refuse_replaced(techniques: Mapping[str, Technique], context: Context) -> None:
     """Refuse a model some of whose modules or parameters were replaced: a technique would work on what is left over.
 
     Args:
-        verb: What is told next; nothing is looked at in a step.
         techniques: By their keys.
         context: With the model.
 
     Raises:
         TrainingError: If something that a technique holds is no longer in the model.
     """
-    if verb not in _LOOKS:
-        return
-    model = context.model
-    for key, technique in techniques.items():
-        held = technique.holds()
-        if not held or _in(model).issuperset(map(id, held.values())):
-            continue
-        reshard_(model)  # FSDP2's gathered parameters were in the places of its parts
-        there = _in(model)
-        name = next((name for name, one in held.items() if id(one) not in there), None)
-        if name is not None:
+    held = [(key, *one) for key, technique in techniques.items() for one in technique.holds().items()]
+    if held and _gone(held, context.model):
+        reshard_(context.model)  # FSDP2's gathered parameters were in the places of its parts
+        for key, name, _ in _gone(held, context.model):
             raise TrainingError(
                 f"{key}: {name} must stay in the model until the end of training, got another object in its place by "
                 f"step {context.step}; write into parameters (copy_, load_state_dict without assign=True), and replace "
@@ -42,5 +37,6 @@ def refuse_replaced(verb: str, techniques: Mapping[str, Technique], context: Con
             )
 
 
-def _in(model: nn.Module) -> set[int]:
-    return {*map(id, model.modules()), *map(id, model.parameters())}
+def _gone(held: Iterable[_Held], model: nn.Module) -> list[_Held]:
+    there = {*map(id, model.modules()), *map(id, model.parameters())}
+    return [one for one in held if id(one[-1]) not in there]

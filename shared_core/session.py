@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared_core import compatibility, session_state
+from shared_core import compatibility, held, session_state
 from shared_core.errors import TrainingError
-from shared_core.held import refuse_replaced
 from shared_core.history import History
 from shared_core.plain_checkpoint import PlainKeys
 from shared_core.receipt import Receipt, environment
@@ -289,7 +288,7 @@ class Session:
         if self._finished or self.context is None:
             return
         if self._begun:
-            refuse_replaced("finish", self.techniques, self.context)
+            held.refuse_replaced(self.techniques, self.context)
             for key in to_finish(self.techniques):
                 with self._timed(key):
                     self.techniques[key].finish(self.context.model, self.context)
@@ -385,7 +384,8 @@ class Session:
 
     def _drive(self, verb: str, *told: Any) -> None:
         if self._begun and not self._finished:
-            refuse_replaced(verb, self.techniques, self._attached(verb))
+            if verb in held.LOOKS:
+                held.refuse_replaced(self.techniques, self._attached(verb))
             for key, technique in self._driven[verb]:
                 start = time.perf_counter()
                 getattr(technique, verb)(self.context, *told)

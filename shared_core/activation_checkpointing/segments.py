@@ -34,6 +34,11 @@ class Handle:
         """The wrapped blocks, by name."""
         return [name for segment in self.segments for name in segment]
 
+    @property
+    def blocks(self) -> dict[str, nn.Module]:
+        """The wrapped blocks themselves; none once they are removed."""
+        return {wrapped.name: wrapped.block for wrapped in self._wrapped}
+
     def remove(self) -> None:
         """Give the blocks their own forward back; a second call does nothing."""
         for wrapped in self._wrapped:

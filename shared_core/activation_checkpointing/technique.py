@@ -45,7 +45,6 @@ class ActivationCheckpointing(Technique):
         super().__init__(config)
         self.handle: Handle | None = None
         """What is wrapped; None until a budget is planned, or if it holds without."""
-        self._blocks: dict[str, nn.Module] = {}
         self._budget: LazyBudget | None = None
         self._model: nn.Module | None = None
         self._hook: RemovableHandle | None = None
@@ -60,14 +59,11 @@ class ActivationCheckpointing(Technique):
             # a loop that does not surround its forward with the session's calls the model at least
             self._hook = model.register_forward_pre_hook(lambda *_: self._look())
         else:
-            self._take(model, apply_policy(model, config.policy, k=config.k, include=config.include))
-
-    def _take(self, model: nn.Module, handle: Handle) -> None:
-        self.handle, self._blocks = handle, {name: model.get_submodule(name) for name in handle.names}
+            self.handle = apply_policy(model, config.policy, k=config.k, include=config.include)
 
     def holds(self) -> Mapping[str, nn.Module]:
         """Return the blocks that are wrapped."""
-        return self._blocks
+        return self.handle.blocks if self.handle else {}
 
     def touched(self, model: nn.Module) -> Touched:
         """Return the blocks that are wrapped, or from which a budget will choose."""
@@ -77,7 +73,7 @@ class ActivationCheckpointing(Technique):
     def _wrap(self, segments: Sequence[Sequence[str]]) -> None:
         wanted = [segment for segment in segments if segment]
         if wanted and self._model is not None:
-            self._take(self._model, apply_segments(self._model, wanted))
+            self.handle = apply_segments(self._model, wanted)
 
     @contextlib.contextmanager
     def forward(self, context: Context) -> Iterator[None]:

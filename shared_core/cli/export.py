@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from shared_core.quantization.export_executorch import ProgramReport
     from shared_core.quantization.export_onnx import ExportReport
 
+_EXAMPLE_LENGTH = 16  # of inputs whose length stays open
+
 
 def export(
     model: Annotated[
@@ -71,7 +73,7 @@ def export(
     is_onnx = kind == "onnx"
     if dynamic_length and not is_onnx:
         raise ConfigError("eff export: --dynamic-length must come with --format onnx, got executorch; leave it out")
-    network, example = _model_and_inputs(model, weights, length, needs_length=not is_onnx)
+    network, example = _model_and_inputs(model, weights, length, _EXAMPLE_LENGTH if is_onnx else None)
     if Path(model).is_dir():
         reads_tokens = "input_ids" in example
         if dynamic_length and not reads_tokens:
@@ -107,7 +109,7 @@ def export(
 
 
 def _model_and_inputs(
-    model: str, weights: Path | None, length: int | None, *, needs_length: bool
+    model: str, weights: Path | None, length: int | None, default_length: int | None
 ) -> tuple[nn.Module, Any]:
     if (folder := Path(model)).is_dir():
         if weights is not None:
@@ -118,7 +120,7 @@ def _model_and_inputs(
         network = load_folder(folder, "eff export")
         if (folder / DEPLOYMENT_FILE).exists() and (ranges := _saved_ranges(folder)):
             apply_ranges(network, ranges)
-        return network, _inputs(network, length, needs_length)
+        return network, _inputs(network, default_length if length is None else length)
     if length is not None:
         raise ConfigError(f"eff export: --length must come with a folder, got {model}; its function returns the inputs")
     network, example = build_model(model, "eff export")
@@ -129,13 +131,13 @@ def _model_and_inputs(
     return network, example
 
 
-def _inputs(network: nn.Module, length: int | None, needs_length: bool) -> dict[str, Any]:
+def _inputs(network: nn.Module, length: int | None) -> dict[str, Any]:
     import torch
 
-    inputs = made_up_inputs(network, "eff export", length or 16)
+    inputs = made_up_inputs(network, "eff export", length or 8)
     if (tokens := inputs.get("input_ids")) is None:
         return inputs
-    if (length is None and needs_length) or (length is not None and length < 2):
+    if length is None or length < 2:
         raise ConfigError(f"eff export: --length must be at least 2 for a model that reads tokens, got {length}")
     if "attention_mask" in inspect.signature(network.forward).parameters:
         inputs["attention_mask"] = torch.ones_like(tokens)

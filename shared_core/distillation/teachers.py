@@ -17,6 +17,7 @@ from shared_core.ranks import local_part
 from shared_core.sharded import fill_, is_sharded, reshard_, whole
 
 _TRAINING = attrgetter("training")
+# `eval` changes nothing about them; every micro-batch asks the others
 _ALIKE_IN_BOTH_MODES = frozenset(
     (nn.Conv1d, nn.Conv2d, nn.Embedding, nn.GELU, nn.LayerNorm, nn.Linear, nn.ModuleList, nn.ReLU, nn.Sequential)
 )

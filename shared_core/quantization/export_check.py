@@ -177,14 +177,6 @@ def relative_change(file: Path, other: Path, inputs: Any) -> float:
     return max(changes, default=0.0)
 
 
-def input_shapes(file: Path) -> dict[str, tuple[int | str, ...]]:
-    """Return name → shape of a file's inputs; an open axis has a name."""
-    import onnx
-
-    inputs = onnx.load(file, load_external_data=False).graph.input
-    return {i.name: tuple(axis.dim_param or axis.dim_value for axis in i.type.tensor_type.shape.dim) for i in inputs}
-
-
 def integer_nodes(file: Path) -> dict[str, int]:
     """Return operator → how many of them onnxruntime runs on integers once it has optimised the file."""
     import onnx

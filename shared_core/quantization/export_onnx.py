@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from shared_core.atomic import atomic_write, scratch_folder
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError
 from shared_core.quantization.export_activations import quantize_activations
-from shared_core.quantization.export_check import check_file, input_shapes, integer_nodes, relative_change
+from shared_core.quantization.export_check import check_file, integer_nodes, relative_change
 from shared_core.quantization.export_layers import to_export
 from shared_core.quantization.export_ops import translations
 from shared_core.quantization.export_shapes import check_length, dynamic_shapes, one_shorter, two_examples
@@ -142,7 +142,7 @@ def export_onnx(
         file = folder / "model.onnx"
         for exact_bias in (False, True):
             exported, left = _exportable(reference, names, example_inputs, exact_bias)
-            _export(exported, example_inputs, file, opset, dynamic_batch, dynamic_length)
+            shapes = _export(exported, example_inputs, file, opset, dynamic_batch, dynamic_length)
             if not (runs and verify):
                 break
             try:
@@ -158,7 +158,6 @@ def export_onnx(
             activations = quantize_activations(exact, file, calibration)
             change = relative_change(file, exact, example_inputs)
         nodes = integer_nodes(file) if runs else {}
-        shapes = input_shapes(file)
         with atomic_write(path) as temporary:
             temporary.write_bytes(file.read_bytes())
     path = Path(path)
@@ -187,7 +186,8 @@ def _exportable(
 
 def _export(
     exported: nn.Module, inputs: Any, file: Path, opset: int, dynamic_batch: bool, dynamic_length: bool
-) -> None:
+) -> dict[str, tuple[int | str, ...]]:
+    """Write the file, and return name → shape of its inputs."""
     import onnxscript
     from onnx_ir.passes.common import DeduplicateInitializersPass
 
@@ -225,16 +225,21 @@ def _export(
     DeduplicateInitializersPass(size_limit=_LARGEST_FILE)(program.model)  # tied weights
     for node in program.model.graph:
         node.metadata_props.clear()  # stack traces of this machine
-    program.save(file)
+    taken = {
+        value.name: tuple(size if isinstance(size, int) else str(size) for size in value.shape)
+        for value in program.model.graph.inputs
+    }
     # the exporter fixes an axis without a word where the model needs it to be fixed (torch 2.13)
     asked = {axis.__name__ for axis in tree_leaves(shapes) if axis is not None}
     for place, axis in enumerate(("batch", "length")):
-        stays = any(isinstance(size, str) for shape in input_shapes(file).values() for size in shape[place : place + 1])
+        stays = any(isinstance(size, str) for shape in taken.values() for size in shape[place : place + 1])
         if axis in asked and not stays:
             raise CompatibilityError(
                 f"export_onnx: model must take any {axis} to leave it open, and its forward fixes it; make it depend "
                 f"on the inputs' shapes{hint}"
             )
+    program.save(file)
+    return taken
 
 
 def _check_shorter(file: Path, reference: nn.Module, inputs: Any) -> float:

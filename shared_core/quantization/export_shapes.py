@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import (
+    KeyPath,
+    MappingKey,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map_only,
+    tree_map_with_path,
+)
 
 from shared_core.errors import ConfigError
 
@@ -49,18 +56,18 @@ def dynamic_shapes(inputs: Any, *, batch: bool, length: bool) -> Any:
     examples, lengths = _batch(inputs) if batch else None, _lengths(inputs) if length else {}
     open_axes = {name: torch.export.Dim(name) for name in ("batch", *lengths)}
 
-    def axes(name: str, value: Any) -> dict[int, Any] | None:
+    def axes(path: KeyPath, value: Any) -> dict[int, Any] | None:
         is_batch = isinstance(value, Tensor) and value.dim() > 0 and len(value) == examples
         found = {0: open_axes["batch"]} if is_batch else {}
-        return found | ({1: open_axes[_axis(name)]} if _has_length(name, value, lengths) else {}) or None
+        return found | ({1: open_axes[_axis(path)]} if _has_length(path, value, lengths) else {}) or None
 
-    return _mapped(axes, inputs if isinstance(inputs, Mapping | tuple | list) else (inputs,))
+    return tree_map_with_path(axes, inputs if isinstance(inputs, dict | tuple | list) else (inputs,))
 
 
 def one_shorter(inputs: Any) -> Any:
     """Return inputs that are shorter by one along the axes that `dynamic_shapes` leaves open as lengths."""
     lengths = _lengths(inputs)
-    return _mapped(lambda name, value: value[:, :-1] if _has_length(name, value, lengths) else value, inputs)
+    return tree_map_with_path(lambda path, x: x[:, :-1] if _has_length(path, x, lengths) else x, inputs)
 
 
 def _batch(inputs: Any) -> int | None:
@@ -70,27 +77,16 @@ def _batch(inputs: Any) -> int | None:
 
 def _lengths(inputs: Any) -> dict[str, int]:
     found: dict[str, int] = {}
-
-    def look(name: str, value: Any) -> None:
+    for path, value in tree_flatten_with_path(inputs)[0]:
         if isinstance(value, Tensor) and value.dim() > 1:
-            found.setdefault(_axis(name), value.shape[1])
-
-    _mapped(look, inputs)
+            found.setdefault(_axis(path), value.shape[1])
     return found
 
 
-def _axis(name: str) -> str:
+def _axis(path: KeyPath) -> str:
+    name = next((str(key.key) for key in reversed(path) if isinstance(key, MappingKey)), "")
     return "decoder_length" if name.startswith("decoder_") else "length"
 
 
-def _has_length(name: str, value: Any, lengths: Mapping[str, int]) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == lengths.get(_axis(name))
-
-
-def _mapped(change: Callable[[str, Any], Any], value: Any, name: str = "") -> Any:
-    """Return what `change` makes of the name and value of everything in nested inputs."""
-    if isinstance(value, Mapping):
-        return {key: _mapped(change, item, str(key)) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_mapped(change, item, name) for item in value)
-    return change(name, value)
+def _has_length(path: KeyPath, value: Any, lengths: Mapping[str, int]) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == lengths.get(_axis(path))
