@@ -151,7 +151,9 @@ CONVERTED = {
 }
 
 
-def inference(plain: nn.Module, inputs: Tensor, what: str, rounds: int, compiled: bool) -> list[Row]:
+def inference(
+    plain: nn.Module, inputs: Tensor, what: str, rounds: int, compiled: bool, calls_a_round: int = 1
+) -> list[Row]:
     """Return a row for each converted model, beside the same model in fp32 and bf16 and the peers' of its scheme."""
     models: dict[str, tuple[nn.Module, torch.dtype]] = {
         "fp32": (plain, torch.float32),
@@ -167,7 +169,7 @@ def inference(plain: nn.Module, inputs: Tensor, what: str, rounds: int, compiled
     models |= {peer: (model, torch.float32) for peer, model in peers.items()}
     calls = {name: forward_of(model, inputs.to(dtype), compiled) for name, (model, dtype) in models.items()}
     exact = calls["fp32"]()
-    times = interleaved(calls, rounds=rounds, warmup=3)
+    times = interleaved(calls, rounds=rounds, calls=calls_a_round, warmup=3)
     rows = []
     for name in CONVERTED:
         noise = (calls[name]().float() - exact).square().mean()
@@ -200,7 +202,8 @@ def of_one_row(width: int, rounds: int) -> list[Row]:
     """Return rows of what serves one request at a time."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)).eval()
-    return inference(layers, torch.randn(1, width), f"one row, {8 * width**2 / 1e6:.1f} M parameters", rounds, False)
+    what = f"one row, {8 * width**2 / 1e6:.1f} M parameters"
+    return inference(layers, torch.randn(1, width), what, rounds, compiled=False, calls_a_round=5)
 
 
 def forward_of(model: nn.Module, inputs: Tensor, compiled: bool) -> Callable[[], Tensor]:

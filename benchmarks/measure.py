@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import platform
+import random
 import re
 import resource
 import statistics
@@ -90,20 +91,22 @@ FEWEST = 3
 
 
 def in_turn(variants: Mapping[str, Callable[[], float]], *, rounds: int, seconds: float = SECONDS) -> Times:
-    """Return the seconds that each variant reports, one entry a round. Every round starts with another variant.
+    """Return the seconds that each variant reports, one entry a round. Every round has an order of its own: what a call
+    leaves in caches and on the heap is not always the same one's to find.
 
     After three rounds no new one is begun once `seconds` of this process's time are spent.
     """
     names = list(variants)
     times: Times = {name: [] for name in names}
+    shuffle = random.Random(0).shuffle
     gc.collect()
     gc.freeze()  # what lives on need not be searched again before every call
     begun = time.process_time()
     for i in range(rounds):
         if i >= FEWEST and time.process_time() - begun > seconds:
             break
-        first = i % len(names)
-        for name in names[first:] + names[:first]:
+        shuffle(names)
+        for name in names:
             gc.collect()
             times[name].append(variants[name]())
     gc.unfreeze()

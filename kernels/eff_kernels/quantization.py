@@ -63,8 +63,8 @@ def scale_of_largest(amax: Tensor, qmax: int) -> Tensor:
     scale = amax / amax.new_full((), qmax)
     # a quotient rounded down would push the largest weight an ulp outside, and the gate would take its
     # gradient
-    scale = torch.where(amax / scale > qmax, torch.nextafter(scale, torch.full_like(scale, math.inf)), scale)
-    return torch.where(amax == 0, torch.ones_like(scale), scale)
+    scale = torch.where(amax / scale > qmax, torch.nextafter(scale, scale.new_full((), math.inf)), scale)
+    return scale + (amax == 0)
 
 
 def affine_qparams(minimum: Tensor, maximum: Tensor, qmin: int | Tensor, qmax: int | Tensor) -> tuple[Tensor, Tensor]:

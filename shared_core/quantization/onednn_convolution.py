@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shared_core.quantization.integer_modules import IntConv2d
-from shared_core.quantization.onednn_layer import LOWEST, OneDnnLayer, keep_nan_, static_codes, unsigned
+from shared_core.quantization.onednn_layer import LOWEST, OneDnnLayer, keep_nan_, static_codes
 
 
 class OneDnnConv2d(OneDnnLayer, IntConv2d):
@@ -46,9 +46,9 @@ class OneDnnConv2d(OneDnnLayer, IntConv2d):
         if input.dim() != 4 or not self._runs(input):
             return super().forward(input)
         x = input.float()
-        codes = static_codes(x, self._scale, self._zero_point, self.qmin, self.qmax)
+        codes = static_codes(x, self._scale, self._zero_point, self.qmin, self.qmax, torch.channels_last)
         y: Tensor = torch.ops.onednn.qconv2d_pointwise(
-            unsigned(codes, torch.channels_last), self._scale, self._zero_point - LOWEST,
+            codes, self._scale, self._zero_point - LOWEST,
             self._packed, self.weight_scale, self._zero_points, self._bias, self.stride, self.padding, self.dilation,
             self.groups, 1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip

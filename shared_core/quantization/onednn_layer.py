@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from shared_core.quantization.integer_modules import CodeModule
 
+_PART = 1 << 21
 LOWEST = -128  # moves signed codes to unsigned ones, for which the instructions are made
 
 
@@ -53,14 +55,42 @@ class OneDnnLayer(CodeModule):
         self._pack()
 
 
-def static_codes(x: Tensor, scale: float, zero_point: int, qmin: int, qmax: int) -> Tensor:
-    """Return ``clamp(ne(x/s) + z, qmin, qmax)`` of a float32 tensor, which stays as it is.
+def in_parts(x: Tensor) -> tuple[Tensor, ...]:
+    """Return the rows of a tensor, those along its last axis, in parts of at most 8 MiB in float32.
+
+    A larger temporary tensor is memory that is asked of the system anew in every forward, and its first touch takes
+    longer than the arithmetic on it. One part where a compiler fuses that anyway.
 
     Example:
-        >>> static_codes(torch.tensor([0.5, 1.2, 9.0]), 1.0, 2, -8, 7)
-        tensor([2., 3., 7.])
+        >>> [*map(len, in_parts(torch.zeros(3, 2000, 1000)))]
+        [2097, 2097, 1806]
     """
-    return (x / scale).round_().add_(zero_point).clamp_(qmin, qmax)
+    if torch.compiler.is_compiling() or x.numel() <= _PART:
+        return (x,)
+    rows: tuple[Tensor, ...] = torch.split(x.reshape(-1, x.shape[-1]), max(1, _PART // x.shape[-1]))
+    return rows
+
+
+def joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """Return what was computed of `in_parts` as one tensor of a shape."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts]).view(shape)
+
+
+def static_codes(
+    x: Tensor,
+    scale: float,
+    zero_point: int,
+    qmin: int,
+    qmax: int,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> Tensor:
+    """Return ``clamp(ne(x/s) + z, qmin, qmax)`` of a float32 tensor, which stays as it is, as uint8, 128 more.
+
+    Example:
+        >>> static_codes(torch.tensor([0.5, 1.2, 9.0]), 1.0, 2, -8, 7).tolist()
+        [130, 131, 135]
+    """
+    return unsigned((x / scale).round_().add_(zero_point).clamp_(qmin, qmax), memory_format)
 
 
 def unsigned(codes: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:

@@ -5,11 +5,20 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from eff_kernels.integer_linear import integer_linear, pack
+from eff_kernels.quantization import scale_of_largest
 from eff_kernels.quantization_group import group_codes, group_qparams
 from torch import Tensor
 
 from shared_core.quantization.integer_modules import IntLinear
-from shared_core.quantization.onednn_layer import LOWEST, OneDnnLayer, keep_nan_, static_codes, unsigned
+from shared_core.quantization.onednn_layer import (
+    LOWEST,
+    OneDnnLayer,
+    in_parts,
+    joined,
+    keep_nan_,
+    static_codes,
+    unsigned,
+)
 
 
 class _OneDnnLinear(OneDnnLayer):
@@ -40,11 +49,13 @@ class OneDnnLinear(_OneDnnLinear, IntLinear):
         if not self._runs(input):
             return super().forward(input)
         x = input.float()
-        codes = static_codes(x, self._scale, self._zero_point, self.qmin, self.qmax)
-        y = integer_linear(
-            unsigned(codes), self._scale, self._zero_point - LOWEST, self._packed, self.weight_scale, self._bias
-        )
+        codes = self._codes(x)
+        y = integer_linear(codes, self._scale, self._zero_point - LOWEST, self._packed, self.weight_scale, self._bias)
         return keep_nan_(y, x, (-1,)).to(input.dtype)
+
+    def _codes(self, x: Tensor) -> Tensor:
+        parts = [static_codes(part, self._scale, self._zero_point, self.qmin, self.qmax) for part in in_parts(x)]
+        return joined(parts, x.shape)
 
 
 class OneDnnTokenLinear(_OneDnnLinear):
@@ -73,18 +84,43 @@ class OneDnnTokenLinear(_OneDnnLinear):
         """Return the layer's output in the type of `input`."""
         if not input.numel():
             return input.new_zeros(*input.shape[:-1], len(self.weight_codes))
-        input, features = input.detach(), input.shape[-1]  # a gradient through the scales alone would mislead
-        scale, _ = group_qparams(input, features, self.activation_bits, True)
-        codes = group_codes(input, scale, None, features, self.activation_bits).flatten(-2)
-        scale = torch.where(scale.isfinite(), scale, torch.nan)
+        input = input.detach()  # a gradient through the scales alone would mislead
         if self._runs(input):
-            y = integer_linear(unsigned(codes), 1.0, -LOWEST, self._packed, self.weight_scale, self._bias, scale)
+            codes, scale = self._rows(input)
+            y = integer_linear(codes, 1.0, -LOWEST, self._packed, self.weight_scale, self._bias, scale)
         else:
+            scale, _ = group_qparams(input, input.shape[-1], self.activation_bits, True)
+            codes = group_codes(input, scale, None, input.shape[-1], self.activation_bits).flatten(-2)
+            scale = _nan_if_not_finite(scale)
             total = F.linear(codes.double(), self.weight_codes.double()).round_()
             y = total * self.weight_scale.double() * scale
             y = y if self.bias is None else y + self.bias
         return y.to(input.dtype)
 
+    def _rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        largest_code = 2 ** (self.activation_bits - 1) - 1
+        codes, scales = zip(*(row_codes(part, largest_code) for part in in_parts(x)), strict=True)
+        return joined(codes, x.shape), joined(scales, (*x.shape[:-1], 1))
+
     def extra_repr(self) -> str:
         """Return shape and width."""
         return f"{tuple(self.weight_codes.shape)}, activation_bits={self.activation_bits}"
+
+
+def row_codes(x: Tensor, largest_code: int) -> tuple[Tensor, Tensor]:
+    """Return symmetric codes as uint8, 128 more, and each row's scale; NaN where a value of the row is not finite.
+
+    Example:
+        >>> codes, scale = row_codes(torch.tensor([[2.54, -1.0], [torch.inf, 0.0]]), 127)
+        >>> codes[0].tolist(), scale.tolist()
+        ([255, 78], [[0.019999999552965164], [nan]])
+    """
+    x = x.float()
+    values = x.abs()
+    scale = scale_of_largest(values.amax(-1, keepdim=True), largest_code)
+    codes = unsigned(torch.div(x, scale, out=values).round_())
+    return codes, _nan_if_not_finite(scale)
+
+
+def _nan_if_not_finite(scale: Tensor) -> Tensor:
+    return torch.add(scale, scale, alpha=0)  # 0 times infinity is NaN; one operation, where rows are few

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shared_core.quantization import conversion_report, convert, fast_convert, quantize
+from shared_core.quantization import conversion_report, convert, fast_convert, onednn_layer, quantize
 from shared_core.quantization.integer_modules import IntLinear
 from shared_core.quantization.onednn_linear import OneDnnLinear, OneDnnTokenLinear
 
@@ -237,3 +237,15 @@ def test_a_fused_encoder_layer_runs_the_converted_layers():
     assert type(fast.linear1) is OneDnnTokenLinear
     torch.testing.assert_close(run(fast, x), run(quantized, x), rtol=0, atol=0.02)
     assert not torch.equal(run(fast, x), run(layer, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_large_inputs_are_quantised_in_parts_to_the_same_values(monkeypatch, scheme, dtype):
+    fast, x = three(scheme, dtype)[2], inputs(dtype=dtype)
+    x[1, 2, 3], x[-1, 0, 5] = torch.nan, torch.inf
+    whole = run(fast, x)
+    for part in (1, 1000, 130 * 25):
+        monkeypatch.setattr(onednn_layer, "_PART", part)
+        assert torch.equal(run(fast, x).nan_to_num(7.0), whole.nan_to_num(7.0))
+        assert torch.equal(run(fast, x.transpose(0, 1)).nan_to_num(7.0), whole.transpose(0, 1).nan_to_num(7.0))
