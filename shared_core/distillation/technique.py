@@ -167,7 +167,10 @@ class Distillation(Technique):
         inputs = {} if forward is None or self._student is None else named_inputs(self._student, forward)
         labels = inputs.get("labels") if labels is None else labels
         task_loss = labelled_part(task_loss, labels, causal=self._causal)
-        if not self._is_active(context) or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return task_loss
+        if not self._is_active(context):
+            self._soft = None  # what was last before the end is no figure of the steps behind it
             return task_loss
         student, comparison = self._student, self._comparison
         if student is None or comparison is None or forward is None:

@@ -98,6 +98,16 @@ class TestMixedLoss:
         with pytest.raises(ConfigError, match=r"distill\.end: 0\.5 must be a step number here"):
             attached(mlp(), mlp(16), total_steps=None, end=0.5)
 
+    def test_figures_of_the_last_step_inside_are_not_logged_in_those_behind(self):
+        # a run that is resumed behind the end has none either
+        technique, context = attached(mlp(), mlp(seed=1), begin=0, end=1)
+        technique.loss(technique._student(torch.randn(2, 4)).sum(), context)
+        context.step = 1
+        technique.after_optimizer_step(context)
+        assert technique.metrics()
+        technique.loss(technique._student(torch.randn(2, 4)).sum(), context)
+        assert technique.metrics() == {}
+
     @pytest.mark.parametrize(("begin", "end"), [(4, 4), (6, 0.5), (1.0, 10)])
     def test_an_empty_range_is_refused(self, begin, end):
         with pytest.raises(ConfigError, match="end must"):
