@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -59,6 +60,25 @@ def change_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) 
         bases = tuple(new if base is old else base for base in kind.__bases__)
         own = {name: value for name, value in vars(kind).items() if name == "__deepcopy__"}
         module.__class__ = type(kind.__name__.replace(old.__name__, new.__name__), bases, own)
+
+
+@contextlib.contextmanager
+def stock_layers(model: nn.Module) -> Iterator[None]:
+    """Have layers that techniques gave a class of their own compute as the stock layers that they stand for."""
+    changed = [(module, type(module)) for module in model.modules() if _is_ours(type(module))]
+    try:
+        for module, kind in changed:
+            stock = next(base for base in kind.__mro__ if not _is_ours(base))
+            if stock is not nn.Module:  # else a layer that stands for itself
+                module.__class__ = stock
+        yield
+    finally:
+        for module, kind in changed:
+            module.__class__ = kind
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def match_modules(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, MatchError, TrainingError
-from shared_core.module_match import plain_name
+from shared_core.module_match import plain_name, stock_layers
 from shared_core.pruning.config import TRACED, PruneConfig
 from shared_core.pruning.example_calls import ExampleCalls
 from shared_core.pruning.mask_store import MaskStore
@@ -92,7 +92,8 @@ class UnitPruning:
 
     def _trace(self, model: nn.Module, replay: Callable[[], Any]) -> None:
         granularity = self._config.granularity
-        traced = find_groups(model, replay)
+        with stock_layers(model):  # rounding depends on whole tensors, and changes no unit
+            traced = find_groups(model, replay)
         if self._config.criterion != "shapley":
             self.close()
         groups = list(prunable_groups(traced, granularity, self._modules))
@@ -228,13 +229,18 @@ class UnitPruning:
             self._calls = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was gathered of units."""
-        return {"taylor": self._taylor.state_dict()} if self._taylor else {}
+        """Return the units that were traced, and what was gathered of them."""
+        traced = self._config.granularity in TRACED and self.found
+        found = {"groups": list(map(_saved, self.groups)), "left_out": dict(self.left_out)} if traced else {}
+        return found | ({"taylor": self._taylor.state_dict()} if self._taylor else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back a saved state; groups are found again from the next micro-batch."""
+        """Take back a saved state: other micro-batches may lead to other units."""
         self._saved_taylor = state.get("taylor", {})
-        if self._taylor and self._saved_taylor:
+        if "groups" in state:
+            self.left_out = dict(state["left_out"])
+            self._take([_restored(saved) for saved in state["groups"]])
+        elif self._taylor and self._saved_taylor:
             self._taylor.load_state_dict(self._saved_taylor)
 
     def report(self, store: MaskStore) -> dict[str, Any]:
@@ -248,3 +254,13 @@ class UnitPruning:
         told = {"value": VALUE, "permutations": self._config.permutations}
         shapley = {"shapley": told} if self._config.criterion == "shapley" else {}
         return {"units": units, "groups_left_out": dict(self.left_out), **shapley}
+
+
+def _saved(group: ChannelGroup) -> dict[str, Any]:
+    parts = [{**vars(part), "positions": torch.from_numpy(part.positions)} for part in group.slices]
+    return {"name": group.name, "kind": group.kind, "units": group.units, "slices": parts}
+
+
+def _restored(saved: Mapping[str, Any]) -> ChannelGroup:
+    slices = (Slice(**{**part, "positions": part["positions"].numpy()}) for part in saved["slices"])
+    return ChannelGroup(**{**saved, "slices": tuple(slices)})
