@@ -189,6 +189,8 @@ class Context:
     """Tells that the model, as it is now, is what saved models are to be loaded in: its layers changed for good."""
     constrain: Callable[[Mapping[Tensor, Tensor]], None] | None = None
     """Makes what must hold of parameters hold of other values for them: masks, shared values; None: nothing must."""
+    constraint_changes: int = 0
+    """How often that was changed: techniques count it up where `constrain` does something else from then on."""
     widen_gradients: Callable[[torch.optim.Optimizer], None] | None = None
     """Set by a technique that updates 16-bit parameters in float32: makes an optimizer's gradients float32, so that a
     scaler can unscale them."""

@@ -336,6 +336,7 @@ class Pruning(Technique):
                     "diverged: lower the learning rate, or clip gradients"
                 ) from error
             self._take(context, masks)
+            context.constraint_changes += 1
         self._scorer.reset()
         if context.step >= self._end:
             self._finalise(context)

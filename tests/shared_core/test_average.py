@@ -321,12 +321,12 @@ def test_tied_frozen_and_integer_tensors():
     assert run.model.outer.weight is run.model.inner.weight
 
 
+@pytest.mark.parametrize("every", [1, 8])
 @pytest.mark.parametrize("kind", ["ema", "swa", "last_k"])
-def test_pruned_weights_are_zero_in_an_average_that_began_earlier(kind):
-    model = nn.Sequential(nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 2))
-    x = torch.randn(8, 20)
-    recipe = {"average": {"kind": kind, "begin": 1}, "prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 5}}
-    session = Session(Recipe.from_dict(recipe))
+def test_pruned_weights_are_zero_in_an_average_that_began_earlier(kind, every):
+    model, x = nn.Sequential(nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 2)), torch.randn(8, 20)
+    average, prune = {"begin": 1, "every": every}, {"sparsity": 0.5, "schedule": "one_shot", "begin": 5}
+    session = Session(Recipe.from_dict({"average": {"kind": kind, **average}, "prune": prune}))
     session.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session.begin([optimizer], total_steps=8)

@@ -225,6 +225,7 @@ class WeightSharing(Technique):
                 codes[name] = shared.codes
         self._set_codes(codes)
         self._clustered_at = context.step
+        context.constraint_changes += 1
         self._restart(context)
 
     def _set_codes(self, codes: Mapping[str, Tensor]) -> None:

@@ -66,7 +66,7 @@ class WeightAverage(Technique):
         self._is_lent = self._is_over = False
         self._gathered: RunningAverage | None = None
         self._saved: Mapping[str, Any] | None = None
-        self._first = 0
+        self._first = self._constraint_changes = 0
         self._told: dict[str, Any] = {"validations_of_average": 0, "validations_of_weights": 0}
 
     def _new(self) -> RunningAverage:
@@ -120,13 +120,20 @@ class WeightAverage(Technique):
     # -- one step
 
     def after_optimizer_step(self, context: Context) -> None:
-        """Take the new weights into the average if that is due.
+        """Take the new weights into the average if that is due, and prune it when they are.
 
         Raises:
             TrainingError: If parameters became trainable, no longer are, or were replaced since the first update.
         """
-        if context.step < self._first or (context.step - self._first) % self.config.every:
-            return
+        is_due = context.step >= self._first and (context.step - self._first) % self.config.every == 0
+        if is_due:
+            self._update(context)
+        if context.constrain is not None and (is_due or context.constraint_changes != self._constraint_changes):
+            for kept in self._running.kept:
+                context.constrain({parameter: kept[name] for name, parameter in self._stand_in.parameters.items()})
+        self._constraint_changes = context.constraint_changes
+
+    def _update(self, context: Context) -> None:
         if not self._running.kept:
             self._stand_in = StandIn(context.model)
         if odd := self._stand_in.changed():
@@ -135,9 +142,6 @@ class WeightAverage(Technique):
                 f"{odd[0]}; begin after the last (un)freezing or replacing"
             )
         self._running.update(self._stand_in.live())
-        if context.constrain is not None:
-            for kept in self._running.kept:
-                context.constrain({parameter: kept[name] for name, parameter in self._stand_in.parameters.items()})
 
     # -- in the weights' place
 
