@@ -117,7 +117,7 @@ def replace_(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def put_in_(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]) -> dict[str, LowRankLayer]:
-    """Replace layers by factorised ones without values.
+    """Replace layers by factorised ones of zeros, into which weights are loaded.
 
     Args:
         model: The user's.
@@ -130,6 +130,8 @@ def put_in_(model: nn.Module, structure: Mapping[str, Mapping[str, Any]]) -> dic
     for name, told in structure.items():
         dense = model.get_submodule(name)
         layers[name] = LowRankLayer(dense, int(told["rank"]), str(told["scheme"]))
+        for part in ("first", "second"):
+            nn.init.zeros_(layers[name]._part(part))  # other techniques look at weights before these are loaded
         replace_(model, dense, layers[name])
     return layers
 

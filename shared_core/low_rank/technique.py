@@ -57,6 +57,7 @@ class LowRankTraining(Technique):
         self._undo: Undo = []
         self._stays = self._is_fresh = self._is_checked = False
         self._looked_at = 0
+        self._of_name: dict[str, LowRankLayer] = {}
         self._parameters = (0, 0)
         self._context: Context | None = None
 
@@ -92,6 +93,8 @@ class LowRankTraining(Technique):
             self._told, self.left_out = apply(model, plan, {}), left_out | kept_out
             self.layers, self._is_fresh = factorised(model), True
         self._structure = structure_of(self.layers)
+        every_name = model.named_modules(remove_duplicate=False)  # a layer at two places has two keys
+        self._of_name = {name: layer for name, layer in every_name if isinstance(layer, LowRankLayer)}
         self._undo = fast_paths_off(model, (LowRankLayer,))
         self._parameters = (before, sum(parameter.numel() for parameter in model.parameters()))
         if not config.merge:
@@ -216,7 +219,7 @@ class LowRankTraining(Technique):
             return state_dict
         baked: dict[str, Tensor] = {}
         for name, value in state_dict.items():
-            layer = self.layers.get(".".join(name.split(".")[:-2]))
+            layer = self._of_name.get(".".join(name.split(".")[:-2]))
             if layer is None:
                 baked[name] = value
                 continue
