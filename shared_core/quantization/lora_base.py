@@ -80,6 +80,8 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
             layer.weight = codes.to(weight.device)
             layer.init_8bit_state()
             layer.register_forward_pre_hook(_follow_codes)
+            layer.register_forward_pre_hook(_in_rows)
+            layer.register_forward_hook(_as_given)
         else:
             layer = bnb.nn.Linear4bit(linear.in_features, linear.out_features, compute_dtype=weight.dtype, **shape)
             layer.weight = bnb.nn.Params4bit(
@@ -105,6 +107,17 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
 def _follow_codes(layer: Any, args: Any) -> None:
     # the codes are a parameter and move with the model; bitsandbytes (0.50) leaves the scales where they were
     layer.state.CB, layer.state.SCB = layer.weight.data, layer.state.SCB.to(layer.weight.device)
+
+
+def _in_rows(layer: Any, args: tuple[Tensor]) -> tuple[Tensor] | None:
+    # its 8-bit product (0.50) takes two or three dimensions, channels-last images have four
+    (x,) = args
+    layer.leading = x.shape[:-1] if x.dim() > 3 else None
+    return None if layer.leading is None else (x.flatten(0, -2),)
+
+
+def _as_given(layer: Any, args: Any, output: Tensor) -> Tensor:
+    return output if layer.leading is None else output.unflatten(0, layer.leading)
 
 
 def frozen_tensors(layer: Any) -> dict[str, Tensor]:

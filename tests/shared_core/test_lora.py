@@ -57,6 +57,19 @@ def test_int8_is_absmax_rounding_of_rows():
     torch.testing.assert_close(on_grid(weight, LoraConfig(rank=1, base="int8")).double(), grid, atol=2e-4, rtol=0)
 
 
+@pytest.mark.parametrize("shape", [(5, 8), (2, 3, 8), (2, 3, 5, 8), (2, 1, 3, 5, 8), (0, 3, 5, 8)])
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_inputs_have_any_number_of_dimensions(base, is_training, shape):
+    frozen = freeze(nn.Linear(8, 4), LoraConfig(rank=1, base=base)).train(is_training)
+    x = torch.randn(shape, requires_grad=True)
+    y = frozen(x)
+    torch.testing.assert_close(y.reshape(-1, 4), frozen(x.reshape(-1, 8)))
+    assert y.shape == (*shape[:-1], 4)
+    y.sum().backward()
+    assert x.grad.shape == shape
+
+
 @pytest.mark.parametrize("double_quant", [True, False])
 @pytest.mark.parametrize("base", ["nf4", "fp4"])
 def test_double_quantisation_costs_less_memory_and_little_accuracy(base, double_quant):
