@@ -299,7 +299,9 @@ class LossScaler(GradScaler):
                     # scaled fp16 values of one index can overflow when they are added up: check the sums
                     grad = param.grad = grad.coalesce()
                 grad = grad._values()
-            grouped.setdefault((grad.device, dtype), []).append(grad)
+            if dtype.is_complex:  # torch's kernel is of real numbers
+                grad = torch.view_as_real(grad)
+            grouped.setdefault((grad.device, grad.dtype), []).append(grad)
         home = inv_scale.device
         largest = []
         flags = {device: found_inf.to(device, copy=True) for device, _ in grouped}

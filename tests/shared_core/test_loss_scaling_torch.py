@@ -320,3 +320,17 @@ def test_pickle_and_deepcopy_between_iterations():
         assert twin.state_dict() == scaler.state_dict()
         assert twin.state_dict()["skips_in_a_row"] == [2]
         assert not twin.was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("bad", [None, complex(1, float("inf")), complex(float("nan"), 1)])
+def test_complex_gradients_which_torchs_scaler_refuses(bad):
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), LossScaler("cpu", init_scale=1024.0)
+    scaler.scale(weight.abs().square().sum() / 2).backward()
+    if bad is not None:
+        weight.grad[1] = bad
+    scaler.unscale_(optimizer)
+    if bad is None:
+        torch.testing.assert_close(weight.grad, torch.ones(3, dtype=torch.complex64))
+    scaler.step(optimizer)
+    assert scaler.was_skipped(optimizer) is (bad is not None)
