@@ -157,7 +157,22 @@ class ExactResume:
             else:
                 for _ in range(consumed):
                     next(fetcher)
-        self._at_next_fetch = saved
+        self._at_next_fetch = {**saved, "rng": self._after_validation(fetcher, saved["rng"])}
+
+    def _after_validation(self, fetcher: Any, rng: dict[str, Any]) -> dict[str, Any]:
+        """Return the generators after the validation that was due when the last batch had been saved, if one was.
+
+        Lightning (2.6) leaves it out where it was saved before: the random numbers that it draws would be missing.
+        """
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        if not (loop.restarted_on_train_batch_end and loop._should_check_val_fx(fetcher)):
+            return rng
+        set_rng_state(rng)
+        first = trainer._logger_connector._first_loop_iter
+        trainer.validating, loop.restarting = True, False
+        loop.val_loop.run()
+        trainer.training, trainer._logger_connector._first_loop_iter = True, first
+        return rng_state()
 
     def _on_fetch(self, original: Callable[[], None]) -> None:
         """Before a batch is fetched: the last moment before random numbers are drawn again."""

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from promise_drivers import difference, run_hf, run_lightning, saved_state
 from promise_table import EVERYTHING, NUM_STEPS, TECHNIQUES, TOGETHER, VARIANTS, recipe_of
@@ -63,6 +64,29 @@ def test_lightning_resumes_inside_an_accumulation_window(batch, tmp_path):
     again = run("again", resume=whole.checkpoints[batch])
     assert difference(saved_state(whole.checkpoints[16]), saved_state(again.checkpoints[16])) is None
     assert difference(whole.weights, again.weights) is None
+
+
+class AfterValidation(pl.Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_validation_end(self, trainer, module):
+        trainer.save_checkpoint(self.folder / f"validated={trainer.global_step}.ckpt")
+
+
+@pytest.mark.parametrize("name", ["step={}.ckpt", "validated={}.ckpt"])
+def test_lightning_resumes_where_validation_comes_after_or_before_the_checkpoint(name, tmp_path):
+    def run(folder, **more):
+        torch.manual_seed(3)
+        options = {"dropout": 0.3, "shuffle": True, "save_every": 1, "limit_val_batches": 2, "val_check_interval": 2}
+        callbacks = [AfterValidation(tmp_path / folder)]
+        return run_lightning(recipe_of("average"), tmp_path / folder, callbacks=callbacks, **options, **more)
+
+    whole = run("whole")
+    for stop in (2, 4, 6):
+        again = run(f"from{stop}", resume=tmp_path / "whole" / name.format(stop))
+        assert difference(saved_state(whole.checkpoints[8]), saved_state(again.checkpoints[8])) is None, stop
+        assert difference(whole.weights, again.weights) is None
 
 
 @pytest.mark.parametrize("front_end", ["hf", "lightning"])
