@@ -117,7 +117,7 @@ def _in_rows(layer: Any, args: tuple[Tensor]) -> tuple[Tensor] | None:
 
 
 def _as_given(layer: Any, args: Any, output: Tensor) -> Tensor:
-    return output if layer.leading is None else output.unflatten(0, layer.leading)
+    return output if layer.leading is None else output.reshape(*layer.leading, output.shape[-1])
 
 
 def frozen_tensors(layer: Any) -> dict[str, Tensor]:
