@@ -54,11 +54,6 @@ def by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[st
             f"lora with base {lora.base} cannot be combined with {SURROUNDINGS['fsdp2']}, which would cut the codes of "
             "bitsandbytes apart from their scales; take base none"
         )
-    if lora is not None and "fsdp2" in surroundings and "average" in recipe:
-        lines.append(
-            f"average with lora cannot be combined with {SURROUNDINGS['fsdp2']}: the process that writes a file would "
-            "merge averaged adapters of which it holds a part; soup the checkpoints, or use DDP"
-        )
     distill = recipe.get("distill")
     if distill is not None and "fsdp2" in surroundings and distill.why_not_sharded:
         lines.append(f"distill cannot be combined with {SURROUNDINGS['fsdp2']}: {distill.why_not_sharded}")

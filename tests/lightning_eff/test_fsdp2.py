@@ -54,6 +54,14 @@ def test_files_of_weights_hold_codes(runs):
     assert torch.equal(weight, runs["ranks"][0]["qat distributed=False"]["net.2.weight"])
 
 
+def test_files_of_weights_hold_the_average_of_merged_adapters(runs):
+    whole = runs["folder"] / "lora distributed=False" / "saved" / "5.ckpt"
+    weights, found = torch.load(whole, weights_only=True)["state_dict"], runs["ranks"][0]["lora distributed=False"]
+    assert weights.keys() == found.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(value, found[name], atol=1e-6, rtol=0)
+
+
 def test_a_full_checkpoint_loads_in_the_plain_module(runs):
     found = runs["ranks"][0]
     assert all(torch.equal(value, found["distributed=False"][key]) for key, value in found["whole"].items())

@@ -222,13 +222,6 @@ def test_a_state_of_other_options_is_refused(options):
         other.load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "reason"),
-    [
-        ({"lora": {"rank": 2}}, "lora with base nf4 cannot be combined with FSDP version 2"),
-        ({"lora": {"rank": 2, "base": "none"}, "average": {"kind": "ema"}}, "average with lora cannot be combined"),
-    ],
-)
-def test_what_no_process_holds_whole_is_refused_under_fsdp2(recipe, reason):
-    with pytest.raises(CompatibilityError, match=reason):
-        check(Recipe.from_dict(recipe), {"fsdp2"})
+def test_codes_which_no_process_holds_whole_are_refused_under_fsdp2():
+    with pytest.raises(CompatibilityError, match="lora with base nf4 cannot be combined with FSDP version 2"):
+        check(Recipe.from_dict({"lora": {"rank": 2}}), {"fsdp2"})

@@ -40,7 +40,7 @@ ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, **ACTIVATIONS, "matmul": {
 SOUP = {**PRUNE, "soup": {"kind": "greedy"}}
 PRIMARY = {"primary_weights": {"kind": "fp32_copy", "telemetry_every": 1}}
 COMM = {"comm": {"hook": "bf16"}}
-LORA = {"lora": {"base": "none", "rank": 4}}
+LORA = {"lora": {"base": "none", "rank": 4}, **AVERAGE}
 DP = {"dp": {"noise_multiplier": 0.5, "seed": 1, "delta": 1e-3}}
 ATTENTION = ["model.layers.?.self_attn=model.layers.?.self_attn"]
 

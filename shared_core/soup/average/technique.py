@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
 from shared_core.preview import Event, Touched, every, trained
 from shared_core.ranks import all_reduce_, broadcast_
-from shared_core.sharded import part_of, whole_of
+from shared_core.sharded import part_of, whole, whole_of
 from shared_core.soup.average.config import AverageConfig
 from shared_core.soup.average.running import RunningAverage
 from shared_core.soup.average.stand_in import StandIn, is_trained, writing
@@ -65,6 +65,7 @@ class WeightAverage(Technique):
         """After which update the norms were estimated."""
         self._is_lent = self._is_over = False
         self._gathered: RunningAverage | None = None
+        self._merged: dict[str, Tensor] = {}
         self._saved: Mapping[str, Any] | None = None
         self._first = self._constraint_changes = 0
         self._told: dict[str, Any] = {"validations_of_average": 0, "validations_of_weights": 0}
@@ -184,10 +185,20 @@ class WeightAverage(Technique):
                 {name: whole_of(value, stand_in.parameters.get(name)).cpu() for name, value in kept.items()}
                 for kept in self._running.kept
             ]
+            self._merged = {key: whole(value).detach().cpu() for key, value in self._merge().items()}
+
+    def _merge(self, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Return weights that the model has not as parameters, but adapters of the average are merged into."""
+        stand_in, model = self._stand_in, cast(nn.Module, self._model)
+        keys = model.state_dict().keys() - stand_in.own_names().keys() if keys is None else set(keys)
+        if not keys:
+            return {}
+        with stand_in.lent(self._put_in):
+            return {key: value.clone() for key, value in model.state_dict().items() if key in keys}
 
     def after_save(self, context: Context) -> None:
         """Undo `before_save`."""
-        self._gathered = None
+        self._gathered, self._merged = None, {}
         if self._is_lent:
             self._stand_in.put_out()
             self._is_lent = False
@@ -254,10 +265,8 @@ class WeightAverage(Technique):
                 baked[key] = averages.average(name).to(value.dtype)
         # adapters are merged into weights that the model has not as parameters
         merged = [key for key, value in state_dict.items() if isinstance(value, Tensor) and key not in own]
-        if merged:
-            with self._stand_in.lent(self._put_in):
-                baked |= {key: value.clone() for key, value in self._model.state_dict().items() if key in merged}
-        return baked
+        found = self._merge(merged) if self._gathered is None else self._merged
+        return baked | {key: found[key].to(baked[key]) for key in merged}
 
     # -- saved state
 
