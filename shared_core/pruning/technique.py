@@ -346,22 +346,18 @@ class Pruning(Technique):
         self._scorer.reduce()
         if self._learns_under_masks:
             self._straight_through.show(self._weights)
+        else:
+            store.apply()  # the step may have moved what is pruned: it scores as 0, and begins there if RigL revives it
         if self._units:
             return self._units.masks(context, self._scorer, store, sparsity)
         if config.dynamic == "rigl" and store:
-            store.apply()  # dropped ones that come back start from 0
             share = rigl_drop_share(context.step, begin=self._begin, end=self._end, alpha=config.drop_share)
             return moved_masks(self._weights, self._dense_gradients, store, share)
         numel = sum(weight.numel() for weight in self._weights.values())
-        revives = config.straight_through
-        if (
-            config.scope == "global"
-            and not revives
-            and store
-            and sum(store.num_pruned.values()) == round(sparsity * numel)
-        ):
-            return dict(self._store)
-        scores = RankedScores(self._weights, {} if revives else store, self._scorer)
+        stays, count = bool(store) and not config.straight_through, round(sparsity * numel)
+        if config.scope == "global" and stays and sum(store.num_pruned.values()) == count:
+            return dict(store)
+        scores = RankedScores(self._weights, store if stays else {}, self._scorer)
         return select_weights(config, self._targets.modules, scores, sparsity)
 
     def _take(self, context: Context, masks: dict[str, Tensor]) -> None:
