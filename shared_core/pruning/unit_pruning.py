@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared_core.errors import CompatibilityError, MatchError, TrainingError
+from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
 from shared_core.module_match import plain_name, stock_layers
 from shared_core.pruning.config import TRACED, PruneConfig
 from shared_core.pruning.example_calls import ExampleCalls
@@ -235,11 +235,20 @@ class UnitPruning:
         return found | ({"taylor": self._taylor.state_dict()} if self._taylor else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back a saved state: other micro-batches may lead to other units."""
+        """Take back a saved state; units too, as another micro-batch may lead to others, unless options have changed.
+
+        Raises:
+            CheckpointError: If it is not one that was saved.
+        """
         self._saved_taylor = state.get("taylor", {})
-        if "groups" in state:
-            self.left_out = dict(state["left_out"])
-            self._take([_restored(saved) for saved in state["groups"]])
+        try:
+            saved, left_out = [*map(_restored, state.get("groups", ()))], dict(state.get("left_out", {}))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"prune: state must hold units that prune saved, got {error!r}") from error
+        groups = [*prunable_groups(saved, self._config.granularity, self._modules)]
+        if groups and len(groups) == len(saved):
+            self.left_out = left_out
+            self._take(groups)
         elif self._taylor and self._saved_taylor:
             self._taylor.load_state_dict(self._saved_taylor)
 

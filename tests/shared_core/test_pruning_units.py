@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from shared_core.errors import CheckpointError
 from shared_core.recipe import Recipe
 from shared_core.session import Session
 
@@ -58,6 +59,15 @@ def test_a_resumed_run_prunes_the_units_of_the_first_micro_batch_not_those_of_it
     assert report["units"]
     assert report == same
     assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_saved_units_are_left_where_options_have_changed_and_refused_where_they_are_none():
+    state = run({"prune": PRUNE}, 3)[0]
+    _, _, report = run({"prune": PRUNE | {"skip": ["experts.0.*"]}}, state=state)
+    assert {unit["group"] for unit in report["units"]} == {"experts.1.0"}
+    state["session"]["techniques"]["prune"]["units"]["groups"] = [{"name": "experts.0.0"}]
+    with pytest.raises(CheckpointError, match="units that prune saved"):
+        run({"prune": PRUNE}, state=state)
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,8 @@ class WeightAverage(Technique):
         if not keys:
             return {}
         with stand_in.lent(self._put_in):
-            return {key: value.clone() for key, value in model.state_dict().items() if key in keys}
+            found = {key: value for key, value in model.state_dict().items() if key in keys}
+            return {key: value.clone() for key, value in found.items() if isinstance(value, Tensor)}
 
     def after_save(self, context: Context) -> None:
         """Undo `before_save`."""
