@@ -96,6 +96,23 @@ def test_configs_of_other_networks_are_refused_and_free_fields_are_not(folders, 
     uniform_soup([*folders, tmp_path / "dropout"])
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "refused"), [("dtype", "float32", None), ("layers", 3, "config field 'text_config.layers'")]
+)
+def test_a_tower_has_free_fields_too(field, value, refused, tmp_path):
+    for name, more in ("fresh", {}), ("tuned", {field: value}):  # transformers writes dtype where it loaded a model
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.ones(2)}, tmp_path / name / "model.safetensors")
+        tower = {"model_type": "text", "layers": 2, **more}
+        (tmp_path / name / "config.json").write_text(json.dumps({"text_config": tower}))
+    both = [tmp_path / "fresh", tmp_path / "tuned"]
+    if refused is None:
+        assert uniform_soup(both)["w"].tolist() == [1, 1]
+        return
+    with pytest.raises(CheckpointError, match=f"{refused} must be the same in all ingredients, got 2 in .* and 3 in"):
+        uniform_soup(both)
+
+
 def test_a_run_folder_expands_to_its_checkpoints_by_step(folders):
     run = folders[0].parent
     assert [path.name for path in expand([run])] == ["checkpoint-5", "checkpoint-10", "checkpoint-15"]
