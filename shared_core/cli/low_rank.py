@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
@@ -71,7 +72,8 @@ def low_rank(
     if example is None and data and run_batch is None:
         example = data[0]
     if example is None and folder:
-        example = made_up_inputs(network)
+        with contextlib.suppress(ConfigError):  # sounds: the run is not measured, as without a folder
+            example = made_up_inputs(network)
     dense = copy.deepcopy(network)
     with bar("factorising") as advance:
         done = factorize(network, config, data, loss=run_batch, progress=advance)
