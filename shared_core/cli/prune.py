@@ -122,7 +122,7 @@ def _example(network: nn.Module, data: list[Any] | None, *, is_folder: bool, run
     if data and runs:
         return data[0]
     if is_folder:
-        return made_up_inputs(network)
+        return made_up_inputs(network, "eff prune")
     raise ConfigError(
         "eff prune: MODEL must return (model, example_inputs) for --shrink and for units or costs without "
         "--calibration, got a model alone"

@@ -8,6 +8,8 @@ import typer
 from transformers import (
     AutoModelForCausalLM,
     BertModel,
+    CLIPConfig,
+    CLIPModel,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
@@ -227,3 +229,10 @@ def test_example_inputs_are_made_up_from_the_configuration():
     tokens = made_up_inputs(llama())["input_ids"]
     assert tokens.shape == (2, 8)
     assert int(tokens.max()) < 24
+
+
+def test_a_model_of_pairs_gets_both_inputs():
+    tower = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    text = {**tower, "vocab_size": 24, "max_position_embeddings": 16, "eos_token_id": 2}
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config={**tower, "image_size": 8, "patch_size": 4}))
+    assert model(**made_up_inputs(model)).logits_per_image.shape == (2, 2)
