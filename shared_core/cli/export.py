@@ -139,7 +139,10 @@ def _inputs(network: nn.Module, length: int | None) -> dict[str, Any]:
         return inputs
     if length is None or length < 2:
         raise ConfigError(f"eff export: --length must be at least 2 for a model that reads tokens, got {length}")
-    if "attention_mask" in inspect.signature(network.forward).parameters:
+    taken = inspect.signature(network.forward).parameters
+    if "use_cache" in taken:
+        inputs["use_cache"] = False  # the exporters know no cache among the outputs (torch 2.13)
+    if "attention_mask" in taken:
         inputs["attention_mask"] = torch.ones_like(tokens)
         inputs["attention_mask"][1, -1] = 0  # the comparison with the model then sees padding
     return inputs

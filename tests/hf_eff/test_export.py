@@ -118,3 +118,20 @@ def test_the_command_exports_a_folder_in_float_or_with_the_ranges_that_lie_in_it
             assert np.allclose(logits, model(**batch).logits, atol=2e-3 if ranges else 1e-6)
     told = "it takes input_ids (batch, length), attention_mask (batch, length)"
     assert told in " ".join(CliRunner().invoke(app, arguments, catch_exceptions=False).output.split())
+
+
+def test_the_command_exports_language_models_whose_config_asks_for_a_cache(make, tmp_path):
+    model = make.language_model(num_hidden_layers=1).eval()
+    assert model.config.use_cache
+    check_command(model, tmp_path)
+
+
+def check_command(model, folder):
+    """Export a model by `eff export`, and compare the file with it, padding included."""
+    model.save_pretrained(folder / "run")
+    arguments = ["export", str(folder / "run"), "--out", str(folder / "model.onnx"), "--length", "6"]
+    CliRunner().invoke(app, arguments, catch_exceptions=False)
+    batch = make_batch(5)
+    (logits,) = session(folder / "model.onnx").run(None, {name: value.numpy() for name, value in batch.items()})
+    with torch.no_grad():
+        assert np.allclose(logits[:, :4], model(**batch).logits[:, :4], atol=1e-6)
