@@ -120,18 +120,16 @@ def test_the_command_exports_a_folder_in_float_or_with_the_ranges_that_lie_in_it
     assert told in " ".join(CliRunner().invoke(app, arguments, catch_exceptions=False).output.split())
 
 
-def test_the_command_exports_language_models_whose_config_asks_for_a_cache(make, tmp_path):
-    model = make.language_model(num_hidden_layers=1).eval()
-    assert model.config.use_cache
-    check_command(model, tmp_path)
-
-
-def check_command(model, folder):
-    """Export a model by `eff export`, and compare the file with it, padding included."""
-    model.save_pretrained(folder / "run")
-    arguments = ["export", str(folder / "run"), "--out", str(folder / "model.onnx"), "--length", "6"]
+def test_the_command_exports_a_mixture_of_experts_whose_config_asks_for_a_cache(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.MixtralConfig(**sizes, vocab_size=24, num_hidden_layers=1, num_local_experts=3)
+    assert config.use_cache
+    model = transformers.MixtralForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "run")
+    arguments = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "model.onnx"), "--length", "6"]
     CliRunner().invoke(app, arguments, catch_exceptions=False)
     batch = make_batch(5)
-    (logits,) = session(folder / "model.onnx").run(None, {name: value.numpy() for name, value in batch.items()})
+    (logits,) = session(tmp_path / "model.onnx").run(None, {name: value.numpy() for name, value in batch.items()})
     with torch.no_grad():
         assert np.allclose(logits[:, :4], model(**batch).logits[:, :4], atol=1e-6)
