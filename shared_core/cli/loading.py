@@ -57,6 +57,22 @@ def user_batches(name: str, where: str) -> Iterable[Any]:
     return batches
 
 
+def score(judge: Callable[[nn.Module], Any], model: nn.Module, where: str) -> float:
+    """Return the quality of a model, in evaluation mode, by the user's function.
+
+    Raises:
+        ConfigError: If that returns no number.
+    """
+    found = judge(model.eval())
+    try:
+        return float(found)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{where}: --eval must return a number, got {type(found).__name__} {found!r:.40}; return one, such as the "
+            "accuracy"
+        ) from error
+
+
 def build_model(name: str, where: str) -> tuple[nn.Module, Any]:
     """Return what the user's function builds: (model, example inputs or None).
 

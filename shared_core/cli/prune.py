@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,10 +13,11 @@ import typer
 from shared_core.cli.arguments import AsJson, Calibration, Evaluate, Loss, Model, Out, Weights
 from shared_core.cli.config_options import command_with_options, given_options
 from shared_core.cli.folders import check_new, copy_beside, load_folder
-from shared_core.cli.loading import build_model, function, load_weights, user_batches
+from shared_core.cli.loading import build_model, function, load_weights, score, user_batches
 from shared_core.cli.progress_bar import bar
 from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import CheckpointError, ConfigError
+from shared_core.strict_json import json_text
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -112,7 +112,7 @@ def prune(
     }
     _write(out, result.model if result else network, values, folder, example if result else None)
     if as_json:
-        typer.echo(json.dumps(values, indent=2))
+        typer.echo(json_text(values))
     else:
         _tell(out, values)
 
@@ -131,7 +131,7 @@ def _example(network: nn.Module, data: list[Any] | None, *, is_folder: bool, run
 
 def _judge(quality: dict[str, float], name: str, network: nn.Module, judge: Callable[[nn.Module], Any] | None) -> None:
     if judge is not None:
-        quality[name] = float(judge(network.eval()))
+        quality[name] = score(judge, network, "eff prune")
 
 
 def _shrunk(network: nn.Module, example: Any) -> ShrinkResult:
@@ -169,7 +169,7 @@ def _write(out: Path, network: nn.Module, values: dict[str, Any], folder: Path |
                     raise CheckpointError(
                         f"eff prune: the saved model must load with the same outputs, they differ by {gap}"
                     )
-        (temporary / REPORT_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        (temporary / REPORT_FILE).write_text(json_text(values) + "\n", encoding="utf-8")
 
 
 def _tell(out: Path, values: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import typer
 
 from shared_core.cli import quantize_report_measures as measures
 from shared_core.cli.export import load_quantized
-from shared_core.cli.loading import build_model, function, load_weights, user_batches
+from shared_core.cli.loading import build_model, function, load_weights, score, user_batches
 from shared_core.cli.progress_bar import bar
 from shared_core.cli.quantize_report import sections, tell
 from shared_core.errors import CheckpointError, ConfigError
@@ -202,7 +202,7 @@ def quantize(
 
     def measure(name: str) -> None:
         if judge is not None:
-            quality[name] = measures.score(judge, models[name])
+            quality[name] = score(judge, models[name], "eff quantize")
         if images is not None:
             with bar(f"attacks on the {name} model") as advance:
                 for row in measures.attacked(name, models[name], network, images, settings):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,7 @@ from shared_core.cli.folders import check_new, copy_beside, load_folder
 from shared_core.cli.loading import build_model, function, load_weights
 from shared_core.cli.progress_bar import bar
 from shared_core.errors import CheckpointError, ConfigError
+from shared_core.strict_json import json_text
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -80,9 +80,9 @@ def shrink(
             from safetensors.torch import save_model
 
             save_model(result.model, str(temporary / "model.safetensors"))
-        (temporary / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        (temporary / REPORT_FILE).write_text(json_text(report) + "\n", encoding="utf-8")
     if as_json:
-        typer.echo(json.dumps(report, indent=2))
+        typer.echo(json_text(report))
     else:
         _tell(out, result)
 

@@ -32,6 +32,9 @@ def batches():
 
 def quality(model):
     return float(model(torch.ones(1, 64)).sum())
+
+def quality_of_parts(model):
+    return [0.5]
 """
 
 
@@ -86,6 +89,9 @@ def test_wrong_input_is_refused_before_any_work(run, tmp_path):
         run("--rank", "sensitivity:0.5", "--out", "small")
     with pytest.raises(ConfigError, match="rank must be"):
         run("--rank", "many", "--out", "small")
+    assert not (tmp_path / "small").exists()
+    with pytest.raises(ConfigError, match="eff low-rank: --eval must return a number, got list"):
+        run("--rank", "2", "--out", "small", "--eval", "low_rank_task:quality_of_parts")
     assert not (tmp_path / "small").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")

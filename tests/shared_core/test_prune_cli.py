@@ -54,6 +54,12 @@ def text():
         {"input_ids": torch.randint(20, (4, 6), generator=generator), "labels": torch.arange(4) % 3} for _ in range(3)
     ]
 
+def nothing(model):
+    return None
+
+def unknown(model):
+    return float("nan")
+
 def zeros(model):
     return sum(int((parameter == 0).sum()) for parameter in model.parameters())
 """
@@ -151,6 +157,16 @@ def test_units_are_removed_from_a_plain_model(run, tmp_path):
     )
     x = torch.randn(3, 1, 8, 8)
     assert torch.allclose(small(x), whole.eval()(x), atol=1e-5)
+
+
+def test_quality_must_be_a_number_and_one_that_is_unknown_is_null_in_json(run, tmp_path):
+    arguments = ("prune_task:model", "--out", "out", "--sparsity", "0.5", "--eval")
+    with pytest.raises(ConfigError, match="eff prune: --eval must return a number, got NoneType None; return one"):
+        run(*arguments, "prune_task:nothing")
+    assert not (tmp_path / "out").exists()
+    told = run(*arguments, "prune_task:unknown", "--json").stdout
+    assert json.loads(told, parse_constant=pytest.fail)["quality"] == {"dense": None, "pruned": None}
+    assert "quality, dense and pruned" in report_of(tmp_path / "out")
 
 
 def test_a_folder_comes_out_as_a_folder(run, folder, tmp_path):
