@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,11 +15,16 @@ if TYPE_CHECKING:
     from torch import Tensor, nn  # `eff --help` must not wait for torch
 
 
-def function(name: str, where: str) -> Callable[..., Any]:
+def function(name: str, where: str, *arguments: str) -> Callable[..., Any]:
     """Return the function that ``module:function`` names; modules of the working folder can be imported.
 
+    Args:
+        name: As the user gave it.
+        where: Who asks.
+        arguments: What it is called with, in words.
+
     Raises:
-        ConfigError: If there is none.
+        ConfigError: If there is none, or it takes others.
     """
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name):
@@ -40,6 +46,15 @@ def function(name: str, where: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{where} must name a function of {module_name}, got {function_name!r}{nearest(function_name, own)}"
         )
+    try:
+        inspect.signature(found).bind(*arguments)
+    except TypeError as error:
+        called = f"that takes ({', '.join(arguments)})" if arguments else "without arguments"
+        raise ConfigError(
+            f"{where} must name a function {called}, got {name}: {error}; write one that calls it"
+        ) from error
+    except ValueError:
+        pass  # a function of C tells nothing of its arguments
     return found  # type: ignore[no-any-return]
 
 

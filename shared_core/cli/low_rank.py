@@ -62,8 +62,8 @@ def low_rank(
     folder = Path(model) if Path(model).is_dir() else None
     if folder and weights is not None:
         raise ConfigError(f"eff low-rank: --weights must be left out for a folder, got {weights}")
-    judge = function(evaluate, "eff low-rank: --eval") if evaluate else None
-    run_batch = function(loss, "eff low-rank: --loss") if loss else None
+    judge = function(evaluate, "eff low-rank: --eval", "model") if evaluate else None
+    run_batch = function(loss, "eff low-rank: --loss", "model", "batch") if loss else None
     data = user_batches(calibration, "eff low-rank: --calibration") if calibration else None
     network, example = (load_folder(folder, "eff low-rank"), None) if folder else build_model(model, "eff low-rank")
     if weights is not None:

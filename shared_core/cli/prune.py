@@ -77,8 +77,8 @@ def prune(
     folder = Path(model) if Path(model).is_dir() else None
     if folder and weights is not None:
         raise ConfigError(f"eff prune: --weights must be left out for a folder, got {weights}")
-    judge = function(evaluate, "eff prune: --eval") if evaluate else None
-    run_batch = function(loss, "eff prune: --loss") if loss else None
+    judge = function(evaluate, "eff prune: --eval", "model") if evaluate else None
+    run_batch = function(loss, "eff prune: --loss", "model", "batch") if loss else None
     data = user_batches(calibration, "eff prune: --calibration") if calibration else None
     network, example = (load_folder(folder, "eff prune"), None) if folder else build_model(model, "eff prune")
     if weights is not None:

@@ -191,7 +191,7 @@ def quantize(
         load_quantized(models["qat"], qat, "eff quantize: --qat")
     if weights is not None:
         load_weights(network, weights, "eff quantize")
-    judge = function(evaluate, "eff quantize: --eval") if evaluate else None
+    judge = function(evaluate, "eff quantize: --eval", "model") if evaluate else None
     images = None if attack is None else measures.attack_data(user_batches(attack, "eff quantize: --attack"))
     data = None
     if calibration is not None:

@@ -60,6 +60,9 @@ def nothing(model):
 def unknown(model):
     return float("nan")
 
+def narrow():
+    return [torch.ones(2, 1, 3, 8)]
+
 def zeros(model):
     return sum(int((parameter == 0).sum()) for parameter in model.parameters())
 """
@@ -221,6 +224,10 @@ SPARSE = ["prune_task:model", "--out", "out", "--sparsity", "0.5"]
 @pytest.mark.parametrize(("args", "error", "message"), [
     (["prune_task:model", "--out", "full", "--sparsity", "0.5"], CheckpointError, "--out must be a new or empty"),
     (["nobody", "--out", "out", "--sparsity", "0.5"], ConfigError, "MODEL must be module:function"),
+    (["prune_task:loss", *SPARSE[1:]], ConfigError, "MODEL must name a function without arguments, got"),
+    ([*SPARSE, "--eval", "prune_task:text"], ConfigError, "--eval must name a function that takes .model., got"),
+    ([*SPARSE, "--criterion", "wanda", "--calibration", "prune_task:narrow"], ConfigError,
+     "calibration must hold what the model takes: .*, got Tensor .RuntimeError: "),
     (["prune_task:model", "--out", "out", "--sparsity", "1"], ConfigError, "sparsity must be in"),
     (["prune_task:model", "--out", "out", "--sparsity", "half"], ConfigError, "sparsity must be a finite number"),
     ([*SPARSE, "--criterion", "wnda"], ConfigError, "did you mean 'wanda'"),
