@@ -56,6 +56,11 @@ def _from_folder(way: str, folder: Path, where: str, *student: nn.Module) -> nn.
     for front_end in front_ends():
         load = getattr(front_end, way, None)
         if load is not None:
+            if folder.is_dir() and not (folder / "config.json").is_file():  # bare weights would be those of a student
+                raise CheckpointError(
+                    f"{where}: {folder} must be a model folder with config.json, got none in it; give the folder that "
+                    "save_pretrained wrote, or a module:function that builds the model"
+                )
             try:
                 loaded: nn.Module = load(str(folder), *student)
             except CheckpointError as error:

@@ -96,6 +96,11 @@ def build_model(name: str, where: str) -> tuple[nn.Module, Any]:
     """
     from torch import nn
 
+    if ":" not in name:
+        raise ConfigError(
+            f"{where}: MODEL must be module:function, or a model folder where the command takes one, got {name!r}; "
+            "check the path, or write my_module:build for build of my_module.py in this folder"
+        )
     built = function(name, f"{where}: MODEL")()
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(model, nn.Module):

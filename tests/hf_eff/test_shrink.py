@@ -212,9 +212,15 @@ def test_the_command_writes_a_folder_that_loads(run, tmp_path):
 
 def test_the_command_refuses_what_is_no_model(run, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="must be a model that can be loaded"):
-        run("empty", "--out", "small")
     llama().save_pretrained(tmp_path / "model")
+    (tmp_path / "empty" / "model.safetensors").write_bytes((tmp_path / "model" / "model.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match=r"eff shrink: empty must be a model folder with config.json, got none"):
+        run("empty", "--out", "small")
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(CheckpointError, match=r"empty must be a model that .* must name a class of .*, got None"):
+        run("empty", "--out", "small")
+    with pytest.raises(ConfigError, match=r"or a model folder where the command takes one, got 'models/nobody'"):
+        run("models/nobody", "--out", "small")
     with pytest.raises(ConfigError, match="--weights must be left out"):
         run("model", "--out", "small", "--weights", "model")
     assert not (tmp_path / "small").exists()

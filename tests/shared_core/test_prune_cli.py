@@ -244,7 +244,7 @@ SPARSE = ["prune_task:model", "--out", "out", "--sparsity", "0.5"]
     ([*SPARSE, "--loss", "prune_task:loss"], ConfigError, "--loss must come with --calibration"),
     ([*SPARSE, "--weights", "nothing"], CheckpointError, "nothing"),
     (["full", "--weights", "x", "--out", "out", "--sparsity", "0.5"], ConfigError, "--weights must be left out"),
-    (["full", "--out", "out", "--sparsity", "0.5"], CheckpointError, "can be loaded: it must be a folder"),
+    (["full", "--out", "out", "--sparsity", "0.5"], CheckpointError, "must be a model folder with config.json"),
 ])  # fmt: skip
 def test_refusals_write_nothing(run, tmp_path, args, error, message):
     (tmp_path / "full").mkdir()
