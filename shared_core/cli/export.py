@@ -117,7 +117,7 @@ def _model_and_inputs(
         from shared_core.plain_checkpoint import DEPLOYMENT_FILE
         from shared_core.quantization import apply_ranges
 
-        network: Any = load_folder(folder, "eff export")
+        network: Any = load_folder(folder, "eff export").float()
         network.set_experts_implementation("batched_mm")  # ONNX has no grouped_mm, the default (transformers 5.23)
         if (folder / DEPLOYMENT_FILE).exists() and (ranges := _saved_ranges(folder)):
             apply_ranges(network, ranges)

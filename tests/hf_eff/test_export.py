@@ -8,7 +8,7 @@ import transformers
 from typer.testing import CliRunner
 
 from shared_core.cli import app
-from shared_core.errors import ConfigError
+from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.plain_checkpoint import write_deployment
 from shared_core.quantization import QatConfig, QuantizationAwareTraining, apply_ranges, export_onnx
 from shared_core.technique import Context
@@ -116,6 +116,11 @@ def test_the_command_exports_a_folder_in_float_or_with_the_ranges_that_lie_in_it
         (logits,) = session(tmp_path / "model.onnx").run(None, {name: value.numpy() for name, value in batch.items()})
         with torch.no_grad():
             assert np.allclose(logits, model(**batch).logits, atol=2e-3 if ranges else 1e-6)
+    with pytest.raises(
+        CompatibilityError, match=r"model must be float32, got torch.bfloat16 for bert.*; call model.flo"
+    ):
+        export_onnx(model.bfloat16(), batch, tmp_path / "half.onnx")
+    model.save_pretrained(tmp_path / "run")  # float32 in the file, with the values of bfloat16
     told = "it takes input_ids (batch, length), attention_mask (batch, length)"
     assert told in " ".join(CliRunner().invoke(app, arguments, catch_exceptions=False).output.split())
 
