@@ -15,7 +15,7 @@ from shared_core.strict_json import json_text
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json")
+_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json", "_results.json")
 _BESIDE = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe"})
 _LEFT_BEHIND = frozenset({"config.json", "generation_config.json", "trainer_state.json"})
 
@@ -79,6 +79,6 @@ def keep_report(out: Path, values: Mapping[str, Any]) -> None:
 def copy_beside(source: Path, target: Path) -> None:
     """Copy the tokenizer and what else lies beside the weights of a model, but for what is there and our reports."""
     for file in source.iterdir():
-        wanted = file.suffix in _BESIDE and not file.name.endswith(_WEIGHTS) and file.name not in _LEFT_BEHIND
+        wanted = file.suffix in _BESIDE and not file.name.endswith(_OTHERS) and file.name not in _LEFT_BEHIND
         if file.is_file() and wanted and not file.name.startswith("eff_") and not (target / file.name).exists():
             shutil.copyfile(file, target / file.name)

@@ -16,6 +16,7 @@ from torch import Tensor
 from shared_core.atomic import atomic_folder, atomic_write, make_folder
 from shared_core.errors import CheckpointError
 from shared_core.file_list import LIST_FILE
+from shared_core.plain_checkpoint import DEPLOYMENT_FILE
 from shared_core.soup.adapter_average import AdapterWeights
 from shared_core.soup.sources import (
     ADAPTER,
@@ -135,7 +136,8 @@ def _kept(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Path, folder: Path) -> None:
     for file in source.iterdir():
         left_behind = file.suffix in _LEFT_BEHIND or file.name in _TRAINING_FILES or file.name.startswith(".")
-        if file.is_file() and not left_behind:
+        is_report = file.name.startswith("eff_") and file.name != DEPLOYMENT_FILE  # of one run, not of the soup
+        if file.is_file() and not (left_behind or is_report or file.name.endswith("_results.json")):
             shutil.copyfile(file, folder / file.name)
     if like.kind == DISTRIBUTED:
         _write_distributed(state_dict, source, folder)

@@ -194,7 +194,8 @@ def test_the_command_writes_a_folder_that_loads(run, tmp_path):
         zero(model, f"model.layers.{layer}.self_attn.q_proj", slice(1, 2))
     model.save_pretrained(tmp_path / "pruned")
     (tmp_path / "pruned" / "tokenizer_config.json").write_text("{}")
-    (tmp_path / "pruned" / "trainer_state.json").write_text("{}")
+    for name in ("trainer_state.json", "eval_results.json"):
+        (tmp_path / "pruned" / name).write_text("{}")
     result = run("pruned", "--out", "small")
     assert result.exit_code == 0
     assert "config: intermediate_size: 20 -> 12" in result.stdout

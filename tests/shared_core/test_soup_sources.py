@@ -72,7 +72,11 @@ def test_a_folder_becomes_a_folder_that_from_pretrained_loads(tmp_path, layout):
 
 
 def test_a_folder_keeps_tokenizer_and_config_and_drops_training_state(folders, tmp_path):
+    of_one_run = {"eff_receipt.json", "eff_report.md", "eval_results.json"}
+    for name in of_one_run:
+        (folders[0] / name).write_text("{}")
     out = save_soup(uniform_soup(folders), open_ingredient(folders[0]), tmp_path / "soup")
+    assert not of_one_run & {file.name for file in out.iterdir()}
     assert (out / "vocab.txt").read_text() == "words"
     assert (out / "config.json").exists()
     assert not (out / "optimizer.pt").exists()
