@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shared_core.atomic import check_writable
 from shared_core.cli.folders import keep_report, load_folder
 from shared_core.cli.loading import build_model, load_weights, user_batches
 from shared_core.cli.progress_bar import bar
@@ -70,6 +71,7 @@ def export(
         raise ConfigError(f"eff export: --out must be a file, got the folder {out}; name a file in it")
     if not out.parent.is_dir():
         raise ConfigError(f"eff export: --out must lie in a folder that exists, got {out}; make it first")
+    check_writable(out, "eff export: --out")
     is_onnx = kind == "onnx"
     if dynamic_length and not is_onnx:
         raise ConfigError("eff export: --dynamic-length must come with --format onnx, got executorch; leave it out")

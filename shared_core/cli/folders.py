@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared_core.atomic import atomic_write
+from shared_core.atomic import atomic_write, check_writable
 from shared_core.cli.run import front_ends
 from shared_core.errors import CheckpointError, MissingExtraError
 from shared_core.strict_json import json_text
@@ -21,13 +21,14 @@ _LEFT_BEHIND = frozenset({"config.json", "generation_config.json", "trainer_stat
 
 
 def check_new(folder: Path, where: str) -> None:
-    """Refuse a folder to write that holds something.
+    """Refuse a folder to write that holds something, or that cannot be written.
 
     Raises:
-        CheckpointError: If it does, or is no folder.
+        CheckpointError: If it does, is no folder, or cannot.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{where}: --out must be a new or empty folder, got {folder}")
+    check_writable(folder, f"{where}: --out")
 
 
 def load_folder(folder: Path, where: str) -> nn.Module:

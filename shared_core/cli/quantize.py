@@ -15,10 +15,11 @@ import typer
 
 from shared_core.cli import quantize_report_measures as measures
 from shared_core.cli.export import load_quantized
+from shared_core.cli.folders import check_new
 from shared_core.cli.loading import build_model, function, load_weights, score, user_batches
 from shared_core.cli.progress_bar import bar
 from shared_core.cli.quantize_report import sections, tell
-from shared_core.errors import CheckpointError, ConfigError
+from shared_core.errors import ConfigError
 from shared_core.page import Cell, Section, Table, check_page, write_page
 from shared_core.strict_json import json_text
 
@@ -131,8 +132,7 @@ def quantize(
     from shared_core.quantization.torchao_layers import TorchaoMethodConfig, check_runs, to_plain_weights
     from shared_core.quantization.torchao_methods import quantize_with_torchao
 
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"eff quantize: --out must be a new or empty folder, got {out}")
+    check_new(out, "eff quantize")
     if report is not None:
         check_page(report, "eff quantize: --report", made=out)
     if mode not in ("max", "min"):
