@@ -120,6 +120,9 @@ def _model_and_inputs(
         from shared_core.quantization import apply_ranges
 
         network: Any = load_folder(folder, "eff export").float()
+        for module in network.modules():
+            if getattr(getattr(module, "config", None), "use_cache", False):
+                module.config.use_cache = False  # the exporters know no cache among the outputs (torch 2.13)
         network.set_experts_implementation("batched_mm")  # ONNX has no grouped_mm, the default (transformers 5.23)
         if (folder / DEPLOYMENT_FILE).exists() and (ranges := _saved_ranges(folder)):
             apply_ranges(network, ranges)
@@ -142,10 +145,7 @@ def _inputs(network: nn.Module, length: int | None) -> dict[str, Any]:
         return inputs
     if length is None or length < 2:
         raise ConfigError(f"eff export: --length must be at least 2 for a model that reads tokens, got {length}")
-    taken = inspect.signature(network.forward).parameters
-    if "use_cache" in taken:
-        inputs["use_cache"] = False  # the exporters know no cache among the outputs (torch 2.13)
-    if "attention_mask" in taken:
+    if "attention_mask" in inspect.signature(network.forward).parameters:
         inputs["attention_mask"] = torch.ones_like(tokens)
         inputs["attention_mask"][1, -1] = 0  # the comparison with the model then sees padding
     return inputs
