@@ -117,8 +117,9 @@ def _class_of(config: Any, student: nn.Module, name: str) -> Any:
     if known and known[0] is not None:
         return known[0]
     # a model class of the user's own is not an attribute of transformers
-    if type(student).__name__ in (config.architectures or [type(student).__name__]):
-        return type(student)
+    kind = type(student)
+    if hasattr(kind, "from_pretrained") and kind.__name__ in (config.architectures or [kind.__name__]):
+        return kind
     raise CheckpointError(
         f"distill: teacher's config must name a class of transformers, got {config.architectures!r} in {name!r}; "
         "load it yourself and pass the object"

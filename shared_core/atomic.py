@@ -106,6 +106,22 @@ def make_folder(path: Path | str) -> Path:
     return Path(path)
 
 
+def check_writable(target: Path, where: str) -> None:
+    """Refuse, before the work, a place in whose nearest existing folder no file can be made.
+
+    Raises:
+        CheckpointError: If that is so.
+    """
+    parent = target.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise CheckpointError(f"{where}: {target} must be writable, got {error}; choose another place") from error
+
+
 @contextlib.contextmanager
 def named_failure(path: Path, what_became: str) -> Iterator[None]:
     """Turn a failure to write below a path, whichever library tells it, into a `CheckpointError`."""

@@ -26,7 +26,9 @@ def read_object(file: Path, advice: str = "remove it") -> dict[str, Any]:
     """
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{file}: file must be readable, got {error.strerror}; {advice}") from error
+    except ValueError as error:
         raise CheckpointError(f"{file}: file must be JSON, got {error}; it is damaged, {advice}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: file must hold a JSON object, got {type(content).__name__}; {advice}")

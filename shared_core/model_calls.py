@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from shared_core.errors import ConfigError, EffError
 
 
 def call(model: nn.Module, example_inputs: Any) -> Any:
@@ -20,6 +22,25 @@ def call(model: nn.Module, example_inputs: Any) -> Any:
     if isinstance(example_inputs, Mapping):
         return model(**example_inputs)
     return model(*example_inputs) if isinstance(example_inputs, tuple | list) else model(example_inputs)
+
+
+def call_on_batch(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Any] | None, where: str) -> Any:
+    """Return what the user's loss makes of a batch, or the model itself.
+
+    Raises:
+        ConfigError: If the model raises; its own error is the cause.
+    """
+    if loss is not None:
+        return loss(model, batch)
+    try:
+        return call(model, batch)
+    except (EffError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise ConfigError(
+            f"{where} must hold what the model takes: a tensor, a tuple of arguments or a mapping of keyword "
+            f"arguments, got {type(batch).__name__} ({type(error).__name__}: {error}); or pass loss(model, batch)"
+        ) from error
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared_core.cli.folders import keep_report
+from shared_core.cli.folders import check_new, keep_report
 from shared_core.cli.progress_bar import bar
 from shared_core.errors import CheckpointError, ConfigError
 
@@ -46,13 +46,14 @@ def compress(
     that were trained with --share_bits have so few values already and are stored without loss. The ratio counts every
     byte of the file.
     """
-    from shared_core.atomic import make_folder
+    from shared_core.atomic import check_writable, make_folder
     from shared_core.pruning.compression.container import FREE_BYTES, FREE_RATIO
     from shared_core.pruning.compression.reader import CompressedFile
     from shared_core.pruning.compression.writer import compress as write
 
     if out.exists():
         raise CheckpointError(f"eff compress: --out must not exist yet, got {out}; remove it or choose another")
+    check_writable(out, "eff compress: --out")
     make_folder(out.parent)
     files = _files(model)
     widths = _bits_of(bits_of or [])
@@ -91,8 +92,7 @@ def decompress(
     from shared_core.atomic import atomic_folder
     from shared_core.pruning.compression.reader import CompressedFile
 
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"eff decompress: --out must be a new or empty folder, got {out}")
+    check_new(out, "eff decompress")
     started = time.perf_counter()
     compressed = CompressedFile(file, max_bytes=max_bytes)
     beside = {name: content for name, content in compressed.files().items() if _goes_along(Path(name))}

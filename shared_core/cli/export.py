@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shared_core.atomic import check_writable
 from shared_core.cli.folders import keep_report, load_folder
 from shared_core.cli.loading import build_model, load_weights, user_batches
 from shared_core.cli.progress_bar import bar
@@ -70,6 +71,7 @@ def export(
         raise ConfigError(f"eff export: --out must be a file, got the folder {out}; name a file in it")
     if not out.parent.is_dir():
         raise ConfigError(f"eff export: --out must lie in a folder that exists, got {out}; make it first")
+    check_writable(out, "eff export: --out")
     is_onnx = kind == "onnx"
     if dynamic_length and not is_onnx:
         raise ConfigError("eff export: --dynamic-length must come with --format onnx, got executorch; leave it out")
@@ -117,7 +119,11 @@ def _model_and_inputs(
         from shared_core.plain_checkpoint import DEPLOYMENT_FILE
         from shared_core.quantization import apply_ranges
 
-        network = load_folder(folder, "eff export")
+        network: Any = load_folder(folder, "eff export").float()
+        for module in network.modules():
+            if getattr(getattr(module, "config", None), "use_cache", False):
+                module.config.use_cache = False  # the exporters know no cache among the outputs (torch 2.13)
+        network.set_experts_implementation("batched_mm")  # ONNX has no grouped_mm, the default (transformers 5.23)
         if (folder / DEPLOYMENT_FILE).exists() and (ranges := _saved_ranges(folder)):
             apply_ranges(network, ranges)
         return network, _inputs(network, default_length if length is None else length)

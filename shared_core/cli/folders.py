@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared_core.atomic import atomic_write
+from shared_core.atomic import atomic_write, check_writable
 from shared_core.cli.run import front_ends
 from shared_core.errors import CheckpointError, MissingExtraError
 from shared_core.strict_json import json_text
@@ -15,19 +15,20 @@ from shared_core.strict_json import json_text
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json")
+_OTHERS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json", "_results.json")
 _BESIDE = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe"})
 _LEFT_BEHIND = frozenset({"config.json", "generation_config.json", "trainer_state.json"})
 
 
 def check_new(folder: Path, where: str) -> None:
-    """Refuse a folder to write that holds something.
+    """Refuse a folder to write that holds something, or that cannot be written.
 
     Raises:
-        CheckpointError: If it does, or is no folder.
+        CheckpointError: If it does, is no folder, or cannot.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{where}: --out must be a new or empty folder, got {folder}")
+    check_writable(folder, f"{where}: --out")
 
 
 def load_folder(folder: Path, where: str) -> nn.Module:
@@ -56,6 +57,11 @@ def _from_folder(way: str, folder: Path, where: str, *student: nn.Module) -> nn.
     for front_end in front_ends():
         load = getattr(front_end, way, None)
         if load is not None:
+            if folder.is_dir() and not (folder / "config.json").is_file():  # bare weights would be those of a student
+                raise CheckpointError(
+                    f"{where}: {folder} must be a model folder with config.json, got none in it; give the folder that "
+                    "save_pretrained wrote, or a module:function that builds the model"
+                )
             try:
                 loaded: nn.Module = load(str(folder), *student)
             except CheckpointError as error:
@@ -74,6 +80,6 @@ def keep_report(out: Path, values: Mapping[str, Any]) -> None:
 def copy_beside(source: Path, target: Path) -> None:
     """Copy the tokenizer and what else lies beside the weights of a model, but for what is there and our reports."""
     for file in source.iterdir():
-        wanted = file.suffix in _BESIDE and not file.name.endswith(_WEIGHTS) and file.name not in _LEFT_BEHIND
+        wanted = file.suffix in _BESIDE and not file.name.endswith(_OTHERS) and file.name not in _LEFT_BEHIND
         if file.is_file() and wanted and not file.name.startswith("eff_") and not (target / file.name).exists():
             shutil.copyfile(file, target / file.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,11 +15,16 @@ if TYPE_CHECKING:
     from torch import Tensor, nn  # `eff --help` must not wait for torch
 
 
-def function(name: str, where: str) -> Callable[..., Any]:
+def function(name: str, where: str, *arguments: str) -> Callable[..., Any]:
     """Return the function that ``module:function`` names; modules of the working folder can be imported.
 
+    Args:
+        name: As the user gave it.
+        where: Who asks.
+        arguments: What it is called with, in words.
+
     Raises:
-        ConfigError: If there is none.
+        ConfigError: If there is none, or it takes others.
     """
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name):
@@ -40,6 +46,15 @@ def function(name: str, where: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{where} must name a function of {module_name}, got {function_name!r}{nearest(function_name, own)}"
         )
+    try:
+        inspect.signature(found).bind(*arguments)
+    except TypeError as error:
+        called = f"that takes ({', '.join(arguments)})" if arguments else "without arguments"
+        raise ConfigError(
+            f"{where} must name a function {called}, got {name}: {error}; write one that calls it"
+        ) from error
+    except ValueError:
+        pass  # a function of C tells nothing of its arguments
     return found  # type: ignore[no-any-return]
 
 
@@ -57,6 +72,22 @@ def user_batches(name: str, where: str) -> Iterable[Any]:
     return batches
 
 
+def score(judge: Callable[[nn.Module], Any], model: nn.Module, where: str) -> float:
+    """Return the quality of a model, in evaluation mode, by the user's function.
+
+    Raises:
+        ConfigError: If that returns no number.
+    """
+    found = judge(model.eval())
+    try:
+        return float(found)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{where}: --eval must return a number, got {type(found).__name__} {found!r:.40}; return one, such as the "
+            "accuracy"
+        ) from error
+
+
 def build_model(name: str, where: str) -> tuple[nn.Module, Any]:
     """Return what the user's function builds: (model, example inputs or None).
 
@@ -65,6 +96,11 @@ def build_model(name: str, where: str) -> tuple[nn.Module, Any]:
     """
     from torch import nn
 
+    if ":" not in name:
+        raise ConfigError(
+            f"{where}: MODEL must be module:function, or a model folder where the command takes one, got {name!r}; "
+            "check the path, or write my_module:build for build of my_module.py in this folder"
+        )
     built = function(name, f"{where}: MODEL")()
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(model, nn.Module):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,10 +13,11 @@ import typer
 from shared_core.cli.arguments import AsJson, Calibration, Evaluate, Loss, Model, Out, Weights
 from shared_core.cli.config_options import command_with_options, given_options
 from shared_core.cli.folders import check_new, copy_beside, load_folder
-from shared_core.cli.loading import build_model, function, load_weights, user_batches
+from shared_core.cli.loading import build_model, function, load_weights, score, user_batches
 from shared_core.cli.progress_bar import bar
 from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import ConfigError
+from shared_core.strict_json import json_text
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -61,8 +62,8 @@ def low_rank(
     folder = Path(model) if Path(model).is_dir() else None
     if folder and weights is not None:
         raise ConfigError(f"eff low-rank: --weights must be left out for a folder, got {weights}")
-    judge = function(evaluate, "eff low-rank: --eval") if evaluate else None
-    run_batch = function(loss, "eff low-rank: --loss") if loss else None
+    judge = function(evaluate, "eff low-rank: --eval", "model") if evaluate else None
+    run_batch = function(loss, "eff low-rank: --loss", "model", "batch") if loss else None
     data = user_batches(calibration, "eff low-rank: --calibration") if calibration else None
     network, example = (load_folder(folder, "eff low-rank"), None) if folder else build_model(model, "eff low-rank")
     if weights is not None:
@@ -71,8 +72,10 @@ def low_rank(
     if example is None and data and run_batch is None:
         example = data[0]
     if example is None and folder:
-        example = made_up_inputs(network)
+        with contextlib.suppress(ConfigError):  # sounds: the run is not measured, as without a folder
+            example = made_up_inputs(network)
     dense = copy.deepcopy(network)
+    quality = {"dense": score(judge, dense, "eff low-rank")} if judge else {}  # first: what it returns is found out
     with bar("factorising") as advance:
         done = factorize(network, config, data, loss=run_batch, progress=advance)
     values: dict[str, Any] = {"asked": config.to_dict(), **done.to_dict(), "merged": merged}
@@ -86,12 +89,10 @@ def low_rank(
         values["milliseconds"] = {"before": round(before_ms, 4), "after": round(after_ms, 4)}
         values["output_difference"] = difference(outputs(dense, example), outputs(network, example))
     if judge is not None:
-        values["quality"] = {
-            name: float(judge(each.eval())) for name, each in (("dense", dense), ("low_rank", network))
-        }
+        values["quality"] = {**quality, "low_rank": score(judge, network, "eff low-rank")}
     _write(out, network, values, folder, merged=merged)
     if as_json:
-        typer.echo(json.dumps(values, indent=2))
+        typer.echo(json_text(values))
     else:
         _tell(out, values)
 
@@ -112,7 +113,7 @@ def _write(out: Path, network: nn.Module, values: dict[str, Any], folder: Path |
                 saved.config.save_pretrained(temporary)
         if folder is not None:
             copy_beside(folder, temporary)
-        (temporary / REPORT_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        (temporary / REPORT_FILE).write_text(json_text(values) + "\n", encoding="utf-8")
 
 
 def _tell(out: Path, values: dict[str, Any]) -> None:

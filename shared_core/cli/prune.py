@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,10 +13,11 @@ import typer
 from shared_core.cli.arguments import AsJson, Calibration, Evaluate, Loss, Model, Out, Weights
 from shared_core.cli.config_options import command_with_options, given_options
 from shared_core.cli.folders import check_new, copy_beside, load_folder
-from shared_core.cli.loading import build_model, function, load_weights, user_batches
+from shared_core.cli.loading import build_model, function, load_weights, score, user_batches
 from shared_core.cli.progress_bar import bar
 from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import CheckpointError, ConfigError
+from shared_core.strict_json import json_text
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -77,8 +77,8 @@ def prune(
     folder = Path(model) if Path(model).is_dir() else None
     if folder and weights is not None:
         raise ConfigError(f"eff prune: --weights must be left out for a folder, got {weights}")
-    judge = function(evaluate, "eff prune: --eval") if evaluate else None
-    run_batch = function(loss, "eff prune: --loss") if loss else None
+    judge = function(evaluate, "eff prune: --eval", "model") if evaluate else None
+    run_batch = function(loss, "eff prune: --loss", "model", "batch") if loss else None
     data = user_batches(calibration, "eff prune: --calibration") if calibration else None
     network, example = (load_folder(folder, "eff prune"), None) if folder else build_model(model, "eff prune")
     if weights is not None:
@@ -112,7 +112,7 @@ def prune(
     }
     _write(out, result.model if result else network, values, folder, example if result else None)
     if as_json:
-        typer.echo(json.dumps(values, indent=2))
+        typer.echo(json_text(values))
     else:
         _tell(out, values)
 
@@ -122,7 +122,7 @@ def _example(network: nn.Module, data: list[Any] | None, *, is_folder: bool, run
     if data and runs:
         return data[0]
     if is_folder:
-        return made_up_inputs(network)
+        return made_up_inputs(network, "eff prune")
     raise ConfigError(
         "eff prune: MODEL must return (model, example_inputs) for --shrink and for units or costs without "
         "--calibration, got a model alone"
@@ -131,7 +131,7 @@ def _example(network: nn.Module, data: list[Any] | None, *, is_folder: bool, run
 
 def _judge(quality: dict[str, float], name: str, network: nn.Module, judge: Callable[[nn.Module], Any] | None) -> None:
     if judge is not None:
-        quality[name] = float(judge(network.eval()))
+        quality[name] = score(judge, network, "eff prune")
 
 
 def _shrunk(network: nn.Module, example: Any) -> ShrinkResult:
@@ -169,7 +169,7 @@ def _write(out: Path, network: nn.Module, values: dict[str, Any], folder: Path |
                     raise CheckpointError(
                         f"eff prune: the saved model must load with the same outputs, they differ by {gap}"
                     )
-        (temporary / REPORT_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        (temporary / REPORT_FILE).write_text(json_text(values) + "\n", encoding="utf-8")
 
 
 def _tell(out: Path, values: dict[str, Any]) -> None:

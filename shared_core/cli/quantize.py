@@ -15,10 +15,11 @@ import typer
 
 from shared_core.cli import quantize_report_measures as measures
 from shared_core.cli.export import load_quantized
-from shared_core.cli.loading import build_model, function, load_weights, user_batches
+from shared_core.cli.folders import check_new
+from shared_core.cli.loading import build_model, function, load_weights, score, user_batches
 from shared_core.cli.progress_bar import bar
 from shared_core.cli.quantize_report import sections, tell
-from shared_core.errors import CheckpointError, ConfigError
+from shared_core.errors import ConfigError
 from shared_core.page import Cell, Section, Table, check_page, write_page
 from shared_core.strict_json import json_text
 
@@ -131,8 +132,7 @@ def quantize(
     from shared_core.quantization.torchao_layers import TorchaoMethodConfig, check_runs, to_plain_weights
     from shared_core.quantization.torchao_methods import quantize_with_torchao
 
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"eff quantize: --out must be a new or empty folder, got {out}")
+    check_new(out, "eff quantize")
     if report is not None:
         check_page(report, "eff quantize: --report", made=out)
     if mode not in ("max", "min"):
@@ -191,7 +191,7 @@ def quantize(
         load_quantized(models["qat"], qat, "eff quantize: --qat")
     if weights is not None:
         load_weights(network, weights, "eff quantize")
-    judge = function(evaluate, "eff quantize: --eval") if evaluate else None
+    judge = function(evaluate, "eff quantize: --eval", "model") if evaluate else None
     images = None if attack is None else measures.attack_data(user_batches(attack, "eff quantize: --attack"))
     data = None
     if calibration is not None:
@@ -202,7 +202,7 @@ def quantize(
 
     def measure(name: str) -> None:
         if judge is not None:
-            quality[name] = measures.score(judge, models[name])
+            quality[name] = score(judge, models[name], "eff quantize")
         if images is not None:
             with bar(f"attacks on the {name} model") as advance:
                 for row in measures.attacked(name, models[name], network, images, settings):

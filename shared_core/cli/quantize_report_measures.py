@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from shared_core.cli.loading import score
 from shared_core.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
@@ -18,22 +19,6 @@ if TYPE_CHECKING:
 WHERE = "eff quantize"
 SENSITIVITY_BATCHES = 8
 Judge = Callable[["nn.Module"], float]
-
-
-def score(judge: Judge, model: nn.Module) -> float:
-    """Return the quality of a model by the user's function.
-
-    Raises:
-        ConfigError: If that returns no number.
-    """
-    found: Any = judge(model.eval())
-    try:
-        return float(found)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{WHERE}: --eval must return a number, got {type(found).__name__} {found!r:.40}; return one, such as the "
-            "accuracy"
-        ) from error
 
 
 def sensitivities(
@@ -127,7 +112,7 @@ def selective_plan(
 
     found = plan_by_quality(
         network,
-        lambda model: sign * score(judge, model),
+        lambda model: sign * score(judge, model, WHERE),
         costs,
         largest_loss=largest_loss,
         bits=next(iter(next(iter(costs.values())))),

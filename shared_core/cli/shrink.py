@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ from shared_core.cli.folders import check_new, copy_beside, load_folder
 from shared_core.cli.loading import build_model, function, load_weights
 from shared_core.cli.progress_bar import bar
 from shared_core.errors import CheckpointError, ConfigError
+from shared_core.strict_json import json_text
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -79,9 +80,9 @@ def shrink(
             from safetensors.torch import save_model
 
             save_model(result.model, str(temporary / "model.safetensors"))
-        (temporary / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        (temporary / REPORT_FILE).write_text(json_text(report) + "\n", encoding="utf-8")
     if as_json:
-        typer.echo(json.dumps(report, indent=2))
+        typer.echo(json_text(report))
     else:
         _tell(out, result)
 
@@ -101,22 +102,27 @@ def made_up_inputs(model: nn.Module, where: str = "eff shrink", length: int = 8)
 
     described: Any = model
     name, config = described.main_input_name, described.config
+    taken = inspect.signature(described.forward).parameters
     generator = torch.Generator().manual_seed(0)
+    inputs: dict[str, Any] = {}
     if name == "input_ids":
         text = getattr(config, "text_config", config)
-        tokens = torch.randint(1, text.vocab_size, (2, length), generator=generator)
-        both = {"decoder_input_ids": tokens[:, :5].clone()} if getattr(config, "is_encoder_decoder", False) else {}
-        return {"input_ids": tokens, **both}
-    if name == "pixel_values":
+        inputs[name] = torch.randint(1, text.vocab_size, (2, length), generator=generator)
+        if getattr(config, "is_encoder_decoder", False):
+            inputs["decoder_input_ids"] = inputs[name][:, :5].clone()
+    # a model of pairs, which has a loss of its own as CLIP has, reads both
+    if name == "pixel_values" or (inputs and {"pixel_values", "return_loss"} <= taken.keys()):
         vision = getattr(config, "vision_config", config)
         size = getattr(vision, "image_size", 224)
         height, width = size if isinstance(size, list | tuple) else (size, size)
         shape = (2, getattr(vision, "num_channels", 3), height, width)
-        return {"pixel_values": torch.randn(shape, generator=generator)}
-    raise ConfigError(
-        f"{where}: model must read tokens or pixels, for which inputs are made up, got {name}; name a function that "
-        "returns them"
-    )
+        inputs["pixel_values"] = torch.randn(shape, generator=generator)
+    if not inputs:
+        raise ConfigError(
+            f"{where}: model must read tokens or pixels, for which inputs are made up, got {name}; name a function "
+            "that returns them"
+        )
+    return inputs
 
 
 def _report(result: ShrinkResult) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from shared_core.atomic import check_writable
 from shared_core.cli.soup_actions import Judge, average, diagnosis, search
 from shared_core.errors import CheckpointError, ConfigError
 
@@ -97,7 +98,7 @@ def soup(
     from shared_core.soup.logged import rank_by_logged
     from shared_core.soup.path_report import check_plot
     from shared_core.soup.pruned import masked_ingredients
-    from shared_core.soup.saving import check_target, check_writable
+    from shared_core.soup.saving import check_target
     from shared_core.soup.sources import expand
     from shared_core.soup.uniform import check_weights
 
@@ -125,10 +126,10 @@ def soup(
     if out is not None:
         check_target(out, opened[0])
     if journal is not None:
-        check_writable(journal)
+        check_writable(journal, "eff soup: --journal")
     if plot is not None:
         check_plot(plot)
-        check_writable(plot)
+        check_writable(plot, "eff soup: --plot")
     shares = None if weighted is None else _numbers(weighted)
     check_weights(shares, len(opened))
     usable, remask, notes = masked_ingredients(opened, keep_unpruned=unpruned)

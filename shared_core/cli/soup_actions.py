@@ -37,7 +37,7 @@ class Judge:
     @classmethod
     def of_function(cls, name: str, mode: str | None) -> Judge:
         """Return the user's function as a judge."""
-        evaluate = function(name, "eff soup: --eval")
+        evaluate = function(name, "eff soup: --eval", "weights")
         file = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
         # scores of a function that was changed since are not its own
         code = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else None

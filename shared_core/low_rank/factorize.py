@@ -22,7 +22,7 @@ from shared_core.low_rank.moments import InputMoments
 from shared_core.low_rank.rank_rule import read_report
 from shared_core.low_rank.selection import Candidate, candidates, choose_ranks, select
 from shared_core.low_rank.sensitivity import measure_worth
-from shared_core.model_calls import call, evaluated
+from shared_core.model_calls import call_on_batch, evaluated
 from shared_core.module_match import check_model
 from shared_core.ranks import world_size
 from shared_core.sharded import whole
@@ -208,18 +208,6 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _run(model: nn.Module, batch: Any, loss: Loss | None) -> Any:
-    try:
-        return loss(model, batch) if loss else call(model, batch)
-    except TypeError as error:
-        if loss:
-            raise
-        raise ConfigError(
-            f"low_rank: batches must hold what the model takes: a tensor, a tuple of arguments or a mapping of keyword "
-            f"arguments, got {type(batch).__name__} ({error}); or pass loss(model, batch)"
-        ) from error
-
-
 def _moments(
     model: nn.Module, config: LowRankConfig, layers: Mapping[str, Any], data: list[Any], loss: Loss | None,
     progress: Callable[[int, int], None] | None,
@@ -231,7 +219,7 @@ def _moments(
     try:
         with _evaluated(model):
             for done, batch in enumerate(data, 1):
-                _run(model, batch, loss)
+                call_on_batch(model, batch, loss, "low_rank: batches")
                 if progress:
                     progress(done, len(data))
     finally:
@@ -242,7 +230,7 @@ def _moments(
 
 def _mean_loss(model: nn.Module, data: list[Any], loss: Loss | None) -> float:
     with _evaluated(model):
-        found = [_run(model, batch, loss) for batch in data]
+        found = [call_on_batch(model, batch, loss, "low_rank: batches") for batch in data]
     if loss is None:
         found = [each.get("loss") if isinstance(each, Mapping) else getattr(each, "loss", None) for each in found]
     if any(not isinstance(each, Tensor | float) or (isinstance(each, Tensor) and each.numel() != 1) for each in found):

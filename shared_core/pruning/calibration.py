@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.finite import all_finite
-from shared_core.model_calls import call
+from shared_core.model_calls import call_on_batch
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.cost_watch import CostWatch
 from shared_core.pruning.scorers import Scorer
@@ -98,15 +98,7 @@ class Calibration:
             )
 
     def _run(self, batch: Any) -> Any:
-        if self._loss is not None:
-            return self._loss(self._model, batch)
-        try:
-            return call(self._model, batch)
-        except TypeError as error:
-            raise ConfigError(
-                f"prune: calibration must hold what the model takes: a tensor, a tuple of arguments or a mapping of "
-                f"keyword arguments, got {type(batch).__name__} ({error}); or pass loss(model, batch)"
-            ) from error
+        return call_on_batch(self._model, batch, self._loss, "prune: calibration")
 
     def _observe(self, config: PruneConfig, output: Any) -> bool:
         """Show the gradients of one batch to the criterion; return whether they are finite."""

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -49,7 +50,7 @@ def quantized_reference(model: nn.Module, where: str) -> tuple[nn.Module, tuple[
         where: The function, for errors.
 
     Raises:
-        CompatibilityError: If a layer cannot be exported.
+        CompatibilityError: If a layer cannot be exported, or a parameter is of 16 bits.
     """
     reference = copy.deepcopy(model).eval().cpu()
     for name, module in reference.named_modules():
@@ -68,6 +69,12 @@ def quantized_reference(model: nn.Module, where: str) -> tuple[nn.Module, tuple[
     names = tuple(name for name, module in reference.named_modules() if type(module) in STOCK)
     for name in names:
         check_exportable(name, reference.get_submodule(name), where)
+    half = (torch.float16, torch.bfloat16)  # the runtimes compute neither on a CPU as torch does
+    odd = next((name for name, value in reference.named_parameters() if value.dtype in half), None)
+    if odd is not None:
+        raise CompatibilityError(
+            f"{where}: model must be float32, got {reference.get_parameter(odd).dtype} for {odd}; call model.float()"
+        )
     return reference, names
 
 

@@ -90,15 +90,15 @@ class ModelShape:
     def of_config(cls, source: str | Path | Mapping[str, Any]) -> ModelShape:
         """Return the shape that a Hugging Face ``config.json`` tells.
 
-        Attention counts ``h²·(2 + 2·kv/heads)``, the MLP ``2·h·i``, or ``3·h·i`` where it is gated (SiLU); biases and
-        norms are left out, some 0.1 %.
+        Attention counts ``h²·(2 + 2·kv/heads)``, the MLP ``2·h·i``, or ``3·h·i`` where it is gated (SiLU); every
+        expert is counted, gated, and their router. Biases and norms are left out, some 0.1 %.
 
         Args:
             source: The file, its folder, or the mapping.
 
         Raises:
             CheckpointError: If the file cannot be read.
-            ConfigError: If a size is not in it.
+            ConfigError: If a size is not in it, or it is of an encoder and a decoder.
 
         Example:
             >>> ModelShape.of_config({"hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 32000,
@@ -107,19 +107,36 @@ class ModelShape:
             6738149376
         """
         config = source if isinstance(source, Mapping) else _config_of(Path(source))
+        if config.get("is_encoder_decoder"):
+            raise ConfigError(
+                f"plan: config must be of an encoder or a decoder alone, got {config.get('model_type')} with both; "
+                "give --params instead"
+            )
         hidden = _size(config, "hidden_size", "n_embd", "dim", "d_model")
         layers = _size(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
         vocab = _size(config, "vocab_size")
         heads = _size(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
-        inner = _size(config, "intermediate_size", "n_inner", "hidden_dim", default=4 * hidden)
+        inner = _size(config, "intermediate_size", "n_inner", "hidden_dim", "ffn_dim", default=4 * hidden)
         head_size = _size(config, "head_dim", default=hidden // heads)
         attention = 2 * hidden * head_size * (heads + _size(config, "num_key_value_heads", default=heads))
         is_gated = config.get("hidden_act") in _GATED or str(config.get("model_type")).startswith("gemma")
-        params_of_blocks = layers * (attention + (3 if is_gated else 2) * hidden * inner)
+        dense = (3 if is_gated else 2) * hidden * inner
+        params_of_blocks = layers * attention + _mlps(config, layers, hidden, inner, dense)
         embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings", True) else 2)
         return cls(
             params=params_of_blocks + embeddings, layers=layers, hidden=hidden, vocab=vocab, embeddings=embeddings
         )
+
+
+def _mlps(config: Mapping[str, Any], layers: int, hidden: int, inner: int, dense: int) -> int:
+    """Return the parameters of all MLPs, those of experts with their router; `dense` is one without experts."""
+    experts = _size(config, "num_local_experts", "num_experts", "n_routed_experts", default=1)
+    if experts == 1:
+        return layers * dense
+    width = _size(config, "moe_intermediate_size", default=inner)
+    shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
+    without = config.get("first_k_dense_replace") or len(config.get("mlp_only_layers") or ())
+    return without * dense + (layers - without) * hidden * (3 * (experts * width + shared) + experts)
 
 
 def _solve(function: Callable[[float], float]) -> int:

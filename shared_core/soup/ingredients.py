@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -86,13 +87,25 @@ def _check_alike(first: Ingredient, other: Ingredient) -> None:
 
 
 def _check_configs(first: Ingredient, other: Ingredient) -> None:
-    for field in sorted(first.config.keys() | other.config.keys()):
-        one, two = first.config.get(field), other.config.get(field)
-        if one != two and not _FREE_CONFIG_FIELD.search(field):
+    ones, twos = dict(_bound(first.config)), dict(_bound(other.config))
+    for field in sorted(ones.keys() | twos.keys()):
+        one, two = ones.get(field), twos.get(field)
+        if one != two:
             raise CheckpointError(
                 f"soup: config field {field!r} must be the same in all ingredients, got {one!r} in {first.name} "
                 f"and {two!r} in {other.name}; {_REMEDY}"
             )
+
+
+def _bound(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the fields that must be alike, those of a tower's own config by their dotted names."""
+    for field, value in config.items():
+        if _FREE_CONFIG_FIELD.search(field):
+            continue
+        if isinstance(value, Mapping) and "model_type" in value:
+            yield from _bound(value, f"{prefix}{field}.")
+        else:
+            yield prefix + field, value
 
 
 def _shape(shape: tuple[int, ...], key: str, ingredient: Ingredient) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shared_core.atomic import atomic_folder, atomic_write, make_folder
+from shared_core.atomic import atomic_folder, atomic_write, check_writable, make_folder
 from shared_core.errors import CheckpointError
 from shared_core.file_list import LIST_FILE
+from shared_core.plain_checkpoint import DEPLOYMENT_FILE
 from shared_core.soup.adapter_average import AdapterWeights
 from shared_core.soup.sources import (
     ADAPTER,
@@ -59,20 +59,8 @@ def check_target(target: str | Path, like: Ingredient) -> Path:
     # a link, even one that leads nowhere, could not be replaced by a folder when the search is over
     if target.is_symlink() or (target.exists() and (suffix or not target.is_dir() or any(target.iterdir()))):
         raise CheckpointError(f"soup: out must not exist yet, got {target}; remove it or choose another")
-    check_writable(target)
+    check_writable(target, "soup")
     return target
-
-
-def check_writable(target: Path) -> None:
-    """Raise `CheckpointError` unless a file can be made in the nearest existing folder above `target`."""
-    parent = target.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    try:
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError as error:
-        raise CheckpointError(f"soup: {target} must be writable, got {error}; choose another place") from error
 
 
 def save_soup(
@@ -135,7 +123,8 @@ def _kept(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Path, folder: Path) -> None:
     for file in source.iterdir():
         left_behind = file.suffix in _LEFT_BEHIND or file.name in _TRAINING_FILES or file.name.startswith(".")
-        if file.is_file() and not left_behind:
+        is_report = file.name.startswith("eff_") and file.name != DEPLOYMENT_FILE  # of one run, not of the soup
+        if file.is_file() and not (left_behind or is_report or file.name.endswith("_results.json")):
             shutil.copyfile(file, folder / file.name)
     if like.kind == DISTRIBUTED:
         _write_distributed(state_dict, source, folder)

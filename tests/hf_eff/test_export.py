@@ -8,7 +8,7 @@ import transformers
 from typer.testing import CliRunner
 
 from shared_core.cli import app
-from shared_core.errors import ConfigError
+from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.plain_checkpoint import write_deployment
 from shared_core.quantization import QatConfig, QuantizationAwareTraining, apply_ranges, export_onnx
 from shared_core.technique import Context
@@ -116,5 +116,25 @@ def test_the_command_exports_a_folder_in_float_or_with_the_ranges_that_lie_in_it
         (logits,) = session(tmp_path / "model.onnx").run(None, {name: value.numpy() for name, value in batch.items()})
         with torch.no_grad():
             assert np.allclose(logits, model(**batch).logits, atol=2e-3 if ranges else 1e-6)
+    half = make.classifier().eval().bfloat16()
+    with pytest.raises(CompatibilityError, match=r"model must be float32, got torch.bfloat16 for bert.*; call model"):
+        export_onnx(half, batch, tmp_path / "half.onnx")
+    half.save_pretrained(tmp_path / "half")  # float32 in the file, with the values of bfloat16
+    arguments[1] = str(tmp_path / "half")
     told = "it takes input_ids (batch, length), attention_mask (batch, length)"
     assert told in " ".join(CliRunner().invoke(app, arguments, catch_exceptions=False).output.split())
+
+
+def test_the_command_exports_a_mixture_of_experts_whose_config_asks_for_a_cache(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.MixtralConfig(**sizes, vocab_size=24, num_hidden_layers=1, num_local_experts=3)
+    assert config.use_cache
+    model = transformers.MixtralForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "run")
+    arguments = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "model.onnx"), "--length", "6"]
+    CliRunner().invoke(app, arguments, catch_exceptions=False)
+    batch = make_batch(5)
+    (logits,) = session(tmp_path / "model.onnx").run(None, {name: value.numpy() for name, value in batch.items()})
+    with torch.no_grad():
+        assert np.allclose(logits[:, :4], model(**batch).logits[:, :4], atol=1e-6)

@@ -6,8 +6,10 @@ import pytest
 import torch
 from promise_drivers import difference, hf_trainer, saved_state
 from promise_table import NUM_STEPS, make_net, train_examples
+from typer.testing import CliRunner
 
 from hf_eff import LowRank
+from shared_core.cli import app
 from shared_core.errors import CheckpointError
 from shared_core.low_rank import load
 from shared_core.plain_checkpoint import read_deployment
@@ -114,3 +116,18 @@ def test_a_model_that_transformers_saves_under_other_names_resumes_and_loads(tmp
     assert difference(dict(whole.state_dict()), dict(again.state_dict())) is None
     fresh = load(vit(seed=4), tmp_path / "whole" / "checkpoint-4")
     assert difference(dict(whole.state_dict()), dict(fresh.state_dict())) is None
+
+
+def test_the_command_factorises_a_model_of_sounds_for_which_no_inputs_are_made_up(tmp_path):
+    from transformers import Wav2Vec2Config, Wav2Vec2Model
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    convolutions = {"conv_dim": (8,), "conv_stride": (5,), "conv_kernel": (10,), "num_conv_pos_embeddings": 2}
+    config = Wav2Vec2Config(**sizes, **convolutions, num_feat_extract_layers=1, num_conv_pos_embedding_groups=1)
+    Wav2Vec2Model(config).save_pretrained(tmp_path / "model")
+    arguments = ["low-rank", str(tmp_path / "model"), "--out", str(tmp_path / "small"), "--rank", "2"]
+    result = CliRunner().invoke(app, [*arguments, "--min-size", "1", "--json"], catch_exceptions=False)
+    values = json.loads(result.stdout)
+    assert len(values["layers"]) >= 6
+    assert values["bytes"]["after"] < values["bytes"]["before"]
+    assert "milliseconds" not in values

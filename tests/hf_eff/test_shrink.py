@@ -8,6 +8,8 @@ import typer
 from transformers import (
     AutoModelForCausalLM,
     BertModel,
+    CLIPConfig,
+    CLIPModel,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
@@ -192,7 +194,8 @@ def test_the_command_writes_a_folder_that_loads(run, tmp_path):
         zero(model, f"model.layers.{layer}.self_attn.q_proj", slice(1, 2))
     model.save_pretrained(tmp_path / "pruned")
     (tmp_path / "pruned" / "tokenizer_config.json").write_text("{}")
-    (tmp_path / "pruned" / "trainer_state.json").write_text("{}")
+    for name in ("trainer_state.json", "eval_results.json"):
+        (tmp_path / "pruned" / name).write_text("{}")
     result = run("pruned", "--out", "small")
     assert result.exit_code == 0
     assert "config: intermediate_size: 20 -> 12" in result.stdout
@@ -210,9 +213,15 @@ def test_the_command_writes_a_folder_that_loads(run, tmp_path):
 
 def test_the_command_refuses_what_is_no_model(run, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="must be a model that can be loaded"):
-        run("empty", "--out", "small")
     llama().save_pretrained(tmp_path / "model")
+    (tmp_path / "empty" / "model.safetensors").write_bytes((tmp_path / "model" / "model.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match=r"eff shrink: empty must be a model folder with config.json, got none"):
+        run("empty", "--out", "small")
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(CheckpointError, match=r"empty must be a model that .* must name a class of .*, got None"):
+        run("empty", "--out", "small")
+    with pytest.raises(ConfigError, match=r"or a model folder where the command takes one, got 'models/nobody'"):
+        run("models/nobody", "--out", "small")
     with pytest.raises(ConfigError, match="--weights must be left out"):
         run("model", "--out", "small", "--weights", "model")
     assert not (tmp_path / "small").exists()
@@ -227,3 +236,10 @@ def test_example_inputs_are_made_up_from_the_configuration():
     tokens = made_up_inputs(llama())["input_ids"]
     assert tokens.shape == (2, 8)
     assert int(tokens.max()) < 24
+
+
+def test_a_model_of_pairs_gets_both_inputs():
+    tower = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    text = {**tower, "vocab_size": 24, "max_position_embeddings": 16, "eos_token_id": 2}
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config={**tower, "image_size": 8, "patch_size": 4}))
+    assert model(**made_up_inputs(model)).logits_per_image.shape == (2, 2)

@@ -30,8 +30,14 @@ def batches():
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(32, 64, generator=generator) for _ in range(3)]
 
+def narrow():
+    return [torch.ones(2, 63)]
+
 def quality(model):
     return float(model(torch.ones(1, 64)).sum())
+
+def quality_of_parts(model):
+    return [0.5]
 """
 
 
@@ -86,6 +92,11 @@ def test_wrong_input_is_refused_before_any_work(run, tmp_path):
         run("--rank", "sensitivity:0.5", "--out", "small")
     with pytest.raises(ConfigError, match="rank must be"):
         run("--rank", "many", "--out", "small")
+    assert not (tmp_path / "small").exists()
+    with pytest.raises(ConfigError, match="eff low-rank: --eval must return a number, got list"):
+        run("--rank", "2", "--out", "small", "--eval", "low_rank_task:quality_of_parts")
+    with pytest.raises(ConfigError, match=r"batches must hold what the model takes: .*, got Tensor .RuntimeError: "):
+        run("--rank", "2", "--out", "small", "--decomposition", "scaled", "--calibration", "low_rank_task:narrow")
     assert not (tmp_path / "small").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")

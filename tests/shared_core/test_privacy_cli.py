@@ -25,6 +25,11 @@ def test_every_accountant_is_told():
     }
 
 
+def test_next_to_no_noise_has_a_bound():
+    found = told("--noise-multiplier", "1e-9", "--sample-rate", "0.01", "--steps", "10")["accountants"]
+    assert found["prv"]["epsilon"] == found["rdp"]["epsilon"] > 1e18
+
+
 def test_a_target_is_solved_for_with_the_trainers_number_of_steps():
     found = told("--target-epsilon", "1", "--examples", "1000", "--batch-size", "30", "--epochs", "3")
     assert found["steps"] == 102  # an epoch of 1,000 in batches of 30 has 34

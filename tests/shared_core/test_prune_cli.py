@@ -54,6 +54,15 @@ def text():
         {"input_ids": torch.randint(20, (4, 6), generator=generator), "labels": torch.arange(4) % 3} for _ in range(3)
     ]
 
+def nothing(model):
+    return None
+
+def unknown(model):
+    return float("nan")
+
+def narrow():
+    return [torch.ones(2, 1, 3, 8)]
+
 def zeros(model):
     return sum(int((parameter == 0).sum()) for parameter in model.parameters())
 """
@@ -153,6 +162,16 @@ def test_units_are_removed_from_a_plain_model(run, tmp_path):
     assert torch.allclose(small(x), whole.eval()(x), atol=1e-5)
 
 
+def test_quality_must_be_a_number_and_one_that_is_unknown_is_null_in_json(run, tmp_path):
+    arguments = ("prune_task:model", "--out", "out", "--sparsity", "0.5", "--eval")
+    with pytest.raises(ConfigError, match="eff prune: --eval must return a number, got NoneType None; return one"):
+        run(*arguments, "prune_task:nothing")
+    assert not (tmp_path / "out").exists()
+    told = run(*arguments, "prune_task:unknown", "--json").stdout
+    assert json.loads(told, parse_constant=pytest.fail)["quality"] == {"dense": None, "pruned": None}
+    assert "quality, dense and pruned" in report_of(tmp_path / "out")
+
+
 def test_a_folder_comes_out_as_a_folder(run, folder, tmp_path):
     result = run(
         "bert", "--out", "out", "--sparsity", "0.5", "--criterion", "wanda", "--calibration", "prune_task:text",
@@ -204,7 +223,12 @@ SPARSE = ["prune_task:model", "--out", "out", "--sparsity", "0.5"]
 
 @pytest.mark.parametrize(("args", "error", "message"), [
     (["prune_task:model", "--out", "full", "--sparsity", "0.5"], CheckpointError, "--out must be a new or empty"),
+    (["nobody", "--out", "full/kept/out", "--sparsity", "0.5"], CheckpointError, "--out: full/kept/out must be wr"),
     (["nobody", "--out", "out", "--sparsity", "0.5"], ConfigError, "MODEL must be module:function"),
+    (["prune_task:loss", *SPARSE[1:]], ConfigError, "MODEL must name a function without arguments, got"),
+    ([*SPARSE, "--eval", "prune_task:text"], ConfigError, "--eval must name a function that takes .model., got"),
+    ([*SPARSE, "--criterion", "wanda", "--calibration", "prune_task:narrow"], ConfigError,
+     "calibration must hold what the model takes: .*, got Tensor .RuntimeError: "),
     (["prune_task:model", "--out", "out", "--sparsity", "1"], ConfigError, "sparsity must be in"),
     (["prune_task:model", "--out", "out", "--sparsity", "half"], ConfigError, "sparsity must be a finite number"),
     ([*SPARSE, "--criterion", "wnda"], ConfigError, "did you mean 'wanda'"),
@@ -221,7 +245,7 @@ SPARSE = ["prune_task:model", "--out", "out", "--sparsity", "0.5"]
     ([*SPARSE, "--loss", "prune_task:loss"], ConfigError, "--loss must come with --calibration"),
     ([*SPARSE, "--weights", "nothing"], CheckpointError, "nothing"),
     (["full", "--weights", "x", "--out", "out", "--sparsity", "0.5"], ConfigError, "--weights must be left out"),
-    (["full", "--out", "out", "--sparsity", "0.5"], CheckpointError, "can be loaded: it must be a folder"),
+    (["full", "--out", "out", "--sparsity", "0.5"], CheckpointError, "must be a model folder with config.json"),
 ])  # fmt: skip
 def test_refusals_write_nothing(run, tmp_path, args, error, message):
     (tmp_path / "full").mkdir()

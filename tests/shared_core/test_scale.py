@@ -112,11 +112,31 @@ def test_bad_input_is_refused(arguments, told):
 
 
 def test_config_errors_name_the_file(tmp_path):
-    with pytest.raises(CheckpointError, match=r"config\.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json: file must be readable, got No such file"):
         ModelShape.of_config(tmp_path)
     (tmp_path / "config.json").write_text('{"hidden_size": 64}')
     with pytest.raises(ConfigError, match="num_hidden_layers"):
         ModelShape.of_config(tmp_path)
+
+
+def test_every_expert_is_counted_as_published():
+    """Mixtral 8x7B has 46.7 billion parameters, Qwen3-30B-A3B 30.5, DeepSeek-MoE 16B 16.4."""
+    shared = {"hidden_act": "silu", "tie_word_embeddings": False}
+    mixtral = {"hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 32000, "intermediate_size": 14336,
+               "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8}  # fmt: skip
+    qwen = {"hidden_size": 2048, "num_hidden_layers": 48, "vocab_size": 151936, "intermediate_size": 6144,
+            "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+            "moe_intermediate_size": 768, "mlp_only_layers": []}  # fmt: skip
+    deepseek = {"hidden_size": 2048, "num_hidden_layers": 28, "vocab_size": 102400, "intermediate_size": 10944,
+                "num_attention_heads": 16, "n_routed_experts": 64, "moe_intermediate_size": 1408, "n_shared_experts": 2,
+                "first_k_dense_replace": 1}  # fmt: skip
+    billions = [ModelShape.of_config({**shared, **config}).params / 1e9 for config in (mixtral, qwen, deepseek)]
+    assert billions == pytest.approx([46.7, 30.5, 16.4], abs=0.05)
+
+
+def test_an_encoder_with_a_decoder_is_refused():
+    with pytest.raises(ConfigError, match="config must be of an encoder or a decoder alone, got t5 with both"):
+        ModelShape.of_config({"model_type": "t5", "is_encoder_decoder": True, "d_model": 64, "num_layers": 2})
 
 
 def test_the_command_sums_fits_and_refuses_pairs(tmp_path):

@@ -72,7 +72,11 @@ def test_a_folder_becomes_a_folder_that_from_pretrained_loads(tmp_path, layout):
 
 
 def test_a_folder_keeps_tokenizer_and_config_and_drops_training_state(folders, tmp_path):
+    of_one_run = {"eff_receipt.json", "eff_report.md", "eval_results.json"}
+    for name in of_one_run:
+        (folders[0] / name).write_text("{}")
     out = save_soup(uniform_soup(folders), open_ingredient(folders[0]), tmp_path / "soup")
+    assert not of_one_run & {file.name for file in out.iterdir()}
     assert (out / "vocab.txt").read_text() == "words"
     assert (out / "config.json").exists()
     assert not (out / "optimizer.pt").exists()
@@ -94,6 +98,23 @@ def test_configs_of_other_networks_are_refused_and_free_fields_are_not(folders, 
         uniform_soup([tmp_path / "first.pt", folders[0], tmp_path / "heads"])
     tiny_gpt2(7, attn_pdrop=0.3).save_pretrained(tmp_path / "dropout")
     uniform_soup([*folders, tmp_path / "dropout"])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "refused"), [("dtype", "float32", None), ("layers", 3, "config field 'text_config.layers'")]
+)
+def test_a_tower_has_free_fields_too(field, value, refused, tmp_path):
+    for name, more in ("fresh", {}), ("tuned", {field: value}):  # transformers writes dtype where it loaded a model
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.ones(2)}, tmp_path / name / "model.safetensors")
+        tower = {"model_type": "text", "layers": 2, **more}
+        (tmp_path / name / "config.json").write_text(json.dumps({"text_config": tower}))
+    both = [tmp_path / "fresh", tmp_path / "tuned"]
+    if refused is None:
+        assert uniform_soup(both)["w"].tolist() == [1, 1]
+        return
+    with pytest.raises(CheckpointError, match=f"{refused} must be the same in all ingredients, got 2 in .* and 3 in"):
+        uniform_soup(both)
 
 
 def test_a_run_folder_expands_to_its_checkpoints_by_step(folders):
