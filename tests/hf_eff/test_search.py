@@ -51,7 +51,9 @@ def test_each_trials_accelerator_unscales_once(make, tmp_path):
 
 def test_a_flag_that_changes_after_construction_counts(make, tmp_path):
     settings = {"trainer_class": EffTrainer, "arguments_class": EffTrainingArguments}
-    trainer = make.trainer(tmp_path, prune_sparsity=0.8, callbacks=[QuantizationAwareTraining(scheme="int8")], **settings)
+    trainer = make.trainer(
+        tmp_path, prune_sparsity=0.8, callbacks=[QuantizationAwareTraining(scheme="int8")], **settings
+    )
     trainer.args.prune_sparsity = 0.5
     trainer.train()
     assert list(trainer.session.recipe) == ["prune", "qat"]
