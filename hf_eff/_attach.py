@@ -38,9 +38,10 @@ def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | N
     session_callback = session_callback_of(trainer)
     wanted = as_recipe(recipe)
     args: Any = trainer.args
-    if isinstance(args, EffFlags) and not (session_callback and session_callback.took_args_recipe):
+    flags = args.recipe if isinstance(args, EffFlags) else None
+    if flags is not None and not (session_callback and session_callback.args_recipe is not None):
         # `attach(trainer, args.recipe)` means the same techniques, not the same ones twice
-        wanted = wanted if wanted == args.recipe else wanted.merged(args.recipe)
+        wanted = wanted if wanted == flags else wanted.merged(flags)
         args.mark_taken()
     if session_callback is None:
         if not wanted:
@@ -48,7 +49,7 @@ def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | N
         session_callback = SessionCallback(trainer, wanted)
     elif wanted:
         session_callback.join(wanted)
-    session_callback.took_args_recipe = True
+    session_callback.args_recipe = session_callback.args_recipe or flags
     return session_callback.session
 
 

@@ -162,6 +162,35 @@ def newest_whole(run: Path | str) -> tuple[Path | None, dict[Path, str]]:
     return None, {}
 
 
+def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) -> str | None:
+    """Return the checkpoint that a run goes on from, None if it starts afresh; newer ones that are not whole are told.
+
+    Args:
+        resume: As of ``Trainer.train``: a path, True for the newest checkpoint, None or False for none.
+        trainer: Where its checkpoints are.
+        trial: That of a hyperparameter search, if there is one.
+        session: Notes what was passed over.
+
+    Raises:
+        CheckpointError: If there is none to go on from, or it is not whole.
+    """
+    if resume is None or resume is False:
+        return None
+    if resume is not True:
+        if broken := damage(Path(resume)):
+            raise CheckpointError(
+                f"resume: {resume} must be a whole checkpoint of a run with these techniques, but {broken}"
+            )
+        return str(resume)
+    run = trainer._get_output_dir(trial)
+    newest, damaged = newest_whole(run)
+    for folder, reason in damaged.items():
+        session.note(f"not resumed from {folder}, because {reason}; resumed from {newest} instead")
+    if newest is None:
+        raise CheckpointError(f"resume: {run} must hold a checkpoint to resume from, got none")
+    return str(newest)
+
+
 class ModelWeights(Mapping[str, Tensor]):
     """A checkpoint's tensors under the names of a model's state dict, read when asked for.
 

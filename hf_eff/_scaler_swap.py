@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from transformers import Trainer
 
 from hf_eff._surroundings import inner_optimizer
+from hf_eff._wrapped import Wrapped
 from shared_core.session import Session
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ class ScalerSwap:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._own: tuple[Any, bool] | None = None
+        self.unscaled = False
+        """Whether the gradients of this step are divided by the scale already."""
 
     @property
     def is_ours(self) -> bool:
@@ -47,6 +51,24 @@ class ScalerSwap:
                 f"fp16 on {accelerator.device.type} runs under autocast because loss_scale is on; by itself the "
                 "trainer would train in fp32 here"
             )
+
+    def watch(self) -> Wrapped:
+        """Return what keeps accelerate from dividing gradients by the scale twice; each accelerator needs it."""
+        return Wrapped(self._trainer.accelerator, "unscale_gradients", self._unscale_once)
+
+    def unscale(self) -> None:
+        """Divide the gradients by the scale, if there is one and nobody did."""
+        scaler = self._trainer.accelerator.scaler
+        if scaler is not None and not self.unscaled:
+            scaler.unscale_(inner_optimizer(self._trainer.optimizer))
+            self.unscaled = True
+
+    def _unscale_once(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        accelerator = self._trainer.accelerator
+        if self.unscaled:
+            return  # accelerate would do it again when it clips
+        method(*args, **kwargs)
+        self.unscaled = accelerator.native_amp and accelerator.mixed_precision == "fp16"
 
     def give_back(self) -> None:
         """Give accelerate its own scaler back."""

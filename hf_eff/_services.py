@@ -5,21 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
+from transformers import Trainer
 
 from hf_eff._checkpoints import ModelWeights, checkpoint_folder
 from hf_eff._teacher import check_tokenizer, load_teacher
+from hf_eff._wrapped import Wrapped
 from shared_core.errors import TrainingError
 from shared_core.sharded import reshard_
 from shared_core.state_file import rng_state, set_rng_state
 from shared_core.technique import SavedCheckpoint
-
-if TYPE_CHECKING:
-    from transformers import Trainer
 
 
 class TrainerServices:
@@ -83,7 +82,7 @@ class TrainerServices:
         try:
             with torch.no_grad():
                 for batch in _first(trainer.get_train_dataloader(), num_batches):
-                    model(**trainer._prepare_inputs(batch))
+                    self._run(model, trainer._prepare_inputs(batch))
         finally:
             set_rng_state(random)
             model.train(was_training)
@@ -91,6 +90,17 @@ class TrainerServices:
             # a loader left before its end stays registered, and accelerate would take it for the training one
             accelerator._dataloaders[:] = loaders
             accelerator.gradient_state.dataloader_references = references
+
+    def _run(self, model: nn.Module, inputs: Any) -> None:
+        trainer = self._trainer
+        trainer._set_signature_columns_if_needed()
+        if type(trainer).compute_loss is Trainer.compute_loss or {*inputs} <= {*(trainer._signature_columns or ())}:
+            model(**inputs)
+            return
+        # what is in these batches is known to the subclass alone, whose loss may ask for this number (TRL's GRPO)
+        vars(trainer).setdefault("current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps)
+        loss = trainer.compute_loss
+        (loss.__wrapped__ if isinstance(loss, Wrapped) else loss)(model, inputs)  # type: ignore[attr-defined]
 
     def task_loss(self, model: nn.Module, forward: Callable[[], Any]) -> Tensor:
         """Return what the trainer's `compute_loss` makes of this model and the present micro-batch."""

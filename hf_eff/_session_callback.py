@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_eff._checkpoints import clean_run, complete_saved, damage, load_renamed_, newest_whole, save_whole, step_of
+from hf_eff._checkpoints import clean_run, complete_saved, load_renamed_, resumed_from, save_whole, step_of
 from hf_eff._given import GivenCallbacks
 from hf_eff._model_card import tell_in_card
 from hf_eff._poisson import PoissonData
@@ -22,7 +22,7 @@ from hf_eff._unlabelled import UnlabelledExamples
 from hf_eff._window import Window
 from hf_eff._wrapped import Wrapped
 from shared_core import compatibility
-from shared_core.errors import CheckpointError, TrainingError
+from shared_core.errors import TrainingError
 from shared_core.recipe import Recipe
 from shared_core.resuming import fit_to, loading
 from shared_core.session import Session
@@ -40,7 +40,8 @@ class SessionCallback(TrainerCallback):
 
     def __init__(self, trainer: Trainer, recipe: Recipe) -> None:
         self._trainer = trainer
-        self.took_args_recipe = False
+        self.args_recipe: Recipe | None = None
+        """What the flags of the trainer's arguments switched on, None where it has no flags."""
         self.given = GivenCallbacks(trainer, self)
         self._services = TrainerServices(trainer)
         self._window = Window(trainer)
@@ -48,7 +49,7 @@ class SessionCallback(TrainerCallback):
         self._poisson = PoissonData(trainer, self._window)
         self._scaler = ScalerSwap(trainer)
         self._made_optimizer: Any = None
-        self._training = self._baking = self._complete = self._unscaled = False
+        self._training = self._baking = self._complete = False
         self._scale_before: float | None = None
         self._discarded = False
         self._resumed_from: Path | None = None
@@ -60,6 +61,8 @@ class SessionCallback(TrainerCallback):
         self._services.metric = recipe["soup"].to_dict()["metric"] if "soup" in recipe else None
         self._unlabelled.session = self._poisson.session = self.session
         self._adds_loss = any(overrides(technique, "loss") for technique in self.session.techniques.values())
+        for callback in self.given.callbacks:
+            callback.session = self.session
         self._attach()
 
     def join(self, recipe: Recipe) -> None:
@@ -79,6 +82,8 @@ class SessionCallback(TrainerCallback):
         trainer = self._trainer
         check_sharding(trainer, self.session.recipe)
         check_outputs(trainer, self.session.recipe)
+        if trainer.model is None:
+            return  # a search let go of its last trial's; `model_init` makes another
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         if self.session.context is not None and self.session.context.model is not model:
             self.session.detach()  # `model_init` made a new model
@@ -90,6 +95,7 @@ class SessionCallback(TrainerCallback):
             "train": self.train,
             "_inner_training_loop": self._inner_training_loop,
             "call_model_init": self._call_model_init,
+            "_hp_search_setup": self._set_up_trial,
             "get_train_dataloader": self._poisson.loader,
             "get_batch_samples": functools.partial(self._poisson.batches, self._unlabelled.batches),
             "_set_signature_columns_if_needed": self._unlabelled.keep_column,
@@ -108,7 +114,7 @@ class SessionCallback(TrainerCallback):
             "create_model_card": functools.partial(tell_in_card, self),
         }
         self._wrapped = [Wrapped(trainer, name, outer) for name, outer in around.items()]
-        self._wrapped.append(Wrapped(trainer.accelerator, "unscale_gradients", self._unscale_gradients))
+        self._wrapped.append(self._scaler.watch())
         # Rebound, not changed: this may run while the handler goes through its list. First, so that loggers see our
         # figures and other callbacks' last events see the finished model.
         trainer.callback_handler.callbacks = [self, *trainer.callback_handler.callbacks]
@@ -126,7 +132,8 @@ class SessionCallback(TrainerCallback):
             self._unlabelled.check()
             resume = args[0] if args else kwargs.pop("resume_from_checkpoint", None)
             clean_run(str(self._trainer.args.output_dir))
-            path = self._resolve(resume, args[1] if len(args) > 1 else kwargs.get("trial"))
+            trial = args[1] if len(args) > 1 else kwargs.get("trial")
+            path = resumed_from(resume, self._trainer, trial, self.session)
             if args:
                 output = method(path, *args[1:], **kwargs)
             else:
@@ -137,7 +144,7 @@ class SessionCallback(TrainerCallback):
             self.session.detach()
             raise
         finally:
-            self._training = self._complete = self._unscaled = False
+            self._training = self._complete = self._scaler.unscaled = False
             self._scaler.give_back()
         self._write_receipt()
         return output
@@ -154,24 +161,6 @@ class SessionCallback(TrainerCallback):
         handler = self._trainer.callback_handler
         handler.callbacks = [callback for callback in handler.callbacks if callback is not self]
         return False
-
-    def _resolve(self, resume: Any, trial: Any) -> str | None:
-        if resume is None or resume is False:
-            return None
-        if resume is True:
-            run = self._trainer._get_output_dir(trial)
-            newest, damaged = newest_whole(run)
-            for folder, reason in damaged.items():
-                self.session.note(f"not resumed from {folder}, because {reason}; resumed from {newest} instead")
-            if newest is None:
-                raise CheckpointError(f"resume: {run} must hold a checkpoint to resume from, got none")
-            return str(newest)
-        broken = damage(Path(resume))
-        if broken is not None:
-            raise CheckpointError(
-                f"resume: {resume} must be a whole checkpoint of a run with these techniques, but {broken}"
-            )
-        return str(resume)
 
     def _inner_training_loop(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # also a new attempt of `auto_find_batch_size`; the scaler must be there before accelerate's `prepare`
@@ -194,6 +183,20 @@ class SessionCallback(TrainerCallback):
         self.session.detach()
         self.session.attach(model, surroundings(self._trainer))
         return model
+
+    def _set_up_trial(self, method: Callable[..., None], trial: Any) -> None:
+        # a search puts its values into the arguments, flags among them, and makes a new accelerator
+        accelerator = self._trainer.accelerator
+        method(trial)
+        if self._trainer.accelerator is not accelerator:
+            self._wrapped[-1] = self._scaler.watch()
+        args = cast(Any, self._trainer.args)
+        if self.args_recipe is not None and args.recipe != self.args_recipe:
+            others = {key: config for key, config in self.session.recipe.items() if key not in self.args_recipe}
+            self.session.detach()
+            self.args_recipe = args.recipe
+            self._new_session(Recipe(others).merged(self.args_recipe))
+            args.mark_taken()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -298,10 +301,7 @@ class SessionCallback(TrainerCallback):
     def _before_norm(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._complete and self.session.is_attached and self.session.has_begun:
             self._complete = True
-            scaler = self._trainer.accelerator.scaler
-            if scaler is not None and not self._unscaled:
-                scaler.unscale_(inner_optimizer(self._trainer.optimizer))
-                self._unscaled = True
+            self._scaler.unscale()
             self.session.before_optimizer_step()
         return method(*args, **kwargs)
 
@@ -310,13 +310,6 @@ class SessionCallback(TrainerCallback):
         for peer in getattr(self.session.techniques.get("distill"), "peers", ()):
             method(peer, *args, **kwargs)  # each by its own norm: how far the student goes is not the peers' business
         return norm
-
-    def _unscale_gradients(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        accelerator = self._trainer.accelerator
-        if self._unscaled:
-            return  # accelerate would do it again when it clips
-        method(*args, **kwargs)
-        self._unscaled = accelerator.native_amp and accelerator.mixed_precision == "fp16"
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -331,7 +324,7 @@ class SessionCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Tell the session whether the step was applied."""
-        self._complete = self._unscaled = False
+        self._complete = self._scaler.unscaled = False
         accelerator, optimizer = self._trainer.accelerator, cast(Any, self._trainer.optimizer)
         if self._discarded:
             optimizer._is_overflow = self._discarded = False

@@ -63,7 +63,7 @@ def surroundings(trainer: Trainer) -> set[str]:
         "unequal_ranks": args.world_size > 1 and not args.average_tokens_across_devices,
         "lbfgs": isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.LBFGS),
         "trainer_checkpointing": bool(args.gradient_checkpointing or getattr(args, "activation_checkpointing", False)),
-        "peft": is_peft(trainer.model),
+        "peft": is_peft(trainer.model) or bool(getattr(trainer.model, "_hf_peft_config_loaded", False)),
         "tpu": is_torch_xla_available(),
         "tensor_parallel": bool(getattr(trainer.model, "is_distributed_loading_by_transformers", False)),
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from hf_eff._attach import attach
+from hf_eff._attach import attach, session_callback_of
 from hf_eff._technique_callback import EffCallback
 from shared_core.recipe import Recipe
 from shared_core.session import Session
@@ -44,16 +44,19 @@ class EffTrainerMixin:
         self, *args: Any, recipe: Recipe | Mapping[str, Any] | str | Path | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.session: Session = attach(self._as_trainer(), recipe)
+        self._attached = attach(self._as_trainer(), recipe)
+
+    @property
+    def session(self) -> Session:
         """The session that drives the techniques."""
+        driver = session_callback_of(self._as_trainer())
+        return self._attached if driver is None else driver.session
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Add a callback; one of ours attaches at once."""
         super().add_callback(callback)  # type: ignore[misc]
         if isinstance(callback, EffCallback):
             callback.join(self._as_trainer())
-            if callback.session is not None:
-                self.session = callback.session
 
     def _as_trainer(self) -> Any:
         return self

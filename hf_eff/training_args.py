@@ -121,7 +121,7 @@ class EffFlags:
 
     def mark_taken(self) -> None:
         """Note that a trainer runs these techniques."""
-        self.__dict__["_eff_taken"] = True
+        self.__dict__["_eff_taken"] = self.recipe.to_dict()
 
     def get_warmup_steps(self, num_training_steps: int) -> Any:
         """Return the trainer's own answer; refuse a trainer that would train without the techniques.
@@ -129,12 +129,15 @@ class EffFlags:
         The trainer asks for this when it makes its scheduler, before the first step.
 
         Raises:
-            ConfigError: If the flags switch techniques on and nothing took them.
+            ConfigError: If the flags switch techniques on and nothing took them, or not as they are now.
         """
-        if self.recipe and not self.__dict__.get("_eff_taken"):
+        recipe, taken = self.recipe.to_dict(), self.__dict__.get("_eff_taken", {})
+        if recipe != taken:
+            changed = ", ".join(key for key in {**recipe, **taken} if recipe.get(key) != taken.get(key))
             raise ConfigError(
-                f"hf: {', '.join(self.recipe)} must be taken by the trainer, but a stock one got these arguments; use "
-                "EffTrainer, or call hf_eff.attach(trainer) before trainer.train()"
+                f"hf: {changed} must be taken by the trainer, but a stock one got these arguments, or they were "
+                "changed after it was constructed; use EffTrainer, or call hf_eff.attach(trainer) before "
+                "trainer.train(), with the flags set before"
             )
         return super().get_warmup_steps(num_training_steps)  # type: ignore[misc]
 

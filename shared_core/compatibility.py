@@ -62,6 +62,10 @@ REFUSED: dict[tuple[str, str], str] = {
     ("low_rank", "qat"): f"the product of two quantised factors lies on no grid. {_FACTORS_STAY}",
     ("low_rank", "deepspeed"): _OWN,
     ("low_rank", "fsdp1"): _FLAT,
+    ("low_rank", "peft"): (
+        "what is saved of it are adapters alone, without the factors that they were trained over; factorise before the "
+        "adapters are added, or merge them first"
+    ),
     ("primary_weights", "deepspeed"): _OWN,
     ("primary_weights", "fsdp1"): _FLAT,
     ("primary_weights", "lbfgs"): _LBFGS,

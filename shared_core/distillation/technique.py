@@ -256,7 +256,12 @@ class Distillation(Technique):
         return first + (last - first) * min(1.0, (context.step - self._first) / max(1.0, end - 1 - self._first))
 
     def after_optimizer_step(self, context: Context) -> None:
-        """Switch hooks on or off for the next step, and let an average follow."""
+        """Let hooks and an average follow; raise `TrainingError` if no loss of the run had a soft term in it."""
+        trained = self._student.parameters() if self._student is not None and self._hook.active else ()
+        if not self._batches and any(parameter.grad is not None for parameter in trained):
+            raise TrainingError(
+                "distill: each loss must come from session.loss (Trainer.compute_loss), got a step without; call it"
+            )
         self._switch(context)
         if self._student is not None and self._comparison is not None:
             self._comparison.teachers.after_step(self._student)

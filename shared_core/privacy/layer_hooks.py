@@ -29,11 +29,8 @@ class ExampleGradients:
     samples: Tensor | None
     """(examples, ...), None where the layers' inputs and gradients of outputs are kept instead, which are smaller."""
     uses: list[tuple[nn.Module, Tensor, Tensor]] = field(default_factory=list)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What they were computed in."""
-        return self.uses[0][2].dtype if self.samples is None else self.samples.dtype
+    coarse: bool = False
+    """Whether the backward ran in 16 bits, as under autocast: the gradient of the whole batch is rounded to them."""
 
     def weighted_sum(self, factors: Tensor, all_finite: bool) -> Tensor:
         """Return ``Σᵢ fᵢgᵢ``; a factor of 0 leaves an example out, also one that is not finite."""
@@ -90,6 +87,7 @@ def layer_hooks() -> Any:
             self.made: dict[str, list[ExampleGradients]] = {}
             """By parameter, one entry for each backward since they were taken."""
             self._ahead: Counter[str] = Counter()
+            self._coarse: set[str] = set()
             self._samples: dict[str, Tensor] = {}
             self._uses: dict[str, list[tuple[nn.Module, Tensor, Tensor] | None]] = {}
             super().__init__(model, loss_reduction="sum", strict=True, force_functorch=functorch)
@@ -142,6 +140,8 @@ def layer_hooks() -> Any:
                 self._samples[name] = found if before is None else before + found
                 use = (module, activations[0], backprops) if joined and now[parameter] == "weight" else None
                 self._uses.setdefault(name, []).append(use)
+            if torch.finfo(outputs[0].dtype).bits < 32:
+                self._coarse.update(names.values())
             self._ahead.subtract(names.values())
             for name in names.values():
                 if self._ahead[name] == 0 and name in self._samples:
@@ -161,7 +161,7 @@ def layer_hooks() -> Any:
             kept = sum(part.numel() for _, inputs, outputs in uses for part in (inputs, outputs))
             norms = in_full(samples).flatten(1).norm(dim=1)
             if self.spares and len(uses) == len(found) and kept < samples.numel():
-                return ExampleGradients(norms, None, uses)
-            return ExampleGradients(norms, samples)
+                return ExampleGradients(norms, None, uses, name in self._coarse)
+            return ExampleGradients(norms, samples, coarse=name in self._coarse)
 
     return LayerHooks

@@ -152,9 +152,8 @@ class PerSample:
             gradient, norms = whole(cast(Tensor, parameter.grad)), made[name].norms
             total = made[name].weighted_sum(torch.ones_like(norms), all_finite=True)
             apart = float((total.double() - gradient).norm())
-            coarse = min(torch.finfo(made[name].dtype).bits, torch.finfo(gradient.dtype).bits) < 32
             # a gradient that is 0 but for rounding, as that of a key's bias in attention, agrees with nothing
-            if apart > (0.05 if coarse else 1e-3) * sizes[name] and apart > 1e-4 * max(sizes.values()):
+            if apart > (0.05 if made[name].coarse else 1e-3) * sizes[name] and apart > 1e-4 * max(sizes.values()):
                 raise TrainingError(
                     f"dp: gradients of single examples must sum to the gradient of {name}, got a difference of "
                     f"{apart / sizes[name]:.2g} of their size; its layer has no rule that fits how it is used"

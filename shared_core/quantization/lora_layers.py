@@ -42,6 +42,8 @@ def select_linear(
     if not config.train and not asked and _is_classifier(output) and owners[id(output.weight)] == 1:
         whole = {output_name: output}
     inside = {id(module) for top in whole.values() for module in top.modules()}
+    # transformers' list, which it keeps from bitsandbytes: T5 casts activations to the type of such a layer's weight
+    kept = {*(getattr(model, "_keep_in_fp32_modules", None) or ())} if config.base != "none" else set()
     layers: dict[str, nn.Linear] = {}
     left_out: dict[str, str] = {}
     for found in matched:
@@ -53,6 +55,8 @@ def select_linear(
             reason = "it is the output layer, which stays in float unless include names it"
         elif reason is None and any(owners[id(parameter)] > 1 for parameter in module.parameters()):
             reason = "its weight is shared with another module"
+        elif reason is None and kept & {*found.name.split(".")}:
+            reason = f"{type(model).__name__} wants it in float32; base none adapts it"
         if reason is None and isinstance(module, nn.Linear):
             layers[found.name] = module
         elif found.name in config.include:

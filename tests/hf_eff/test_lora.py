@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, T5Config, T5ForConditionalGeneration
 
 from hf_eff import EffTrainingArguments, attach
 from hf_eff.lora import QLora
@@ -93,6 +93,17 @@ def test_a_language_model_with_gradient_checkpointing(make, tmp_path):
     assert torch.equal(trainer.model.model.embed_tokens.weight, frozen)
     assert torch.equal(trainer.model.lm_head.weight, head)
     assert all(entry["adapter_size"] > 0 for entry in told["per_layer"])
+
+
+def test_layers_that_a_class_wants_in_float32_keep_it(make, tmp_path):
+    config = T5Config(vocab_size=24, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    callback = QLora(rank=2)
+    data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in make.texts()]
+    make.trainer(
+        tmp_path, model=T5ForConditionalGeneration(config), data=data, callbacks=[callback], max_steps=1
+    ).train()
+    left_out = callback.session.receipt()["techniques"]["lora"]["left_out"]
+    assert "wants it in float32" in left_out["encoder.block.0.layer.1.DenseReluDense.wo"]
 
 
 def test_flags():

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hf_eff import LowRank
 from shared_core.cli import app
-from shared_core.errors import CheckpointError
+from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.low_rank import load
 from shared_core.plain_checkpoint import read_deployment
 
@@ -84,6 +84,19 @@ def test_inputs_are_looked_at_before_the_first_step(tmp_path):
         errors[decomposition] = float((outputs[0] - outputs[1]).norm())
     assert errors["whitened"] < 0.9 * errors["svd"]
     assert errors["scaled"] < errors["svd"]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_model_of_which_adapters_alone_are_saved_is_refused(make, tmp_path, inside):
+    from peft import LoraConfig, get_peft_model
+
+    model, adapters = make.classifier(), LoraConfig(target_modules=["query"], r=2)
+    if inside:
+        model.add_adapter(adapters)
+    else:
+        model = get_peft_model(model, adapters)
+    with pytest.raises(CompatibilityError, match=r"low_rank cannot be combined with a model of PEFT"):
+        make.trainer(tmp_path, model=model, callbacks=[LowRank(rank=2, min_size=0)])
 
 
 def test_the_best_model_comes_back_factorised(tmp_path):

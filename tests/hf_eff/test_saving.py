@@ -5,9 +5,15 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, TrainerCallback, ViTConfig, ViTForImageClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
-from hf_eff import ModelSoup, Pruning, QuantizationAwareTraining, attach
+from hf_eff import EffCallback, ModelSoup, Pruning, QuantizationAwareTraining, attach
 from shared_core.cli.loading import load_weights
 from shared_core.soup import uniform_soup
 from shared_core.state_file import load_state
@@ -141,6 +147,31 @@ trainer.train()
 weight = trainer.model.bert.encoder.layer[0].output.dense.weight
 print("zeros", float((weight == 0).float().mean()))
 """
+
+
+class Pairs(Trainer):
+    """Batches that only its own loss can read."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        first, second = (model(input_ids=inputs[name]).logits for name in ("left", "right"))
+        return (first - second).square().mean()
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"qat": {"scheme": "int8"}, "average": {"kind": "ema"}},
+        {"low_rank": {"rank": 2, "decomposition": "whitened", "min_size": 0}},
+    ],
+    ids=lambda recipe: next(iter(recipe)),
+)
+def test_calibration_runs_batches_as_the_subclass_does(make, tmp_path, recipe):
+    data = [{"left": row["input_ids"], "right": row["input_ids"].flip(0)} for row in make.examples()]
+    callback = EffCallback(recipe)
+    make.trainer(
+        tmp_path, trainer_class=Pairs, data=data, callbacks=[callback], remove_unused_columns=False, max_steps=2
+    ).train()
+    assert callback.session.receipt()["steps"]["applied"] == 2
 
 
 @pytest.mark.parametrize("imported_first", [False, True])
