@@ -17,6 +17,7 @@ from lightning_eff._poisson import check_loss, wrap_loaders
 from lightning_eff._resume import ExactResume
 from lightning_eff._saved_weights import bake_saved, restore_raw, wrap_loading
 from lightning_eff._services import LightningServices
+from lightning_eff._stepping import WatchedSteps
 from lightning_eff._whole_files import whole_files
 from lightning_eff._wrapped import Wrapped
 from lightning_eff.loss_scaling import use_scaling_precision
@@ -60,14 +61,13 @@ class EffCallback(Callback):
         self._trainer: Any = None
         self._run_id = ""
         self._wrapped: list[Wrapped] = []
-        self._hooks: list[Any] = []
+        self._steps: WatchedSteps | None = None
         self._resume: ExactResume | None = None
         self._saved: Mapping[str, Any] | None = None
         self._final: Mapping[str, Any] | None = None
         self._stock_precision: Any = None
         self._leader: EffCallback | None = None
         self._joined: list[EffCallback] = []
-        self._applied = self._discarded = False
         self._validated_at = -1
 
     def __repr__(self) -> str:
@@ -174,13 +174,7 @@ class EffCallback(Callback):
         if soup is not None and soup.kind == "greedy":
             self._services.check_validation()
         self._begin(trainer, pl_module)
-        for optimizer in trainer.optimizers:
-            if hasattr(optimizer, "register_step_post_hook"):
-                self._hooks.append(optimizer.register_step_post_hook(self._stepped))
-            else:  # DeepSpeed's, which steps torch's own once for each of its groups
-                self._wrapped.append(Wrapped(optimizer, "step", self._step_of_deepspeed))
-        # Only now: before, Lightning would take it for the user's own and check schedulers less strictly.
-        self._wrapped.append(Wrapped(pl_module, "lr_scheduler_step", self._lr_scheduler_step))
+        self._steps = WatchedSteps(trainer, self.session)
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         session = self._session
@@ -196,8 +190,9 @@ class EffCallback(Callback):
     # -- one step
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Nothing was applied in this batch so far."""
-        self._applied = self._discarded = False
+        """Nothing was tried or applied in this batch so far."""
+        if self._steps is not None:
+            self._steps.next_batch()
 
     def _check_there(self) -> None:
         error = removed_in_training(self._joined, self._trainer.callbacks, self._session.step)
@@ -229,7 +224,8 @@ class EffCallback(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Gradients are unscaled, not yet clipped."""
-        if self.session is not None:
+        if self.session is not None and self._steps is not None:
+            self._steps.before_step()
             self.session.before_optimizer_step()
 
     def _clip_gradients(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -237,33 +233,12 @@ class EffCallback(Callback):
         # Lightning's norm is over the optimizer's parameters, and the peers' are among them.
         distillation.one_by_one(lambda: original(*args, **kwargs))
 
-    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._applied = self._session.after_optimizer_step()
-        self._discarded = not self._applied
-
-    def _step_of_deepspeed(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if not getattr(self._trainer.optimizers[0], "overflow", False):
-            self._stepped(None, args, kwargs)
-        return result
-
-    def _lr_scheduler_step(self, original: Callable[..., None], scheduler: Any, metric: Any = None) -> None:
-        by_step = any(
-            config.scheduler is scheduler and config.interval == "step" for config in self._trainer.lr_scheduler_configs
-        )
-        # Lightning would move the learning rate on steps that the scaler skipped.
-        if self._applied or not by_step or not self._trainer.lightning_module.automatic_optimization:
-            original(scheduler, metric)
-
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Count a skipped step; log figures when the Trainer logs."""
         session = self.session
-        if session is None:
+        if session is None or self._steps is None:
             return
-        window_ended = not trainer.fit_loop._should_accumulate()
-        if pl_module.automatic_optimization and window_ended and not (self._applied or self._discarded):
-            session.skipped_optimizer_step()
-        if window_ended and trainer._logger_connector.should_update_logs:
+        if self._steps.batch_ended() and trainer._logger_connector.should_update_logs:
             for name, value in session.metrics().items():
                 pl_module.log(name, value, prog_bar=is_in_bar(name), on_step=True, on_epoch=False)
 
@@ -373,13 +348,13 @@ class EffCallback(Callback):
     def _undo(self) -> None:
         for wrapped in reversed(self._wrapped):
             wrapped.undo()
-        for hook in self._hooks:
-            hook.remove()
+        if self._steps is not None:
+            self._steps.stop()
         if self._resume is not None:
             self._resume.stop()
         if self._stock_precision is not None:
             self._trainer.strategy.precision_plugin, self._stock_precision = self._stock_precision, None
-        self._wrapped, self._hooks = [], []
+        self._wrapped, self._steps = [], None
 
     def __getstate__(self) -> dict[str, Any]:
         # Processes are spawned before `fit` begins, and the Trainer of an earlier one must not travel along.
@@ -389,7 +364,7 @@ class EffCallback(Callback):
             "_trainer": None,
             "_resume": None,
             "_wrapped": [],
-            "_hooks": [],
+            "_steps": None,
             "_joined": [],
         }
 

@@ -1,0 +1,31 @@
+"""Modules that decide themselves when their optimizer steps."""
+
+import torch
+from lightning_world import BOTH, difference, everything, fit, make_trainer, module_class
+
+from lightning_eff import EffCallback
+
+
+class EverySecondBatch(module_class(BOTH[0])):
+    """Accumulates as Lightning's documentation of `optimizer_step` shows it."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+def test_batches_without_a_step_are_not_skipped_steps_and_schedules_move_as_without_us(tmp_path):
+    def trained(recipe):
+        callback = EffCallback(recipe)
+        trainer = make_trainer(tmp_path, callbacks=[callback])
+        torch.manual_seed(0)
+        module = EverySecondBatch()
+        fit(trainer, module)
+        return callback, everything(trainer, module)
+
+    _, bare = trained({})
+    callback, ours = trained({"activations": {"pack": "exact", "min_size": 1}})
+    assert callback.receipt["steps"] == {"applied": 9, "skipped": 0, "planned": 18}
+    assert difference(bare, ours) == []
