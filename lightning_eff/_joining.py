@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared_core.errors import ConfigError, TrainingError
+from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.recipe import Recipe
 
 
@@ -38,6 +38,24 @@ def joined_recipe(trainer: Any, recipes: list[Recipe]) -> Recipe:
     return recipe
 
 
+def tries_first(trainer: Any, recipe: Recipe) -> bool:
+    """Return whether Lightning's tuner runs trials before training, from which it takes all callbacks away.
+
+    Techniques sit on the model in a trial, and do nothing yet; its weights are put back.
+
+    Raises:
+        CompatibilityError: If training is private.
+    """
+    kinds = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
+    found = sorted(kinds & {"BatchSizeFinder", "LearningRateFinder"})
+    if found and "dp" in recipe:
+        raise CompatibilityError(
+            f"dp: learning rate and batch size must be given, got {found[0]}, whose trials see the data without noise; "
+            "tune on public data"
+        )
+    return bool(found)
+
+
 def removed_in_training(joined: Sequence[Any], callbacks: Sequence[Any], step: int) -> TrainingError | None:
     """Return the error for a callback of a run that is no longer among the Trainer's, None if all are."""
     gone = [callback for callback in joined if callback not in callbacks]
@@ -45,5 +63,5 @@ def removed_in_training(joined: Sequence[Any], callbacks: Sequence[Any], step: i
         return None
     return TrainingError(
         f"lightning: {type(gone[0]).__name__} must stay until training ends, got it removed from Trainer.callbacks by "
-        f"step {step}; remove it before fit or after it"
+        f"step {step}; remove it before fit or after it, and run a tuner before training"
     )

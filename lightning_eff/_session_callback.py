@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightning_eff import _surroundings
-from lightning_eff._joining import as_recipe, joined_recipe, removed_in_training
+from lightning_eff._joining import as_recipe, joined_recipe, removed_in_training, tries_first
 from lightning_eff._namespaces import Callback
 from lightning_eff._poisson import check_loss, wrap_loaders
 from lightning_eff._resume import ExactResume
@@ -68,6 +68,7 @@ class EffCallback(Callback):
         self._stock_precision: Any = None
         self._leader: EffCallback | None = None
         self._joined: list[EffCallback] = []
+        self._tries_first = False
         self._validated_at = -1
 
     def __repr__(self) -> str:
@@ -96,7 +97,7 @@ class EffCallback(Callback):
             # A callback costs some 12 µs a step only by being asked; rebound, because Lightning is going through it.
             trainer.callbacks = [callback for callback in trainer.callbacks if callback not in mine]
             return
-        self._trainer, self._joined = trainer, mine
+        self._trainer, self._joined, self._tries_first = trainer, mine, tries_first(trainer, recipe)
         self._saved = None
         trains_on = before is not None and before.is_finished and trainer.global_step > 0
         self._run_id = self._run_id if trains_on else trainer.strategy.broadcast(uuid.uuid4().hex)
@@ -195,6 +196,8 @@ class EffCallback(Callback):
             self._steps.next_batch()
 
     def _check_there(self) -> None:
+        if self._tries_first and not self._session.has_begun:
+            return
         error = removed_in_training(self._joined, self._trainer.callbacks, self._session.step)
         if error is not None:
             # who is not among the callbacks will not be told
@@ -331,19 +334,23 @@ class EffCallback(Callback):
             self.session.detach()
         self._undo()
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Give module and Trainer their own methods back."""
-        if stage != "fit" or self.session is None or self._resume is None:
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Bake a run that was resumed at its very end: latent weights were loaded, and no training came."""
+        session = self.session
+        if session is None or self._resume is None or self._saved is None:
             return
-        if self.session.is_attached and self._saved is not None and not self.session.has_begun:
-            # Resumed at its very end: latent weights were loaded, and no training came that would have baked them.
+        if session.is_attached and not session.has_begun:
             self._begin(trainer, pl_module)
-            baked = self.session.bake(pl_module.state_dict())
-            self.session.detach()
+            baked = session.bake(pl_module.state_dict())
+            session.detach()
             pl_module.load_state_dict(baked)
             self._resume.use_up()
-        self.session.detach()
-        self._undo()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Give module and Trainer their own methods back, also after a tuner's trials, which no `on_fit_end` ends."""
+        if stage == "fit" and self.session is not None:
+            self.session.detach()
+            self._undo()
 
     def _undo(self) -> None:
         for wrapped in reversed(self._wrapped):
