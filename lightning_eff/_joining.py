@@ -56,6 +56,17 @@ def tries_first(trainer: Any, recipe: Recipe) -> bool:
     return bool(found)
 
 
+def last_on_exception(callbacks: Sequence[Any], ours: Any) -> Any:
+    """Return the last callback after ours that does something on an exception, for instance saves; None if none does.
+
+    Lightning asks OnExceptionCheckpoint and ModelCheckpoint after all others.
+    """
+    later = callbacks[callbacks.index(ours) + 1 :]
+    return next(
+        (one for one in reversed(later) if not type(one).on_exception.__qualname__.startswith("Callback.")), None
+    )
+
+
 def removed_in_training(joined: Sequence[Any], callbacks: Sequence[Any], step: int) -> TrainingError | None:
     """Return the error for a callback of a run that is no longer among the Trainer's, None if all are."""
     gone = [callback for callback in joined if callback not in callbacks]

@@ -35,6 +35,9 @@ class ExactResume:
         self._iter_rng: dict[str, Any] = rng_state()
         self._fetch_rng: dict[str, Any] | None = None
         self._at_next_fetch: Mapping[str, Any] | None = None
+        self._at_next_epoch: Mapping[str, Any] | None = None
+        self.backward_began = False
+        """Whether gradients hold a part of the present batch already."""
         self._first_epoch, self._capture_fetch, self._iterate_anew = True, False, False
         loop = trainer.fit_loop.epoch_loop
         self._wrapped = [
@@ -66,6 +69,7 @@ class ExactResume:
             "iter_rng": self._iter_rng,
             "fetch_rng": self._fetch_rng,
             "gradients": gradients,
+            "cut_short": self._where_cut_short(),
         }
         if world_size() == 1:
             return {"ranks": [mine]}
@@ -80,6 +84,11 @@ class ExactResume:
         if state is None:
             return None
         ranks = state["ranks"]
+        if where := ranks[0].get("cut_short"):
+            self._note(
+                f"saved in the middle of {where}, which is run again: what its first attempt drew at random, let "
+                "BatchNorm see or added to gradients of an accumulation window may differ from a run never stopped"
+            )
         if len(ranks) == world_size():
             self._saved = ranks[rank()]
             return self._saved.get("session")
@@ -107,17 +116,29 @@ class ExactResume:
             set_rng_state(self._saved["rng"])
             self._saved = None
 
+    def _where_cut_short(self) -> str | None:
+        """Return what Lightning will run again: an exception, or the user's own code, saves anywhere."""
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        if progress.ready > progress.processed:
+            return f"batch {progress.processed} of an epoch"
+        return "validation" if self._trainer.interrupted and self._trainer.validating else None
+
     def _is_inside_window(self) -> bool:
-        loop = self._trainer.fit_loop
-        return bool(loop.epoch_loop.batch_progress.current.ready and loop._should_accumulate())
+        loop, progress = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.batch_progress.current
+        if progress.ready > progress.processed:  # this batch is run again, its share must not be there twice
+            return bool(progress.processed % self._trainer.accumulate_grad_batches) and not self.backward_began
+        return bool(progress.ready and loop._should_accumulate())
 
     def _on_epoch_start(self, original: Callable[[Any], None], fetcher: Any) -> None:
         """Around the moment in which the epoch loop makes its iterator."""
         saved, self._saved = self._saved, None
+        if self._at_next_epoch is not None:
+            set_rng_state(self._at_next_epoch["rng"])
+            self._at_next_epoch = None
         loop, loader = self._trainer.fit_loop.epoch_loop, fetcher.combined_loader
         consumed = loop.batch_progress.current.ready
         only_closes = consumed > 0 and loop._num_ready_batches_reached()
-        if saved is not None and consumed and not only_closes:
+        if saved is not None and not only_closes and (consumed or saved.get("cut_short")):
             self._first_epoch = False
             original(fetcher)
             self._go_on_within_epoch(fetcher, saved, consumed)
@@ -134,6 +155,7 @@ class ExactResume:
         original(fetcher)
         if only_closes:
             # Lightning finishes the epoch that the checkpoint closed; the next call is the one that fetches.
+            self._at_next_epoch = saved if saved is not None and saved.get("cut_short") else None
             return
         if self._iterate_anew and loader._iterator is before and not any(_is_stateful(p) for p in loader.flattened):
             # Made by Lightning before the generators were restored.
@@ -157,7 +179,8 @@ class ExactResume:
             else:
                 for _ in range(consumed):
                     next(fetcher)
-        self._at_next_fetch = saved
+        # Before a first batch Lightning (2.6) validates once more; its fetch draws the shuffle.
+        self._at_next_fetch = saved if consumed else {"rng": rng_state(), "gradients": None}
 
     def _on_fetch(self, original: Callable[[], None]) -> None:
         """Before a batch is fetched: the last moment before random numbers are drawn again."""

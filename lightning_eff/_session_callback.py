@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightning_eff import _surroundings
-from lightning_eff._joining import as_recipe, joined_recipe, removed_in_training, tries_first
+from lightning_eff._joining import as_recipe, joined_recipe, last_on_exception, removed_in_training, tries_first
 from lightning_eff._namespaces import Callback
 from lightning_eff._poisson import check_loss, wrap_loaders
 from lightning_eff._resume import ExactResume
@@ -22,8 +22,10 @@ from lightning_eff._whole_files import whole_files
 from lightning_eff._wrapped import Wrapped
 from lightning_eff.loss_scaling import use_scaling_precision
 from shared_core.compatibility import check
+from shared_core.errors import EffError
 from shared_core.logged_figures import is_in_bar
 from shared_core.plain_checkpoint import DEPLOYMENT_KEY
+from shared_core.ranks import world_size
 from shared_core.receipt import Receipt
 from shared_core.recipe import Recipe
 from shared_core.resuming import fit_to
@@ -192,16 +194,16 @@ class EffCallback(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Nothing was tried or applied in this batch so far."""
-        if self._steps is not None:
+        if self._steps is not None and self._resume is not None:
             self._steps.next_batch()
+            self._resume.backward_began = False
 
     def _check_there(self) -> None:
         if self._tries_first and not self._session.has_begun:
             return
         error = removed_in_training(self._joined, self._trainer.callbacks, self._session.step)
         if error is not None:
-            # who is not among the callbacks will not be told
-            self.on_exception(self._trainer, self._trainer.lightning_module, error)
+            self._cut_short()  # who is not among the callbacks will not be told
             raise error
 
     def _module_ends(self, original: Callable[[], None]) -> None:
@@ -224,6 +226,11 @@ class EffCallback(Callback):
                 output = {**output, "loss": self._session.loss(output["loss"])}
         self._services.step_arguments = (), {}  # they hold the batch
         return output
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        """From here on gradients hold a part of this batch."""
+        if self._resume is not None:
+            self._resume.backward_began = True
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Gradients are unscaled, not yet clipped."""
@@ -291,16 +298,8 @@ class EffCallback(Callback):
         return self._session._services
 
     def _save_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
-        session, weights = self._session, checkpoint.get("state_dict")
-        metrics = self._trainer.callback_metrics if self._validated_at == session.step else {}
-        checkpoint[RUN_KEY] = {
-            "id": self._run_id,
-            "step": session.step,
-            "metrics": {name: float(value) for name, value in metrics.items()},
-        }
-        checkpoint[DEPLOYMENT_KEY] = session.deployment()
-        if weights and session.is_attached:
-            bake_saved(session, checkpoint)  # before the user's own hook, which may leave keys out
+        metrics = self._trainer.callback_metrics if self._validated_at == self._session.step else {}
+        bake_saved(self._session, checkpoint, self._run_id, metrics)  # before the user's hook, which may drop keys
         original(checkpoint)
 
     def _load_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
@@ -328,9 +327,27 @@ class EffCallback(Callback):
             self._services.say(receipt.text())
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave a plain model behind, whatever was interrupted."""
+        """Leave a plain model behind, whatever was interrupted; but first other callbacks may save the run."""
         if self.session is not None:
             self.session.after_eval()
+        last = last_on_exception(trainer.callbacks, self)
+        if self.session is None or last is None:
+            self._cut_short()
+        else:
+            self._wrapped.append(Wrapped(last, "on_exception", self._cut_short_after))
+
+    def _cut_short_after(self, original: Callable[..., None], *args: Any) -> None:
+        try:
+            original(*args)
+        except EffError as error:  # perhaps the very one that ended training, which is the one to tell
+            self._services.say(f"efftrain: nothing saved: {error}")
+        finally:
+            self._cut_short()
+
+    def _cut_short(self) -> None:
+        if self.session is not None:
+            if self.session.is_attached and self.session.has_begun and world_size() == 1:
+                self._final = self.session.state_dict()  # a notebook trains on
             self.session.detach()
         self._undo()
 
