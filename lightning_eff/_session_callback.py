@@ -284,8 +284,8 @@ class EffCallback(Callback):
         checkpoint[_RESUME_KEY] = self._resume.state_dict(checkpoint[_STATE_KEY])
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Keep the saved state until training starts."""
-        if self.session is None or self._resume is None:
+        """Keep the saved state until training starts; an evaluation after `fit` loads weights alone."""
+        if self.session is None or self._resume is None or trainer.state.fn != "fit":
             return
         self._saved = self._resume.load_state_dict(checkpoint.get(_RESUME_KEY)) or checkpoint.get(_STATE_KEY)
         self._run_id = checkpoint.get(RUN_KEY, {}).get("id", self._run_id)
