@@ -22,6 +22,8 @@ def as_recipe(recipe: Mapping[str, Any] | str | Path) -> Recipe:
 def joined_recipe(trainer: Any, recipes: list[Recipe]) -> Recipe:
     """Return callbacks' recipes with what the Trainer's precision plugin and strategy switch on.
 
+    A `fast_dev_run` tries the user's code, for which Lightning saves no checkpoints: it makes no soup of them.
+
     Raises:
         ConfigError: If a technique is given twice.
     """
@@ -35,6 +37,10 @@ def joined_recipe(trainer: Any, recipes: list[Recipe]) -> Recipe:
                     f"recipe: {key} must be given once, got it in a callback and in {type(plugin).__name__}; keep one"
                 )
             recipe = Recipe({**recipe, key: config})
+    if trainer.fast_dev_run and "soup" in recipe:
+        if trainer.is_global_zero:
+            print("efftrain: soup: left out, as fast_dev_run saves no checkpoints", flush=True)  # noqa: T201
+        recipe = Recipe({key: config for key, config in recipe.items() if key != "soup"})
     return recipe
 
 

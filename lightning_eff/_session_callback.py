@@ -95,6 +95,7 @@ class EffCallback(Callback):
         if mine[0] is not self:
             return
         recipe = joined_recipe(trainer, [callback.recipe for callback in mine])
+        EffCallback.num_started += bool(recipe or any(callback.recipe for callback in mine))
         if not recipe:
             # A callback costs some 12 µs a step only by being asked; rebound, because Lightning is going through it.
             trainer.callbacks = [callback for callback in trainer.callbacks if callback not in mine]
@@ -109,7 +110,6 @@ class EffCallback(Callback):
         if before is not None and trains_on:
             # The same Trainer trains on: what was pruned stays pruned.
             self._saved = self._final
-        EffCallback.num_started += 1
         self._resume = ExactResume(trainer, self.session.note)
         check(recipe, _surroundings.surroundings(trainer, pl_module))
         if (scaling := recipe.get("loss_scale")) is not None:
@@ -272,6 +272,8 @@ class EffCallback(Callback):
     def _save_checkpoint(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         with self._session.saving():
             original(*args, **kwargs)
+        if "soup" in self._session.recipe:
+            self._services.check_saved(*args, **kwargs)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add what an exact resume needs; files with weights alone do without."""
