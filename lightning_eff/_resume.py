@@ -70,6 +70,7 @@ class ExactResume:
             "fetch_rng": self._fetch_rng,
             "gradients": gradients,
             "cut_short": self._where_cut_short(),
+            "frozen": self._frozen(),
         }
         if world_size() == 1:
             return {"ranks": [mine]}
@@ -99,6 +100,21 @@ class ExactResume:
             "examples"
         )
         return None
+
+    def freeze_again(self) -> None:
+        """Let the parameters train that trained when the run was saved: Lightning's finetuning callbacks forget (2.6).
+
+        They freeze in `setup`, and unfreeze in epochs that are over.
+        """
+        frozen = self._saved.get("frozen") if self._saved is not None else None
+        if frozen is not None and self._frozen() is not None:
+            for name, parameter in self._trainer.lightning_module.named_parameters():
+                parameter.requires_grad_(name not in frozen)
+
+    def _frozen(self) -> list[str] | None:
+        kinds = {kind.__name__ for callback in self._trainer.callbacks for kind in type(callback).__mro__}
+        named = self._trainer.lightning_module.named_parameters()
+        return [name for name, p in named if not p.requires_grad] if "BaseFinetuning" in kinds else None
 
     def _mean_gradients(self, ranks: list[Mapping[str, Any]]) -> dict[str, torch.Tensor] | None:
         """Return what an unfinished window holds for every one of another number of processes, which average again."""

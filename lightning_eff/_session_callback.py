@@ -171,8 +171,9 @@ class EffCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin the session; sharded strategies have restored callbacks only now."""
-        if self.session is None:
+        if self.session is None or self._resume is None:
             return
+        self._resume.freeze_again()
         soup: Any = self.session.recipe.get("soup")
         if soup is not None and soup.kind == "greedy":
             self._services.check_validation()

@@ -1,6 +1,18 @@
 import pytest
 import torch
-from lightning_world import BOTH, difference, everything, fit, hook_callback, loader, make_module, make_trainer, saver
+from lightning_world import (
+    BOTH,
+    difference,
+    everything,
+    fit,
+    hook_callback,
+    loader,
+    make_module,
+    make_trainer,
+    module_class,
+    saver,
+)
+from pytorch_lightning.callbacks import BaseFinetuning
 
 from lightning_eff import EffCallback
 
@@ -128,3 +140,33 @@ def test_a_loader_that_keeps_its_own_state_is_left_to_lightning(tmp_path):
     fit(trainer, make_module(), train=made, ckpt_path=tmp_path / "2.ckpt")
     assert made.loaded
     assert len(fetched) == 3
+
+
+class Unfreezes(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+class PartlyFrozen(module_class(NAMESPACE)):
+    def configure_optimizers(self):
+        return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=0.01)
+
+
+@pytest.mark.parametrize("point", [3, 8, 14])
+def test_layers_unfrozen_in_mid_run_stay_unfrozen(point, tmp_path):
+    # Lightning's own callback (2.6) freezes them again, and unfreezes them only in the epoch that is over
+    def trained(callbacks=(), **options):
+        torch.manual_seed(0)
+        module = PartlyFrozen()
+        trainer = make_trainer(
+            tmp_path, NAMESPACE, callbacks=[EffCallback({"qat": RECIPE["qat"]}), Unfreezes(), *callbacks]
+        )
+        fit(trainer, module, val=True, **options)
+        return everything(trainer, module)
+
+    whole = trained([saver(NAMESPACE, tmp_path)])
+    assert difference(whole, trained(ckpt_path=tmp_path / f"{point}.ckpt")) == []
