@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_eff._loader_random import generator_states, random_state, set_random_state
 from lightning_eff._poisson import replay
 from lightning_eff._wrapped import Wrapped
 from shared_core.ranks import local_part, rank, world_size
@@ -32,7 +33,7 @@ class ExactResume:
     def __init__(self, trainer: Any, note: Callable[[str], None]) -> None:
         self._trainer, self._note = trainer, note
         self._saved: Mapping[str, Any] | None = None
-        self._iter_rng: dict[str, Any] = rng_state()
+        self._iter_rng: dict[str, Any] = self._random()
         self._fetch_rng: dict[str, Any] | None = None
         self._at_next_fetch: Mapping[str, Any] | None = None
         self._at_next_epoch: Mapping[str, Any] | None = None
@@ -43,6 +44,7 @@ class ExactResume:
         self._wrapped = [
             Wrapped(loop, "on_run_start", self._on_epoch_start),
             Wrapped(loop, "_on_before_fetch", self._on_fetch),
+            Wrapped(trainer.fit_loop._data_source, "dataloader", self._on_loader),
         ]
 
     def stop(self) -> None:
@@ -50,9 +52,25 @@ class ExactResume:
         for wrapped in self._wrapped:
             wrapped.undo()
 
+    def _loaders(self) -> list[Any]:
+        combined = self._trainer.fit_loop._combined_loader
+        return [] if combined is None else combined.flattened
+
+    def _random(self) -> dict[str, Any]:
+        return random_state(self._loaders())
+
+    def _set_random(self, state: Mapping[str, Any]) -> None:
+        set_random_state(state, self._loaders())
+
+    def _on_loader(self, original: Callable[[], Any]) -> Any:
+        made = original()
+        if self._first_epoch:  # Lightning makes the first iterator right after the loader
+            self._iter_rng["loaders"] = generator_states(made)
+        return made
+
     def mark_fit_start(self) -> None:
         """Record the generators before Lightning makes the first iterator."""
-        self._iter_rng = rng_state()
+        self._iter_rng = self._random()
 
     def state_dict(self, session: Mapping[str, Any]) -> dict[str, Any]:
         """Return the generators of every process, and in the middle of an accumulation window what only it has seen.
@@ -65,7 +83,7 @@ class ExactResume:
             named = self._trainer.lightning_module.named_parameters()
             gradients = {name: local_part(parameter.grad) for name, parameter in named if parameter.grad is not None}
         mine: dict[str, Any] = {
-            "rng": rng_state(),
+            "rng": self._random(),
             "iter_rng": self._iter_rng,
             "fetch_rng": self._fetch_rng,
             "gradients": gradients,
@@ -149,7 +167,7 @@ class ExactResume:
         """Around the moment in which the epoch loop makes its iterator."""
         saved, self._saved = self._saved, None
         if self._at_next_epoch is not None:
-            set_rng_state(self._at_next_epoch["rng"])
+            self._set_random(self._at_next_epoch["rng"])
             self._at_next_epoch = None
         loop, loader = self._trainer.fit_loop.epoch_loop, fetcher.combined_loader
         consumed = loop.batch_progress.current.ready
@@ -161,13 +179,13 @@ class ExactResume:
             return
         if saved is not None:
             self._iterate_anew = True
-            set_rng_state(saved["rng"])
+            self._set_random(saved["rng"])
             if any(_is_stateful(part) for part in loader.flattened):
                 self._note(
                     "the data loader saves its own state, and that of an epoch's end makes Lightning skip an epoch; "
                     "resume from a checkpoint inside an epoch, or from a loader without state"
                 )
-        now, before = rng_state(), loader._iterator
+        now, before = self._random(), loader._iterator
         original(fetcher)
         if only_closes:
             # Lightning finishes the epoch that the checkpoint closed; the next call is the one that fetches.
@@ -175,7 +193,7 @@ class ExactResume:
             return
         if self._iterate_anew and loader._iterator is before and not any(_is_stateful(p) for p in loader.flattened):
             # Made by Lightning before the generators were restored.
-            set_rng_state(now)
+            self._set_random(now)
             iter(fetcher)
         if self._iterate_anew or not self._first_epoch:
             self._iter_rng = now
@@ -185,29 +203,29 @@ class ExactResume:
     def _go_on_within_epoch(self, fetcher: Any, saved: Mapping[str, Any], consumed: int) -> None:
         self._iter_rng, self._fetch_rng = saved["iter_rng"], saved["fetch_rng"]
         if not any(_is_stateful(part) for part in fetcher.combined_loader.flattened):
-            set_rng_state(saved["iter_rng"])
+            self._set_random(saved["iter_rng"])
             replay(fetcher.combined_loader.flattened, consumed)
             iter(fetcher)
             if saved["fetch_rng"] is not None:
-                set_rng_state(saved["fetch_rng"])
+                self._set_random(saved["fetch_rng"])
             if hasattr(fetcher, "iterator_wrapper"):
                 self._note("training_step fetches its own batches: the epoch starts over at its first batch")
             else:
                 for _ in range(consumed):
                     next(fetcher)
         # Before a first batch Lightning (2.6) validates once more; its fetch draws the shuffle.
-        self._at_next_fetch = saved if consumed else {"rng": rng_state(), "gradients": None}
+        self._at_next_fetch = saved if consumed else {"rng": self._random(), "gradients": None}
 
     def _on_fetch(self, original: Callable[[], None]) -> None:
         """Before a batch is fetched: the last moment before random numbers are drawn again."""
         original()
         if self._at_next_fetch is not None:
             saved, self._at_next_fetch = self._at_next_fetch, None
-            set_rng_state(saved["rng"])
+            self._set_random(saved["rng"])
             self._put_gradients(saved["gradients"])
         if self._capture_fetch:
             self._capture_fetch = False
-            self._fetch_rng = rng_state()
+            self._fetch_rng = self._random()
 
     def _put_gradients(self, gradients: Mapping[str, torch.Tensor] | None) -> None:
         if not gradients or not self._is_inside_window():

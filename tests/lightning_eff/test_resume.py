@@ -76,6 +76,17 @@ def test_a_run_may_be_stopped_twice_in_one_epoch(tmp_path):
     assert difference(whole, resumed) == []
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_with_a_generator_of_its_own_resumes(workers, tmp_path):
+    def seeded():
+        return loader(generator=torch.Generator().manual_seed(3), num_workers=workers)
+
+    _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)], train=seeded, max_epochs=2)
+    for point in (2, 5, 8)[: 3 - workers]:
+        _, resumed = train(tmp_path, ckpt_path=tmp_path / f"{point}.ckpt", seed=9, train=seeded, max_epochs=2)
+        assert difference(whole, resumed) == [], point
+
+
 def test_a_loader_with_workers_resumes_inside_an_epoch(tmp_path):
     def workers():
         return loader(num_workers=1)
