@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_eff._wrapped import Wrapped
 from shared_core.errors import CheckpointError
@@ -95,10 +95,12 @@ def load_checked(load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any)
         ) from error
 
 
-def restore_raw(module: nn.Module, checkpoint: dict[str, Any]) -> None:
+def restore_raw(module: Any, checkpoint: dict[str, Any]) -> None:
     """Let training go on from the weights that were kept beside the baked ones."""
     if "state_dict" in checkpoint:
         checkpoint["state_dict"] = latent_weights(checkpoint)
+        if module.trainer.precision_plugin.precision == "64-true":
+            module.double()  # which Lightning (2.6) does after loading: float32 would round the weights
     else:  # a strategy that shards has loaded it already
         fill_parameters_(module, checkpoint.get(RAW_KEY, {}))
 
