@@ -165,6 +165,11 @@ class ExactResume:
 
     def _on_epoch_start(self, original: Callable[[Any], None], fetcher: Any) -> None:
         """Around the moment in which the epoch loop makes its iterator."""
+        for callback in self._trainer.callbacks:
+            if type(callback).__name__ == "GradientAccumulationScheduler":
+                # Lightning (2.6) asks it as an epoch starts, but not for one that it goes on within.
+                accumulate = callback.get_accumulate_grad_batches(self._trainer.current_epoch)
+                self._trainer.accumulate_grad_batches = accumulate
         saved, self._saved = self._saved, None
         if self._at_next_epoch is not None:
             self._set_random(self._at_next_epoch["rng"])

@@ -12,7 +12,7 @@ from lightning_world import (
     module_class,
     saver,
 )
-from pytorch_lightning.callbacks import BaseFinetuning
+from pytorch_lightning.callbacks import BaseFinetuning, GradientAccumulationScheduler
 
 from lightning_eff import EffCallback
 
@@ -181,3 +181,22 @@ def test_layers_unfrozen_in_mid_run_stay_unfrozen(point, tmp_path):
 
     whole = trained([saver(NAMESPACE, tmp_path)])
     assert difference(whole, trained(ckpt_path=tmp_path / f"{point}.ckpt")) == []
+
+
+def test_64_bit_weights_are_not_rounded_by_a_resume(tmp_path):
+    _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)], precision="64-true", max_epochs=2)
+    _, resumed = train(tmp_path, ckpt_path=tmp_path / "7.ckpt", precision="64-true", max_epochs=2)
+    assert whole["net.0.weight"].dtype == torch.float64
+    assert difference(whole, resumed) == []
+
+
+@pytest.mark.parametrize("point", [5, 7, 9])
+def test_accumulation_that_changed_between_epochs_goes_on(point, tmp_path):
+    # Lightning (2.6) goes on within an epoch, or after the last batch of one, as if no schedule were there
+    def scheduled(*callbacks, **options):
+        return train(tmp_path, callbacks=[GradientAccumulationScheduler({0: 1, 1: 3}), *callbacks], **options)
+
+    callback, whole = scheduled(saver(NAMESPACE, tmp_path), max_epochs=2)
+    again, resumed = scheduled(ckpt_path=tmp_path / f"{point}.ckpt", max_epochs=2)
+    assert difference(whole, resumed) == []
+    assert callback.session.step == again.session.step == 6 + 2
