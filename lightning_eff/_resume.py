@@ -210,6 +210,9 @@ class ExactResume:
         if not any(_is_stateful(part) for part in fetcher.combined_loader.flattened):
             self._set_random(saved["iter_rng"])
             replay(fetcher.combined_loader.flattened, consumed)
+            for part in fetcher.combined_loader.flattened:
+                if self._trainer.current_epoch == 0 and getattr(part, "persistent_workers", False):
+                    part._iterator = None  # a first iterator draws one number more than one that is used again
             iter(fetcher)
             if saved["fetch_rng"] is not None:
                 self._set_random(saved["fetch_rng"])

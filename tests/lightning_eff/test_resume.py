@@ -89,7 +89,7 @@ def test_a_loader_with_a_generator_of_its_own_resumes(workers, tmp_path):
 
 def test_a_loader_with_workers_resumes_inside_an_epoch(tmp_path):
     def workers():
-        return loader(num_workers=1)
+        return loader(num_workers=1, persistent_workers=True)
 
     _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)], train=workers, max_epochs=2)
     for point in (2, 8):
