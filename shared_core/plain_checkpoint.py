@@ -37,8 +37,8 @@ class PlainKeys:
         lazy = [name for name, tensor in model.state_dict().items() if is_lazy(tensor)]
         if lazy:
             raise TrainingError(
-                f"session: model must have its parameters made, got none for {', '.join(lazy[:5])} of lazy layers; pass "
-                "a batch through the model first"
+                f"session: model must have its parameters made, got none for {', '.join(lazy[:5])} of lazy layers; "
+                "pass a batch through the model first"
             )
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if _sized(tensor)}
         self._names = set(model.state_dict())
