@@ -11,9 +11,13 @@ from torch.utils._pytree import tree_leaves
 from shared_core.state_file import rng_state, set_rng_state
 
 
-def random_state(loaders: Iterable[Any]) -> dict[str, Any]:
-    """Return the state of every random generator that training draws from, those of these loaders included."""
-    return {**rng_state(), "loaders": generator_states(loaders)}
+def random_state(loaders: Any) -> dict[str, Any]:
+    """Return the state of every random generator that training draws from, those of these loaders included.
+
+    Args:
+        loaders: Nested as `train_dataloader` returns them, or a flat list.
+    """
+    return {**rng_state(), "loaders": [generator.get_state() for generator in _generators(loaders)]}
 
 
 def set_random_state(state: Mapping[str, Any], loaders: Iterable[Any]) -> None:
@@ -21,11 +25,6 @@ def set_random_state(state: Mapping[str, Any], loaders: Iterable[Any]) -> None:
     set_rng_state(state)
     for generator, saved in zip(_generators(loaders), state.get("loaders", ()), strict=False):
         generator.set_state(saved)
-
-
-def generator_states(loaders: Any) -> list[torch.Tensor]:
-    """Return the states of loaders' own generators; `loaders` may be nested, as `train_dataloader` returns them."""
-    return [generator.get_state() for generator in _generators(loaders)]
 
 
 def _generators(loaders: Any) -> list[torch.Generator]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_eff._loader_random import generator_states, random_state, set_random_state
+from lightning_eff._loader_random import random_state, set_random_state
 from lightning_eff._poisson import replay
 from lightning_eff._wrapped import Wrapped
 from shared_core.ranks import local_part, rank, world_size
@@ -40,6 +40,7 @@ class ExactResume:
         self.backward_began = False
         """Whether gradients hold a part of the present batch already."""
         self._first_epoch, self._capture_fetch, self._iterate_anew = True, False, False
+        self._is_marked = False
         loop = trainer.fit_loop.epoch_loop
         self._wrapped = [
             Wrapped(loop, "on_run_start", self._on_epoch_start),
@@ -64,13 +65,15 @@ class ExactResume:
 
     def _on_loader(self, original: Callable[[], Any]) -> Any:
         made = original()
-        if self._first_epoch:  # Lightning makes the first iterator right after the loader
-            self._iter_rng["loaders"] = generator_states(made)
+        if self._first_epoch:
+            # Lightning makes the first iterator right after, in configure_optimizers if that asks for the run's length
+            self._iter_rng, self._is_marked = random_state(made), True
         return made
 
     def mark_fit_start(self) -> None:
-        """Record the generators before Lightning makes the first iterator."""
-        self._iter_rng = self._random()
+        """Record the generators of a run that goes on with the loaders that it has."""
+        if not self._is_marked:
+            self._iter_rng = self._random()
 
     def state_dict(self, session: Mapping[str, Any]) -> dict[str, Any]:
         """Return the generators of every process, and in the middle of an accumulation window what only it has seen.

@@ -87,7 +87,16 @@ def test_a_loader_with_a_generator_of_its_own_resumes(workers, tmp_path):
         assert difference(whole, resumed) == [], point
 
 
-def test_a_loader_with_workers_resumes_inside_an_epoch(tmp_path):
+def test_a_loader_with_workers_resumes_inside_an_epoch(tmp_path, monkeypatch):
+    kind = module_class(NAMESPACE)
+    configured = kind.configure_optimizers
+
+    def asks_for_the_length(self):
+        # makes the loader and its iterator before fit starts
+        return configured(self) if self.trainer.estimated_stepping_batches else None
+
+    monkeypatch.setattr(kind, "configure_optimizers", asks_for_the_length)
+
     def workers():
         return loader(num_workers=1, persistent_workers=True)
 
