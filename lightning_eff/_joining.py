@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared_core.errors import ConfigError, TrainingError
+from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.recipe import Recipe
 
 
@@ -22,6 +22,8 @@ def as_recipe(recipe: Mapping[str, Any] | str | Path) -> Recipe:
 def joined_recipe(trainer: Any, recipes: list[Recipe]) -> Recipe:
     """Return callbacks' recipes with what the Trainer's precision plugin and strategy switch on.
 
+    A `fast_dev_run` tries the user's code, for which Lightning saves no checkpoints: it makes no soup of them.
+
     Raises:
         ConfigError: If a technique is given twice.
     """
@@ -35,7 +37,40 @@ def joined_recipe(trainer: Any, recipes: list[Recipe]) -> Recipe:
                     f"recipe: {key} must be given once, got it in a callback and in {type(plugin).__name__}; keep one"
                 )
             recipe = Recipe({**recipe, key: config})
+    if trainer.fast_dev_run and "soup" in recipe:
+        if trainer.is_global_zero:
+            print("efftrain: soup: left out, as fast_dev_run saves no checkpoints", flush=True)  # noqa: T201
+        recipe = Recipe({key: config for key, config in recipe.items() if key != "soup"})
     return recipe
+
+
+def tries_first(trainer: Any, recipe: Recipe) -> bool:
+    """Return whether Lightning's tuner runs trials before training, from which it takes all callbacks away.
+
+    Techniques sit on the model in a trial, and do nothing yet; its weights are put back.
+
+    Raises:
+        CompatibilityError: If training is private.
+    """
+    kinds = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
+    found = sorted(kinds & {"BatchSizeFinder", "LearningRateFinder"})
+    if found and "dp" in recipe:
+        raise CompatibilityError(
+            f"dp: learning rate and batch size must be given, got {found[0]}, whose trials see the data without noise; "
+            "tune on public data"
+        )
+    return bool(found)
+
+
+def last_on_exception(callbacks: Sequence[Any], ours: Any) -> Any:
+    """Return the last callback after ours that does something on an exception, for instance saves; None if none does.
+
+    Lightning asks OnExceptionCheckpoint and ModelCheckpoint after all others.
+    """
+    later = callbacks[callbacks.index(ours) + 1 :]
+    return next(
+        (one for one in reversed(later) if not type(one).on_exception.__qualname__.startswith("Callback.")), None
+    )
 
 
 def removed_in_training(joined: Sequence[Any], callbacks: Sequence[Any], step: int) -> TrainingError | None:
@@ -45,5 +80,5 @@ def removed_in_training(joined: Sequence[Any], callbacks: Sequence[Any], step: i
         return None
     return TrainingError(
         f"lightning: {type(gone[0]).__name__} must stay until training ends, got it removed from Trainer.callbacks by "
-        f"step {step}; remove it before fit or after it"
+        f"step {step}; remove it before fit or after it, and run a tuner before training"
     )

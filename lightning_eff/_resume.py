@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_eff._loader_random import random_state, set_random_state
 from lightning_eff._poisson import replay
 from lightning_eff._wrapped import Wrapped
 from shared_core.ranks import local_part, rank, world_size
@@ -32,14 +33,19 @@ class ExactResume:
     def __init__(self, trainer: Any, note: Callable[[str], None]) -> None:
         self._trainer, self._note = trainer, note
         self._saved: Mapping[str, Any] | None = None
-        self._iter_rng: dict[str, Any] = rng_state()
+        self._iter_rng: dict[str, Any] = self._random()
         self._fetch_rng: dict[str, Any] | None = None
         self._at_next_fetch: Mapping[str, Any] | None = None
+        self._at_next_epoch: Mapping[str, Any] | None = None
+        self.backward_began = False
+        """Whether gradients hold a part of the present batch already."""
         self._first_epoch, self._capture_fetch, self._iterate_anew = True, False, False
+        self._is_marked = False
         loop = trainer.fit_loop.epoch_loop
         self._wrapped = [
             Wrapped(loop, "on_run_start", self._on_epoch_start),
             Wrapped(loop, "_on_before_fetch", self._on_fetch),
+            Wrapped(trainer.fit_loop._data_source, "dataloader", self._on_loader),
         ]
 
     def stop(self) -> None:
@@ -47,9 +53,27 @@ class ExactResume:
         for wrapped in self._wrapped:
             wrapped.undo()
 
+    def _loaders(self) -> list[Any]:
+        combined = self._trainer.fit_loop._combined_loader
+        return [] if combined is None else combined.flattened
+
+    def _random(self) -> dict[str, Any]:
+        return random_state(self._loaders())
+
+    def _set_random(self, state: Mapping[str, Any]) -> None:
+        set_random_state(state, self._loaders())
+
+    def _on_loader(self, original: Callable[[], Any]) -> Any:
+        made = original()
+        if self._first_epoch:
+            # Lightning makes the first iterator right after, in configure_optimizers if that asks for the run's length
+            self._iter_rng, self._is_marked = random_state(made), True
+        return made
+
     def mark_fit_start(self) -> None:
-        """Record the generators before Lightning makes the first iterator."""
-        self._iter_rng = rng_state()
+        """Record the generators of a run that goes on with the loaders that it has."""
+        if not self._is_marked:
+            self._iter_rng = self._random()
 
     def state_dict(self, session: Mapping[str, Any]) -> dict[str, Any]:
         """Return the generators of every process, and in the middle of an accumulation window what only it has seen.
@@ -62,10 +86,12 @@ class ExactResume:
             named = self._trainer.lightning_module.named_parameters()
             gradients = {name: local_part(parameter.grad) for name, parameter in named if parameter.grad is not None}
         mine: dict[str, Any] = {
-            "rng": rng_state(),
+            "rng": self._random(),
             "iter_rng": self._iter_rng,
             "fetch_rng": self._fetch_rng,
             "gradients": gradients,
+            "cut_short": self._where_cut_short(),
+            "frozen": self._frozen(),
         }
         if world_size() == 1:
             return {"ranks": [mine]}
@@ -80,6 +106,11 @@ class ExactResume:
         if state is None:
             return None
         ranks = state["ranks"]
+        if where := ranks[0].get("cut_short"):
+            self._note(
+                f"saved in the middle of {where}, which is run again: what its first attempt drew at random, let "
+                "BatchNorm see or added to gradients of an accumulation window may differ from a run never stopped"
+            )
         if len(ranks) == world_size():
             self._saved = ranks[rank()]
             return self._saved.get("session")
@@ -90,6 +121,21 @@ class ExactResume:
             "examples"
         )
         return None
+
+    def freeze_again(self) -> None:
+        """Let the parameters train that trained when the run was saved: Lightning's finetuning callbacks forget (2.6).
+
+        They freeze in `setup`, and unfreeze in epochs that are over.
+        """
+        frozen = self._saved.get("frozen") if self._saved is not None else None
+        if frozen is not None and self._frozen() is not None:
+            for name, parameter in self._trainer.lightning_module.named_parameters():
+                parameter.requires_grad_(name not in frozen)
+
+    def _frozen(self) -> list[str] | None:
+        kinds = {kind.__name__ for callback in self._trainer.callbacks for kind in type(callback).__mro__}
+        named = self._trainer.lightning_module.named_parameters()
+        return [name for name, p in named if not p.requires_grad] if "BaseFinetuning" in kinds else None
 
     def _mean_gradients(self, ranks: list[Mapping[str, Any]]) -> dict[str, torch.Tensor] | None:
         """Return what an unfinished window holds for every one of another number of processes, which average again."""
@@ -107,37 +153,55 @@ class ExactResume:
             set_rng_state(self._saved["rng"])
             self._saved = None
 
+    def _where_cut_short(self) -> str | None:
+        """Return what Lightning will run again: an exception, or the user's own code, saves anywhere."""
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        if progress.ready > progress.processed:
+            return f"batch {progress.processed} of an epoch"
+        return "validation" if self._trainer.interrupted and self._trainer.validating else None
+
     def _is_inside_window(self) -> bool:
-        loop = self._trainer.fit_loop
-        return bool(loop.epoch_loop.batch_progress.current.ready and loop._should_accumulate())
+        loop, progress = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.batch_progress.current
+        if progress.ready > progress.processed:  # this batch is run again, its share must not be there twice
+            return bool(progress.processed % self._trainer.accumulate_grad_batches) and not self.backward_began
+        return bool(progress.ready and loop._should_accumulate())
 
     def _on_epoch_start(self, original: Callable[[Any], None], fetcher: Any) -> None:
         """Around the moment in which the epoch loop makes its iterator."""
+        for callback in self._trainer.callbacks:
+            if type(callback).__name__ == "GradientAccumulationScheduler":
+                # Lightning (2.6) asks it as an epoch starts, but not for one that it goes on within.
+                accumulate = callback.get_accumulate_grad_batches(self._trainer.current_epoch)
+                self._trainer.accumulate_grad_batches = accumulate
         saved, self._saved = self._saved, None
+        if self._at_next_epoch is not None:
+            self._set_random(self._at_next_epoch["rng"])
+            self._at_next_epoch = None
         loop, loader = self._trainer.fit_loop.epoch_loop, fetcher.combined_loader
         consumed = loop.batch_progress.current.ready
         only_closes = consumed > 0 and loop._num_ready_batches_reached()
-        if saved is not None and consumed and not only_closes:
+        if saved is not None and not only_closes and (consumed or saved.get("cut_short")):
             self._first_epoch = False
             original(fetcher)
             self._go_on_within_epoch(fetcher, saved, consumed)
             return
         if saved is not None:
             self._iterate_anew = True
-            set_rng_state(saved["rng"])
+            self._set_random(saved["rng"])
             if any(_is_stateful(part) for part in loader.flattened):
                 self._note(
                     "the data loader saves its own state, and that of an epoch's end makes Lightning skip an epoch; "
                     "resume from a checkpoint inside an epoch, or from a loader without state"
                 )
-        now, before = rng_state(), loader._iterator
+        now, before = self._random(), loader._iterator
         original(fetcher)
         if only_closes:
             # Lightning finishes the epoch that the checkpoint closed; the next call is the one that fetches.
+            self._at_next_epoch = saved if saved is not None and saved.get("cut_short") else None
             return
         if self._iterate_anew and loader._iterator is before and not any(_is_stateful(p) for p in loader.flattened):
             # Made by Lightning before the generators were restored.
-            set_rng_state(now)
+            self._set_random(now)
             iter(fetcher)
         if self._iterate_anew or not self._first_epoch:
             self._iter_rng = now
@@ -147,17 +211,23 @@ class ExactResume:
     def _go_on_within_epoch(self, fetcher: Any, saved: Mapping[str, Any], consumed: int) -> None:
         self._iter_rng, self._fetch_rng = saved["iter_rng"], saved["fetch_rng"]
         if not any(_is_stateful(part) for part in fetcher.combined_loader.flattened):
-            set_rng_state(saved["iter_rng"])
+            self._set_random(saved["iter_rng"])
             replay(fetcher.combined_loader.flattened, consumed)
+            for part in fetcher.combined_loader.flattened:
+                if self._trainer.current_epoch == 0 and getattr(part, "persistent_workers", False):
+                    part._iterator = None  # a first iterator draws one number more than one that is used again
             iter(fetcher)
             if saved["fetch_rng"] is not None:
-                set_rng_state(saved["fetch_rng"])
+                self._set_random(saved["fetch_rng"])
             if hasattr(fetcher, "iterator_wrapper"):
                 self._note("training_step fetches its own batches: the epoch starts over at its first batch")
             else:
                 for _ in range(consumed):
                     next(fetcher)
-        self._at_next_fetch = {**saved, "rng": self._after_validation(fetcher, saved["rng"])}
+        if consumed:
+            self._at_next_fetch = {**saved, "rng": self._after_validation(fetcher, saved["rng"])}
+        else:  # Lightning (2.6) validates once more before a first batch; its fetch draws the shuffle
+            self._at_next_fetch = {"rng": self._random(), "gradients": None}
 
     def _after_validation(self, fetcher: Any, rng: dict[str, Any]) -> dict[str, Any]:
         """Return the generators after the validation that was due when the last batch had been saved, if one was.
@@ -167,23 +237,23 @@ class ExactResume:
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
         if not (loop.restarted_on_train_batch_end and loop._should_check_val_fx(fetcher)):
             return rng
-        set_rng_state(rng)
+        self._set_random(rng)
         first = trainer._logger_connector._first_loop_iter
         trainer.validating, loop.restarting = True, False
         loop.val_loop.run()
         trainer.training, trainer._logger_connector._first_loop_iter = True, first
-        return rng_state()
+        return self._random()
 
     def _on_fetch(self, original: Callable[[], None]) -> None:
         """Before a batch is fetched: the last moment before random numbers are drawn again."""
         original()
         if self._at_next_fetch is not None:
             saved, self._at_next_fetch = self._at_next_fetch, None
-            set_rng_state(saved["rng"])
+            self._set_random(saved["rng"])
             self._put_gradients(saved["gradients"])
         if self._capture_fetch:
             self._capture_fetch = False
-            self._fetch_rng = rng_state()
+            self._fetch_rng = self._random()
 
     def _put_gradients(self, gradients: Mapping[str, torch.Tensor] | None) -> None:
         if not gradients or not self._is_inside_window():

@@ -9,26 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_eff._wrapped import Wrapped
 from shared_core.errors import CheckpointError
+from shared_core.plain_checkpoint import DEPLOYMENT_KEY
 from shared_core.resuming import loading
 from shared_core.session import Session
 from shared_core.sharded import fill_parameters_, is_sharded
-from shared_core.soup.sources import RAW_KEY, check_indexes
+from shared_core.soup.sources import RAW_KEY, RUN_KEY, check_indexes
 
 _BAKED_ALONE = "eff_baked_names"
 """Names that only baked weights have: a factorised layer's."""
 
 
-def bake_saved(session: Session, checkpoint: dict[str, Any]) -> None:
-    """Bake the weights in a checkpoint, and keep those beside them that it changes.
+def bake_saved(session: Session, checkpoint: dict[str, Any], run: str, metrics: Mapping[str, Any]) -> None:
+    """Bake the weights in a checkpoint, keep those beside them that it changes, and say of which run and step they are.
 
     Of a distributed checkpoint Lightning writes the weights alone by all processes: one that training goes on from
     keeps the weights in training, as nothing can lie beside them.
     """
-    weights = checkpoint["state_dict"]
+    found = {name: float(value) for name, value in metrics.items()}
+    checkpoint[RUN_KEY] = {"id": run, "step": session.step, "metrics": found}
+    checkpoint[DEPLOYMENT_KEY] = session.deployment()
+    weights = checkpoint.get("state_dict")
+    if not weights or not session.is_attached:
+        return
     distributed = any(map(is_sharded, weights.values()))
     if distributed and "optimizer_states" in checkpoint:
         return
@@ -89,10 +95,12 @@ def load_checked(load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any)
         ) from error
 
 
-def restore_raw(module: nn.Module, checkpoint: dict[str, Any]) -> None:
+def restore_raw(module: Any, checkpoint: dict[str, Any]) -> None:
     """Let training go on from the weights that were kept beside the baked ones."""
     if "state_dict" in checkpoint:
         checkpoint["state_dict"] = latent_weights(checkpoint)
+        if module.trainer.precision_plugin.precision == "64-true":
+            module.double()  # which Lightning (2.6) does after loading: float32 would round the weights
     else:  # a strategy that shards has loaded it already
         fill_parameters_(module, checkpoint.get(RAW_KEY, {}))
 

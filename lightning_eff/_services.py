@@ -37,6 +37,7 @@ class LightningServices:
 
     def __init__(self, trainer: Any, run: str, metric: str | None = None) -> None:
         self._trainer, self.run, self._metric = trainer, run, metric
+        self._has_checked = False
         self.step_arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         """What `training_step` is called with at present."""
 
@@ -113,6 +114,17 @@ class LightningServices:
     def load_weights(self, path: Path) -> Mapping[str, Tensor]:
         """Return the weights as they were trained, before anything was baked into them."""
         return DistributedWeights(path) if path.is_dir() else latent_weights(_read(path))
+
+    def check_saved(self, filepath: str | Path, *_: Any, **_options: Any) -> None:
+        """Refuse a checkpoint that says more than plain values, when the first is saved: no soup would read it."""
+        if self._has_checked or not Path(filepath).is_file():
+            return
+        self._has_checked = True
+        if found := torch.serialization.get_unsafe_globals_in_checkpoint(filepath):
+            raise CompatibilityError(
+                f"soup: checkpoints must hold only tensors and plain values, got {', '.join(sorted(found)[:5])} in "
+                f"{filepath}; leave them out, for instance by save_hyperparameters(ignore=[...])"
+            )
 
     def check_validation(self) -> None:
         """Refuse a Trainer that cannot evaluate: a soup would learn of it only after training."""

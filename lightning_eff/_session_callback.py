@@ -11,18 +11,21 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightning_eff import _surroundings
-from lightning_eff._joining import as_recipe, joined_recipe, removed_in_training
+from lightning_eff._joining import as_recipe, joined_recipe, last_on_exception, removed_in_training, tries_first
 from lightning_eff._namespaces import Callback
 from lightning_eff._poisson import check_loss, wrap_loaders
 from lightning_eff._resume import ExactResume
 from lightning_eff._saved_weights import bake_saved, restore_raw, wrap_loading
 from lightning_eff._services import LightningServices
+from lightning_eff._stepping import WatchedSteps
 from lightning_eff._whole_files import whole_files
 from lightning_eff._wrapped import Wrapped
 from lightning_eff.loss_scaling import use_scaling_precision
 from shared_core.compatibility import check
+from shared_core.errors import EffError
 from shared_core.logged_figures import is_in_bar
 from shared_core.plain_checkpoint import DEPLOYMENT_KEY
+from shared_core.ranks import world_size
 from shared_core.receipt import Receipt
 from shared_core.recipe import Recipe
 from shared_core.resuming import fit_to
@@ -60,14 +63,14 @@ class EffCallback(Callback):
         self._trainer: Any = None
         self._run_id = ""
         self._wrapped: list[Wrapped] = []
-        self._hooks: list[Any] = []
+        self._steps: WatchedSteps | None = None
         self._resume: ExactResume | None = None
         self._saved: Mapping[str, Any] | None = None
         self._final: Mapping[str, Any] | None = None
         self._stock_precision: Any = None
         self._leader: EffCallback | None = None
         self._joined: list[EffCallback] = []
-        self._applied = self._discarded = False
+        self._tries_first = False
         self._validated_at = -1
 
     def __repr__(self) -> str:
@@ -92,11 +95,12 @@ class EffCallback(Callback):
         if mine[0] is not self:
             return
         recipe = joined_recipe(trainer, [callback.recipe for callback in mine])
+        EffCallback.num_started += bool(recipe or any(callback.recipe for callback in mine))
         if not recipe:
             # A callback costs some 12 µs a step only by being asked; rebound, because Lightning is going through it.
             trainer.callbacks = [callback for callback in trainer.callbacks if callback not in mine]
             return
-        self._trainer, self._joined = trainer, mine
+        self._trainer, self._joined, self._tries_first = trainer, mine, tries_first(trainer, recipe)
         self._saved = None
         trains_on = before is not None and before.is_finished and trainer.global_step > 0
         self._run_id = self._run_id if trains_on else trainer.strategy.broadcast(uuid.uuid4().hex)
@@ -106,7 +110,6 @@ class EffCallback(Callback):
         if before is not None and trains_on:
             # The same Trainer trains on: what was pruned stays pruned.
             self._saved = self._final
-        EffCallback.num_started += 1
         self._resume = ExactResume(trainer, self.session.note)
         check(recipe, _surroundings.surroundings(trainer, pl_module))
         if (scaling := recipe.get("loss_scale")) is not None:
@@ -168,19 +171,14 @@ class EffCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin the session; sharded strategies have restored callbacks only now."""
-        if self.session is None:
+        if self.session is None or self._resume is None:
             return
+        self._resume.freeze_again()
         soup: Any = self.session.recipe.get("soup")
         if soup is not None and soup.kind == "greedy":
             self._services.check_validation()
         self._begin(trainer, pl_module)
-        for optimizer in trainer.optimizers:
-            if hasattr(optimizer, "register_step_post_hook"):
-                self._hooks.append(optimizer.register_step_post_hook(self._stepped))
-            else:  # DeepSpeed's, which steps torch's own once for each of its groups
-                self._wrapped.append(Wrapped(optimizer, "step", self._step_of_deepspeed))
-        # Only now: before, Lightning would take it for the user's own and check schedulers less strictly.
-        self._wrapped.append(Wrapped(pl_module, "lr_scheduler_step", self._lr_scheduler_step))
+        self._steps = WatchedSteps(trainer, self.session)
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         session = self._session
@@ -196,14 +194,17 @@ class EffCallback(Callback):
     # -- one step
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Nothing was applied in this batch so far."""
-        self._applied = self._discarded = False
+        """Nothing was tried or applied in this batch so far."""
+        if self._steps is not None and self._resume is not None:
+            self._steps.next_batch()
+            self._resume.backward_began = False
 
     def _check_there(self) -> None:
+        if self._tries_first and not self._session.has_begun:
+            return
         error = removed_in_training(self._joined, self._trainer.callbacks, self._session.step)
         if error is not None:
-            # who is not among the callbacks will not be told
-            self.on_exception(self._trainer, self._trainer.lightning_module, error)
+            self._cut_short()  # who is not among the callbacks will not be told
             raise error
 
     def _module_ends(self, original: Callable[[], None]) -> None:
@@ -227,9 +228,15 @@ class EffCallback(Callback):
         self._services.step_arguments = (), {}  # they hold the batch
         return output
 
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        """From here on gradients hold a part of this batch."""
+        if self._resume is not None:
+            self._resume.backward_began = True
+
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Gradients are unscaled, not yet clipped."""
-        if self.session is not None:
+        if self.session is not None and self._steps is not None:
+            self._steps.before_step()
             self.session.before_optimizer_step()
 
     def _clip_gradients(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -237,33 +244,12 @@ class EffCallback(Callback):
         # Lightning's norm is over the optimizer's parameters, and the peers' are among them.
         distillation.one_by_one(lambda: original(*args, **kwargs))
 
-    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._applied = self._session.after_optimizer_step()
-        self._discarded = not self._applied
-
-    def _step_of_deepspeed(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if not getattr(self._trainer.optimizers[0], "overflow", False):
-            self._stepped(None, args, kwargs)
-        return result
-
-    def _lr_scheduler_step(self, original: Callable[..., None], scheduler: Any, metric: Any = None) -> None:
-        by_step = any(
-            config.scheduler is scheduler and config.interval == "step" for config in self._trainer.lr_scheduler_configs
-        )
-        # Lightning would move the learning rate on steps that the scaler skipped.
-        if self._applied or not by_step or not self._trainer.lightning_module.automatic_optimization:
-            original(scheduler, metric)
-
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Count a skipped step; log figures when the Trainer logs."""
         session = self.session
-        if session is None:
+        if session is None or self._steps is None:
             return
-        window_ended = not trainer.fit_loop._should_accumulate()
-        if pl_module.automatic_optimization and window_ended and not (self._applied or self._discarded):
-            session.skipped_optimizer_step()
-        if window_ended and trainer._logger_connector.should_update_logs:
+        if self._steps.batch_ended() and trainer._logger_connector.should_update_logs:
             for name, value in session.metrics().items():
                 pl_module.log(name, value, prog_bar=is_in_bar(name), on_step=True, on_epoch=False)
 
@@ -287,6 +273,8 @@ class EffCallback(Callback):
     def _save_checkpoint(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         with self._session.saving():
             original(*args, **kwargs)
+        if "soup" in self._session.recipe:
+            self._services.check_saved(*args, **kwargs)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add what an exact resume needs; files with weights alone do without."""
@@ -299,8 +287,8 @@ class EffCallback(Callback):
         checkpoint[_RESUME_KEY] = self._resume.state_dict(checkpoint[_STATE_KEY])
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Keep the saved state until training starts."""
-        if self.session is None or self._resume is None:
+        """Keep the saved state until training starts; an evaluation after `fit` loads weights alone."""
+        if self.session is None or self._resume is None or trainer.state.fn != "fit":
             return
         self._saved = self._resume.load_state_dict(checkpoint.get(_RESUME_KEY)) or checkpoint.get(_STATE_KEY)
         self._run_id = checkpoint.get(RUN_KEY, {}).get("id", self._run_id)
@@ -313,16 +301,8 @@ class EffCallback(Callback):
         return self._session._services
 
     def _save_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
-        session, weights = self._session, checkpoint.get("state_dict")
-        metrics = self._trainer.callback_metrics if self._validated_at == session.step else {}
-        checkpoint[RUN_KEY] = {
-            "id": self._run_id,
-            "step": session.step,
-            "metrics": {name: float(value) for name, value in metrics.items()},
-        }
-        checkpoint[DEPLOYMENT_KEY] = session.deployment()
-        if weights and session.is_attached:
-            bake_saved(session, checkpoint)  # before the user's own hook, which may leave keys out
+        metrics = self._trainer.callback_metrics if self._validated_at == self._session.step else {}
+        bake_saved(self._session, checkpoint, self._run_id, metrics)  # before the user's hook, which may drop keys
         original(checkpoint)
 
     def _load_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
@@ -350,36 +330,58 @@ class EffCallback(Callback):
             self._services.say(receipt.text())
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave a plain model behind, whatever was interrupted."""
+        """Leave a plain model behind, whatever was interrupted; but first other callbacks may save the run."""
         if self.session is not None:
             self.session.after_eval()
+        last = last_on_exception(trainer.callbacks, self)
+        if self.session is None or last is None:
+            self._cut_short()
+        else:
+            self._wrapped.append(Wrapped(last, "on_exception", self._cut_short_after))
+
+    def _cut_short_after(self, original: Callable[..., None], *args: Any) -> None:
+        try:
+            original(*args)
+        except EffError as error:  # perhaps the very one that ended training, which is the one to tell
+            self._services.say(f"efftrain: nothing saved: {error}")
+        finally:
+            self._cut_short()
+
+    def _cut_short(self) -> None:
+        if self.session is not None:
+            if self.session.is_attached and self.session.has_begun and world_size() == 1:
+                self._final = self.session.state_dict()  # a notebook trains on
             self.session.detach()
         self._undo()
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Give module and Trainer their own methods back."""
-        if stage != "fit" or self.session is None or self._resume is None:
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Bake a run that was resumed at its very end: latent weights were loaded, and no training came."""
+        session = self.session
+        if session is None or self._resume is None or self._saved is None:
             return
-        if self.session.is_attached and self._saved is not None and not self.session.has_begun:
-            # Resumed at its very end: latent weights were loaded, and no training came that would have baked them.
+        if session.is_attached and not session.has_begun:
             self._begin(trainer, pl_module)
-            baked = self.session.bake(pl_module.state_dict())
-            self.session.detach()
+            baked = session.bake(pl_module.state_dict())
+            session.detach()
             pl_module.load_state_dict(baked)
             self._resume.use_up()
-        self.session.detach()
-        self._undo()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Give module and Trainer their own methods back, also after a tuner's trials, which no `on_fit_end` ends."""
+        if stage == "fit" and self.session is not None:
+            self.session.detach()
+            self._undo()
 
     def _undo(self) -> None:
         for wrapped in reversed(self._wrapped):
             wrapped.undo()
-        for hook in self._hooks:
-            hook.remove()
+        if self._steps is not None:
+            self._steps.stop()
         if self._resume is not None:
             self._resume.stop()
         if self._stock_precision is not None:
             self._trainer.strategy.precision_plugin, self._stock_precision = self._stock_precision, None
-        self._wrapped, self._hooks = [], []
+        self._wrapped, self._steps = [], None
 
     def __getstate__(self) -> dict[str, Any]:
         # Processes are spawned before `fit` begins, and the Trainer of an earlier one must not travel along.
@@ -389,7 +391,7 @@ class EffCallback(Callback):
             "_trainer": None,
             "_resume": None,
             "_wrapped": [],
-            "_hooks": [],
+            "_steps": None,
             "_joined": [],
         }
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from shared_core.atomic import atomic_write
-from shared_core.errors import CheckpointError
+from shared_core.errors import CheckpointError, TrainingError
 
 DEPLOYMENT_FILE = "eff_deployment.json"
 DEPLOYMENT_KEY = "eff_deployment"
@@ -28,7 +29,17 @@ class PlainKeys:
         self.read(model)
 
     def read(self, model: nn.Module) -> None:
-        """Take the keys and shapes that a model has now for those to hold."""
+        """Take the keys and shapes that a model has now for those to hold.
+
+        Raises:
+            TrainingError: If it has parameters of lazy layers, which have no shape before the first forward.
+        """
+        lazy = [name for name, tensor in model.state_dict().items() if is_lazy(tensor)]
+        if lazy:
+            raise TrainingError(
+                f"session: model must have its parameters made, got none for {', '.join(lazy[:5])} of lazy layers; "
+                "pass a batch through the model first"
+            )
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if _sized(tensor)}
         self._names = set(model.state_dict())
 

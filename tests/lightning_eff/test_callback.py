@@ -367,10 +367,15 @@ def test_forward_keeps_its_keyword_arguments_under_qat(tmp_path):
 def test_test_with_a_checkpoint_after_conversion(tmp_path):
     from shared_core.quantization import convert
 
-    _, trainer, module = run(tmp_path, {"qat": QAT}, callbacks=[saver(BOTH[0], tmp_path)])
+    callback, trainer, module = run(tmp_path, {"qat": QAT}, callbacks=[saver(BOTH[0], tmp_path)])
     expected = trainer.test(module, loader(shuffle=False), ckpt_path=tmp_path / "17.ckpt", verbose=False)
     converted = convert(copy.deepcopy(module))
     assert converted is not module
+    plain = make_trainer(tmp_path)
+    fit(plain, make_module())
+    plain.save_checkpoint(tmp_path / "plain.ckpt")
+    trainer.test(module, loader(shuffle=False), ckpt_path=tmp_path / "plain.ckpt", verbose=False)
+    assert callback.receipt["notes"] == []
     again = make_trainer(tmp_path, callbacks=[EffCallback({"qat": QAT})])
     found = again.test(make_module(seed=8), loader(shuffle=False), ckpt_path=tmp_path / "17.ckpt", verbose=False)
     assert found == expected

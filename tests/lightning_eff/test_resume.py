@@ -1,6 +1,18 @@
 import pytest
 import torch
-from lightning_world import BOTH, difference, everything, fit, hook_callback, loader, make_module, make_trainer, saver
+from lightning_world import (
+    BOTH,
+    difference,
+    everything,
+    fit,
+    hook_callback,
+    loader,
+    make_module,
+    make_trainer,
+    module_class,
+    saver,
+)
+from pytorch_lightning.callbacks import BaseFinetuning, GradientAccumulationScheduler
 
 from lightning_eff import EffCallback
 
@@ -64,9 +76,29 @@ def test_a_run_may_be_stopped_twice_in_one_epoch(tmp_path):
     assert difference(whole, resumed) == []
 
 
-def test_a_loader_with_workers_resumes_inside_an_epoch(tmp_path):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_with_a_generator_of_its_own_resumes(workers, tmp_path):
+    def seeded():
+        return loader(generator=torch.Generator().manual_seed(3), num_workers=workers)
+
+    _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)], train=seeded, max_epochs=2)
+    for point in (2, 5, 8)[: 3 - workers]:
+        _, resumed = train(tmp_path, ckpt_path=tmp_path / f"{point}.ckpt", seed=9, train=seeded, max_epochs=2)
+        assert difference(whole, resumed) == [], point
+
+
+def test_a_loader_with_workers_resumes_inside_an_epoch(tmp_path, monkeypatch):
+    kind = module_class(NAMESPACE)
+    configured = kind.configure_optimizers
+
+    def asks_for_the_length(self):
+        # makes the loader and its iterator before fit starts
+        return configured(self) if self.trainer.estimated_stepping_batches else None
+
+    monkeypatch.setattr(kind, "configure_optimizers", asks_for_the_length)
+
     def workers():
-        return loader(num_workers=1)
+        return loader(num_workers=1, persistent_workers=True)
 
     _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)], train=workers, max_epochs=2)
     for point in (2, 8):
@@ -128,3 +160,52 @@ def test_a_loader_that_keeps_its_own_state_is_left_to_lightning(tmp_path):
     fit(trainer, make_module(), train=made, ckpt_path=tmp_path / "2.ckpt")
     assert made.loaded
     assert len(fetched) == 3
+
+
+class Unfreezes(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+class PartlyFrozen(module_class(NAMESPACE)):
+    def configure_optimizers(self):
+        return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=0.01)
+
+
+@pytest.mark.parametrize("point", [3, 8, 14])
+def test_layers_unfrozen_in_mid_run_stay_unfrozen(point, tmp_path):
+    # Lightning's own callback (2.6) freezes them again, and unfreezes them only in the epoch that is over
+    def trained(callbacks=(), **options):
+        torch.manual_seed(0)
+        module = PartlyFrozen()
+        trainer = make_trainer(
+            tmp_path, NAMESPACE, callbacks=[EffCallback({"qat": RECIPE["qat"]}), Unfreezes(), *callbacks]
+        )
+        fit(trainer, module, val=True, **options)
+        return everything(trainer, module)
+
+    whole = trained([saver(NAMESPACE, tmp_path)])
+    assert difference(whole, trained(ckpt_path=tmp_path / f"{point}.ckpt")) == []
+
+
+def test_64_bit_weights_are_not_rounded_by_a_resume(tmp_path):
+    _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)], precision="64-true", max_epochs=2)
+    _, resumed = train(tmp_path, ckpt_path=tmp_path / "7.ckpt", precision="64-true", max_epochs=2)
+    assert whole["net.0.weight"].dtype == torch.float64
+    assert difference(whole, resumed) == []
+
+
+@pytest.mark.parametrize("point", [5, 7, 9])
+def test_accumulation_that_changed_between_epochs_goes_on(point, tmp_path):
+    # Lightning (2.6) goes on within an epoch, or after the last batch of one, as if no schedule were there
+    def scheduled(*callbacks, **options):
+        return train(tmp_path, callbacks=[GradientAccumulationScheduler({0: 1, 1: 3}), *callbacks], **options)
+
+    callback, whole = scheduled(saver(NAMESPACE, tmp_path), max_epochs=2)
+    again, resumed = scheduled(ckpt_path=tmp_path / f"{point}.ckpt", max_epochs=2)
+    assert difference(whole, resumed) == []
+    assert callback.session.step == again.session.step == 6 + 2

@@ -88,3 +88,23 @@ def test_what_a_soup_needs_is_said_at_the_start(tmp_path):
     assert not list(tmp_path.glob("no/*.ckpt"))
     with pytest.raises(ConfigError, match="did you mean 'val_acc'"):
         run(tmp_path, {"soup": {"kind": "greedy", "metric": "val_accc"}})
+
+
+def test_a_dev_run_saves_nothing_and_makes_no_soup(tmp_path, capsys):
+    callback = EffCallback({"soup": {"kind": "uniform"}, "prune": {"sparsity": 0.5}})
+    trainer = make_trainer(tmp_path, callbacks=[callback], enable_checkpointing=True, fast_dev_run=2)
+    fit(trainer, make_module(), val=True)
+    assert "soup: left out, as fast_dev_run saves no checkpoints" in capsys.readouterr().out
+    assert callback.receipt["techniques"].keys() == {"prune"}
+
+
+def test_checkpoints_that_a_soup_could_not_read_are_refused_when_the_first_is_saved(tmp_path):
+    class Located(type(make_module())):
+        def __init__(self, folder=tmp_path):
+            super().__init__()
+            self.save_hyperparameters()
+
+    trainer = make_trainer(tmp_path, callbacks=[ModelSoup(kind="uniform")], enable_checkpointing=True)
+    with pytest.raises(CompatibilityError, match=r"got pathlib\.PosixPath in .*ignore="):
+        fit(trainer, Located(), val=True)
+    assert trainer.global_step == 6

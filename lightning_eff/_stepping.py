@@ -1,0 +1,73 @@
+"""What became of the optimizer step of a batch, and that schedulers move with applied steps alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_eff._wrapped import Wrapped
+from shared_core.session import Session
+
+
+class WatchedSteps:
+    """Tells a session of applied and skipped steps, from the start of training until `stop`.
+
+    Args:
+        trainer: Its optimizers exist.
+        session: Has begun.
+    """
+
+    def __init__(self, trainer: Any, session: Session) -> None:
+        self._trainer, self._session = trainer, session
+        self._hooks: list[Any] = []
+        self._wrapped: list[Wrapped] = []
+        self._tried = self._applied = self._discarded = False
+        for optimizer in trainer.optimizers:
+            if hasattr(optimizer, "register_step_post_hook"):
+                self._hooks.append(optimizer.register_step_post_hook(self._stepped))
+            else:  # DeepSpeed's, which steps torch's own once for each of its groups
+                self._wrapped.append(Wrapped(optimizer, "step", self._step_of_deepspeed))
+        # Only now: before, Lightning would take it for the user's own and check schedulers less strictly.
+        self._wrapped.append(Wrapped(trainer.lightning_module, "lr_scheduler_step", self._lr_scheduler_step))
+
+    def stop(self) -> None:
+        """Give optimizers and module their own methods back."""
+        for hook in self._hooks:
+            hook.remove()
+        for wrapped in reversed(self._wrapped):
+            wrapped.undo()
+
+    def next_batch(self) -> None:
+        """Nothing was tried or applied in this batch so far."""
+        self._tried = self._applied = self._discarded = False
+
+    def before_step(self) -> None:
+        """Gradients are complete: an `optimizer_step` of the user's own may also let a batch pass without."""
+        self._tried = True
+
+    def batch_ended(self) -> bool:
+        """Count a skipped step; return whether an accumulation window ended."""
+        window_ended = not self._trainer.fit_loop._should_accumulate()
+        automatic = self._trainer.lightning_module.automatic_optimization
+        if automatic and window_ended and self._tried and not (self._applied or self._discarded):
+            self._session.skipped_optimizer_step()
+        return window_ended
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._applied = self._session.after_optimizer_step()
+        self._discarded = not self._applied
+
+    def _step_of_deepspeed(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if not getattr(self._trainer.optimizers[0], "overflow", False):
+            self._stepped(None, args, kwargs)
+        return result
+
+    def _lr_scheduler_step(self, original: Callable[..., None], scheduler: Any, metric: Any = None) -> None:
+        by_step = any(
+            config.scheduler is scheduler and config.interval == "step" for config in self._trainer.lr_scheduler_configs
+        )
+        # Lightning would move the learning rate on steps that the scaler skipped.
+        skipped = self._tried and not self._applied
+        if not (skipped and by_step and self._trainer.lightning_module.automatic_optimization):
+            original(scheduler, metric)
