@@ -112,6 +112,7 @@ def search(
         best if _is_like(best, first) else first,
         out,
         lambda target: write_path(target, path_json(result)),
+        _aside,
     )
     if plot is not None:
         path_plot(result, plot)
@@ -123,6 +124,10 @@ def search(
         Console().print(path_table(result))
         _say_rank_errors(result.state_dict)
         typer.echo(f"wrote {out}")
+
+
+def _aside(note: str) -> None:
+    typer.echo(note, err=True)
 
 
 def _is_like(item: Any, first: Any) -> bool:
@@ -158,7 +163,8 @@ def average(
         **rank_errors(found.state_dict),
     })  # fmt: skip
     best = next(item for item in usable if item.name == found.ingredients[0])
-    save_soup(found.state_dict, best if _is_like(best, first) else first, out, lambda target: write_path(target, path))
+    like = best if _is_like(best, first) else first
+    save_soup(found.state_dict, like, out, lambda target: write_path(target, path), _aside)
     for name, reason in found.left_out.items():
         typer.echo(f"{name} is {reason}", err=True)
     if not as_json:

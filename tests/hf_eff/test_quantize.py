@@ -109,7 +109,21 @@ def test_batch_norms_of_a_folder_stay_batch_norms(run, tmp_path):
     assert image_quality(loaded(transformers.AutoModelForImageClassification)) == told["quality"]["quantized"]
 
 
-def test_plans_are_taken_and_made(run):
+def test_a_soup_of_quantised_folders_is_quantised_anew(run, make, tmp_path):
+    for seed in (1, 2):
+        make.classifier(seed, num_hidden_layers=1).save_pretrained(f"dense-{seed}")
+        run(f"dense-{seed}", *STATIC)
+        (tmp_path / "out").rename(f"int8-{seed}")
+    CliRunner().invoke(app, ["soup", "int8-1", "int8-2", "--uniform", "--out", "soup"], catch_exceptions=False)
+    assert not (tmp_path / "soup" / "eff_deployment.json").exists()
+    told = run("soup", *STATIC)
+    from folder_task import batches, quality
+
+    soup = transformers.AutoModelForSequenceClassification.from_pretrained("soup").eval()
+    assert quality(loaded()) == told["quality"]["quantized"] == quality(quantize(soup, "int8", batches()))
+
+
+def test_a_plan_is_taken(run):
     BitPlan({"classifier": 4}, {"classifier": 64}).to_yaml("plan.yaml", scheme="int8_weight")
     assert [entry["weight_bits"] for entry in run("bert", "--plan", "plan.yaml")["layers"][-1:]] == [4]
     weight = loaded().classifier.weight.detach()
