@@ -331,3 +331,10 @@ def test_ranges_of_qat_stay_with_the_weights_they_belong_to(room):
     told = eff("1.0.ckpt", "2.0.ckpt", "--uniform", "--out", "soup.ckpt")
     assert DEPLOYMENT_KEY not in torch.load("soup.ckpt")
     assert "eff quantize module:function --weights soup.ckpt --out NEW" in told.stderr
+
+
+def test_a_soup_takes_the_config_of_the_member_that_has_one(room):
+    (room / "run" / "checkpoint-1" / "config.json").unlink()
+    eff("run/checkpoint-1", "run/checkpoint-2", "--uniform", "--out", "soup")
+    assert json.loads((room / "soup" / "config.json").read_text()) == {"width": 4}
+    assert load_file("soup/model.safetensors")["w"].unique().tolist() == [1.5]
