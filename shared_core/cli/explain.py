@@ -142,33 +142,34 @@ def _told(recipe: Recipe, name: str | None, run: Any, options: dict[str, Any]) -
     return told
 
 
-def build(name: str, *, values: bool = False) -> tuple[nn.Module, Any]:
+def build(name: str, *, values: bool = False, where: str = "explain") -> tuple[nn.Module, Any]:
     """Return the model in a folder or from ``module:function``, with its example inputs if it has any.
 
     Args:
         name: The folder, or the function.
         values: Whether weights must have their values; else the meta device is tried first, which takes no memory.
+        where: Who asks.
     """
     if not values:
         try:
-            return _build(name, "meta")
+            return _build(name, "meta", where)
         except EffError:
             raise
         except Exception:  # the user's code wants values: what is wrong beside that shows again below
-            return _build(name, "cpu")
-    return _build(name, "cpu")
+            return _build(name, "cpu", where)
+    return _build(name, "cpu", where)
 
 
-def _build(name: str, device: str) -> tuple[nn.Module, Any]:
+def _build(name: str, device: str, where: str) -> tuple[nn.Module, Any]:
     import torch
 
     from shared_core.cli.folders import empty_folder, load_folder
     from shared_core.cli.loading import build_model
 
     if Path(name).is_dir():
-        return (empty_folder if device == "meta" else load_folder)(Path(name), "explain").train(), None
+        return (empty_folder if device == "meta" else load_folder)(Path(name), where).train(), None
     with torch.device(device):
-        return build_model(name, "explain")
+        return build_model(name, where)
 
 
 def _is_empty(model: nn.Module | None) -> bool:

@@ -89,7 +89,7 @@ def _kind(model: str) -> tuple[Kind, str | None]:
     from shared_core.errors import MatchError
 
     try:
-        chosen_blocks(build(model)[0])
+        chosen_blocks(build(model, where="init")[0])
     except MatchError:
         return "other", model
     return "transformer", model
@@ -99,6 +99,6 @@ def _check(recipe: Recipe, name: str, trainer: str) -> None:
     from shared_core.cli.explain import build
     from shared_core.explanation import explain
 
-    conflicts = explain(recipe, build(name)[0], trainer=trainer).conflicts
+    conflicts = explain(recipe, build(name, where="init")[0], trainer=trainer).conflicts
     if conflicts:
         raise CompatibilityError("init: this goal does not fit the model: " + "; ".join(conflicts))

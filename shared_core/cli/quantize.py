@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,33 +13,33 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shared_core.cli import quantize_report_measures as measures
+from shared_core.cli.arguments import AsJson, Evaluate, Model, Out, Weights
 from shared_core.cli.export import load_quantized
-from shared_core.cli.folders import check_new
+from shared_core.cli.folders import check_new, copy_beside, load_folder
 from shared_core.cli.loading import build_model, function, load_weights, score, user_batches
 from shared_core.cli.progress_bar import bar
-from shared_core.cli.quantize_report import sections, tell
+from shared_core.cli.quantize_report import notes_of_method, section_of_method, sections, tell
+from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import ConfigError
-from shared_core.page import Cell, Section, Table, check_page, write_page
+from shared_core.page import check_page, write_page
 from shared_core.strict_json import json_text
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
 
     from shared_core.quantization import QatConfig, SelectivePlan
-    from shared_core.quantization.torchao_methods import TorchaoReport
 
 REPORT_FILE = "eff_quantization.json"
 PLAN_FILE = "plan.yaml"
 _FLAGS = {"evaluate": "eval", "set_options": "set"}
 _WITHOUT_METHOD = ("plan", "equalize", "correct_bias", "sensitivity", "largest_loss", "all_layers", "attack", "latency")
 _OF_TRAINING = ("begin", "freeze_observers", "freeze_bn", "rounding", "gate", "calibration_batches", "keep")
-_GAINS = ("plain_output_sqnr_db", "output_sqnr_db", "plain_sqnr_db", "sqnr_db")
 _PLACES = ("as_json", "out", "report")  # where a report goes does not change it
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(help="module:function that returns the model, or (model, example_inputs).")],
-    out: Annotated[Path, typer.Option(help="The folder to write; it must not exist or be empty.")],
+    model: Model,
+    out: Out,
     scheme: Annotated[
         str | None,
         typer.Option(
@@ -52,7 +51,7 @@ def quantize(
         str | None,
         typer.Option(help="gptq, awq or smoothquant, by torchao, in place of rounding. Needs --calibration."),
     ] = None,
-    weights: Annotated[Path | None, typer.Option(help="A folder or file with the trained weights.")] = None,
+    weights: Weights = None,
     calibration: Annotated[
         str | None, typer.Option(help="module:function that returns batches of inputs: tensors, tuples or dicts.")
     ] = None,
@@ -70,9 +69,7 @@ def quantize(
     correct_bias: Annotated[
         bool, typer.Option("--correct-bias", help="Take the mean error out of the biases.")
     ] = False,
-    evaluate: Annotated[
-        str | None, typer.Option("--eval", help="module:function that takes a model and returns its quality.")
-    ] = None,
+    evaluate: Evaluate = None,
     mode: Annotated[str, typer.Option(help="Whether quality is better when larger (max) or smaller (min).")] = "max",
     accept: Annotated[
         str,
@@ -106,20 +103,23 @@ def quantize(
     ] = "0,1",
     attack_steps: Annotated[int, typer.Option(help="Steps of PGD, each of 2.5·eps/steps.")] = 20,
     latency: Annotated[
-        bool, typer.Option("--latency", help="Time one forward in float, bf16 and quantised; MODEL gives the inputs.")
+        bool,
+        typer.Option("--latency", help="Time one forward in float, bf16 and quantised; a function gives the inputs."),
     ] = False,
     report: Annotated[
         Path | None, typer.Option(help="Write a page with tables and plots: an .html file, and a .md beside it.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Quantise a trained model and save plain weights, what a deployment needs beside them, and a report.
 
     The folder holds model.safetensors, whose weights have the values of their codes and load into the plain model (with
     --equalize or --correct-bias, into the plain model without batch norms that were fused);
     eff_deployment.json, with which `apply_ranges`, `convert` and `eff export` make it quantise its inputs; plan.yaml,
-    with --largest-loss; and eff_quantization.json, the report. With --method the weights are plain too, no deployment
-    file is written, and quality is that of torchao's kernels.
+    with --largest-loss; and eff_quantization.json, the report. A folder's model comes out as a folder that
+    from_pretrained loads and eff export takes, its tokenizer beside it; weights of 16 bits, in which codes have no
+    exact values, become float32. With --method the weights are plain too, no deployment file is written, and quality is
+    that of torchao's kernels.
     """
     asked = {_FLAGS.get(name, name): value for name, value in locals().items() if name not in _PLACES}
     import torch
@@ -144,6 +144,7 @@ def quantize(
         ("--largest-loss", largest_loss is not None, "--eval and --calibration", evaluate and calibration),
         ("--all-layers", all_layers, "--largest-loss", largest_loss is not None),
         ("--method", method, "--calibration", calibration),
+        ("--correct-bias", correct_bias, "--calibration", calibration),
         ("--accept", accept != "default", "--eval", evaluate),
         ("--mode", mode != "max", "--eval", evaluate),
         ("--batches", batches != 100, "--calibration", calibration),
@@ -179,8 +180,15 @@ def quantize(
     if sensitivity not in (None, "kl", "rmse"):
         raise ConfigError(f"eff quantize: --sensitivity must be kl or rmse, got {sensitivity!r}")
     settings = measures.attack_settings(attack_eps, attack_range, attack_steps)
-    network, inputs = build_model(model, "eff quantize")
-    if latency and inputs is None:
+    folder = Path(model) if Path(model).is_dir() else None
+    if folder and weights is not None:
+        raise ConfigError(f"eff quantize: --weights must be left out for a folder, got {weights}")
+    network, inputs = (load_folder(folder, "eff quantize"), None) if folder else build_model(model, "eff quantize")
+    float_bytes = _bytes(network)
+    notes = _in_float32(network) if folder and by_torchao is None else []
+    if folder and (equalize or correct_bias):
+        _check_keeps_its_layers(network, "--equalize" if equalize else "--correct-bias")
+    if latency and inputs is None and not folder:
         raise ConfigError(f"eff quantize: {model} must return (model, example_inputs) for --latency, got a model alone")
     if by_torchao is not None:
         some = next((value for value in network.parameters() if value.is_floating_point()), torch.empty(0))
@@ -191,12 +199,16 @@ def quantize(
         load_quantized(models["qat"], qat, "eff quantize: --qat")
     if weights is not None:
         load_weights(network, weights, "eff quantize")
+    if by_torchao is None and calibration is None:
+        _check_needs_none(network, config)
     judge = function(evaluate, "eff quantize: --eval", "model") if evaluate else None
     images = None if attack is None else measures.attack_data(user_batches(attack, "eff quantize: --attack"))
     data = None
     if calibration is not None:
         data = list(_loaded(user_batches(calibration, "eff quantize: --calibration"), batches))
 
+    if latency and inputs is None:
+        inputs = data[0] if data else made_up_inputs(network, "eff quantize")
     quality: dict[str, float | None] = {"float": None, "quantized": None}
     attacks: list[dict[str, Any]] = []
 
@@ -247,7 +259,7 @@ def quantize(
         "asked": {name: str(value) if isinstance(value, Path) else value for name, value in asked.items()},
         "config": (by_torchao or config).to_dict(),
         "ranges": {},
-        "notes": [] if by_torchao is None else _notes_of_method(done),
+        "notes": [] if by_torchao is None else notes_of_method(done),
         **dataclasses.asdict(done),
         "quality": quality,
         "verdicts": {
@@ -257,12 +269,13 @@ def quantize(
         },
         "milliseconds": latencies(network, models["quantized"], inputs) if latency else {},
         "machine": measures.machine() if latency else {},
-        "bytes": {"float": _bytes(network)},
+        "bytes": {"float": float_bytes},
         "layer_bytes": {name: list(sizes) for name, sizes in layer_bytes(models["quantized"]).items()},
         "sensitivity": None if costs is None else {"metric": sensitivity or "rmse", "layers": costs},
         "plan": None if found is None else measures.plan_values(found, keep, mode),
         "attacks": None if images is None else {**settings, "rows": attacks},
     }
+    values["notes"] = [*notes, *values["notes"]]
     if by_torchao is None:
         values["bytes"]["quantized"] = quantized_bytes(models["quantized"])
     else:
@@ -270,9 +283,9 @@ def quantize(
         values["layer_bytes"] = {entry["name"]: [entry["float_bytes"], entry["bytes"]] for entry in done.layers}
         saved = sum(before - after for before, after in values["layer_bytes"].values())
         values["bytes"]["quantized"] = values["bytes"]["float"] - saved
-    _write(out, models["quantized"], values, found, config)
+    _write(out, models["quantized"], values, found, config, folder)
     if report is not None:
-        gained = [] if by_torchao is None else [_section_of_method(values)]
+        gained = [] if by_torchao is None else [section_of_method(values)]
         write_page(report, f"Quantisation of {model}", [*sections(values), *gained])
     if as_json:
         typer.echo(json_text(values))
@@ -282,39 +295,44 @@ def quantize(
         typer.echo(f"wrote {report} and {report.with_suffix('.md')}")
 
 
-def _notes_of_method(done: TorchaoReport) -> list[str]:
-    gains = sorted(entry["output_sqnr_db"] - entry["plain_output_sqnr_db"] for entry in done.layers)
-    error = done.output_error
-    return [
-        f"{done.method} of torchao {done.torchao}: relative error of the model's output on the calibration batches "
-        f"{error['quantized']:.3%}, with plain rounding to the same grid {error['plain']:.3%}",
-        f"the outputs of {sum(gain > 0 for gain in gains)} of {len(gains)} layers gained, the median layer "
-        f"{statistics.median(gains):+.2f} dB",
-        f"runs as: {'; '.join(dict.fromkeys(entry['kernel'] for entry in done.layers))}; the saved weights are the "
-        "values of the codes, for products in float",
-    ]
-
-
-def _section_of_method(values: dict[str, Any]) -> Section:
-    rows: list[list[Cell]] = [
-        [entry["name"], *(round(entry[key], 2) for key in _GAINS), entry["kernel"]] for entry in values["layers"]
-    ]
-    headings = ["layer", "output, plainly rounded", "output", "weight, plainly rounded", "weight", "kernel"]
-    return Section(
-        f"What {values['method']} gained",
-        [
-            "Signal to noise in dB of each layer's output, on the calibration batches with inputs in float, and of its "
-            "weight, beside plain rounding to the same kind of grid. A method that looks at the inputs may lose on the "
-            "weight and gain on the output.",
-            Table(headings, rows),
-        ],
-    )
-
-
 def _check_together(*needs: tuple[str, Any, str, Any]) -> None:
     for name, given, other, there in needs:
         if given and not there:
             raise ConfigError(f"eff quantize: {name} must come with {other}; add what is missing")
+
+
+def _check_needs_none(network: nn.Module, config: QatConfig) -> None:
+    """Refuse ranges of inputs without batches that show them, before quality is measured."""
+    from shared_core.quantization.schemes import layer_schemes
+    from shared_core.quantization.selection import select_layers
+
+    schemes = layer_schemes(config, select_layers(network, config.include, config.skip)[0])
+    static = next((name for name, scheme in schemes.items() if scheme.input == "static"), None)
+    if static is not None:
+        raise ConfigError(
+            f"eff quantize: --calibration must be given with {config.scheme}, whose inputs have ranges ({static}), got "
+            "none; name a function that returns batches, or choose --scheme int8_weight or int8_dynamic, without ranges"
+        )
+
+
+def _in_float32(network: nn.Module) -> list[str]:
+    """Widen weights of 16 bits, which would round what the codes stand for; return a note where there were any."""
+    found = {str(value.dtype) for value in network.parameters() if value.is_floating_point() and value.itemsize == 2}
+    if not found:
+        return []
+    network.float()
+    return [f"weights of {', '.join(sorted(found))} became float32: in 16 bits the values of codes lie on no grid"]
+
+
+def _check_keeps_its_layers(network: nn.Module, flag: str) -> None:
+    from torch import nn
+
+    norm = next((name for name, at in network.named_modules() if isinstance(at, nn.modules.batchnorm._BatchNorm)), None)
+    if norm is not None:
+        raise ConfigError(
+            f"eff quantize: {flag} must be left out for a folder whose model has batch norms, which it fuses away, got "
+            f"{norm}; from_pretrained would make new ones"
+        )
 
 
 def _options(pairs: list[str]) -> dict[str, str]:
@@ -344,14 +362,26 @@ def _bytes(model: nn.Module) -> int:
     return sum(tensors.values())
 
 
-def _write(out: Path, model: nn.Module, values: dict[str, Any], found: SelectivePlan | None, config: QatConfig) -> None:
+def _write(
+    out: Path,
+    model: nn.Module,
+    values: dict[str, Any],
+    found: SelectivePlan | None,
+    config: QatConfig,
+    folder: Path | None,
+) -> None:
     from safetensors.torch import save_model
 
     from shared_core.atomic import atomic_folder
     from shared_core.plain_checkpoint import write_deployment
 
     with atomic_folder(out) as temporary:
-        save_model(model, str(temporary / "model.safetensors"))  # shared tensors once
+        if folder is None:
+            save_model(model, str(temporary / "model.safetensors"))  # shared tensors once
+        else:
+            saved: Any = model
+            saved.save_pretrained(temporary)
+            copy_beside(folder, temporary)
         if values["ranges"]:
             write_deployment(str(temporary), {"qat": {"ranges": values["ranges"]}})
         if found is not None:

@@ -106,12 +106,12 @@ def search(
         )
     for row in result.history if logged else ():
         row["logged"] = logged[row["name"]]
-    best = next(item for item in usable if item.name == result.ingredients[0])
     save_soup(
         result.state_dict,
-        best if _is_like(best, first) else first,
+        _like(result.ingredients[0], first, usable),
         out,
         lambda target: write_path(target, path_json(result)),
+        _aside,
     )
     if plot is not None:
         path_plot(result, plot)
@@ -125,9 +125,16 @@ def search(
         typer.echo(f"wrote {out}")
 
 
-def _is_like(item: Any, first: Any) -> bool:
-    """Return whether a soup, which has the names of the first ingredient, can be written as this one is."""
-    return (item.kind, item.suffix) == (first.kind, first.suffix) and not item.is_renamed
+def _aside(note: str) -> None:
+    typer.echo(note, err=True)
+
+
+def _like(best: str, first: Any, usable: list[Any]) -> Any:
+    """Return the ingredient to write a soup as: the best, before others the first, but one with a config if any has."""
+    found = (*(item for item in usable if item.name == best), first, *usable)
+    alike = (item for item in found if (item.kind, item.suffix) == (first.kind, first.suffix))
+    able = [item for item in alike if not item.is_renamed]  # a soup has the names of the first
+    return next((item for item in able if item.config), able[0] if able else first)
 
 
 def _say_rank_errors(state_dict: Any) -> None:
@@ -157,8 +164,8 @@ def average(
         "ingredients": found.ingredients, "weights": weights, "left_out": found.left_out,
         **rank_errors(found.state_dict),
     })  # fmt: skip
-    best = next(item for item in usable if item.name == found.ingredients[0])
-    save_soup(found.state_dict, best if _is_like(best, first) else first, out, lambda target: write_path(target, path))
+    like = _like(found.ingredients[0], first, usable)
+    save_soup(found.state_dict, like, out, lambda target: write_path(target, path), _aside)
     for name, reason in found.left_out.items():
         typer.echo(f"{name} is {reason}", err=True)
     if not as_json:

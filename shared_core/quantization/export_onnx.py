@@ -248,7 +248,8 @@ def _check_shorter(file: Path, reference: nn.Module, inputs: Any) -> float:
     except Exception as error:  # the model's own, or onnxruntime's many
         raise CompatibilityError(
             "export_onnx: file must compute what the model does at every length, and with example_inputs that are "
-            f"shorter by one it did not: {str(error)[:500]}; pass dynamic_length=False"
+            f"shorter by one it did not: {str(error)[:500]}; pass dynamic_length=False (eff export: --length for a "
+            "folder, no --dynamic-length for a function)"
         ) from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from shared_core.atomic import atomic_folder, atomic_write, check_writable, make_folder
 from shared_core.errors import CheckpointError
 from shared_core.file_list import LIST_FILE
-from shared_core.plain_checkpoint import DEPLOYMENT_FILE
+from shared_core.plain_checkpoint import DEPLOYMENT_FILE, DEPLOYMENT_KEY, read_deployment, write_deployment
 from shared_core.soup.adapter_average import AdapterWeights
 from shared_core.soup.sources import (
     ADAPTER,
@@ -68,17 +69,20 @@ def save_soup(
     like: Ingredient,
     target: str | Path,
     beside: Callable[[Path], None] | None = None,
+    say: Callable[[str], None] = warnings.warn,
 ) -> Path:
     """Write a soup in the format of an ingredient, whole or not at all, and return its path.
 
     A folder keeps the ingredient's config and tokenizer, and its shards; a Lightning checkpoint keeps its
-    hyper-parameters, epoch and step, and loses its optimizer and callback states, which belong to one run.
+    hyper-parameters, epoch and step, and loses its optimizer and callback states, which belong to one run. Ranges of
+    qat stay only in a folder whose weights are the ingredient's own: others lie on no grid, and want new ranges.
 
     Args:
         state_dict: The weights.
         like: The ingredient whose format to take, usually the best.
         target: The folder or file; must not exist, or be an empty folder.
         beside: Called with the folder, or after a file was written with the file, to write more beside it.
+        say: Told in one line that ranges were left out, and how to get new ones.
 
     Raises:
         CheckpointError: If it cannot be written.
@@ -93,6 +97,8 @@ def save_soup(
     if like.kind in (HF_FOLDER, ADAPTER, DISTRIBUTED) and like.path is not None:
         with atomic_folder(target) as folder:
             _write_folder(state_dict, like, like.path, folder)
+            if _lost_ranges(state_dict, like, like.path, folder):
+                say(_requantise(target, str(target)))
             if beside is not None:
                 beside(folder)
         return target
@@ -101,7 +107,10 @@ def save_soup(
         if like.kind == SAFETENSORS:
             save_file({key: state_dict[key] for key in like.specs}, temporary, metadata={"format": "pt"})
         elif like.kind == LIGHTNING and like.path is not None:
-            torch.save({**_kept(load_torch_file(like.path)), "state_dict": dict(state_dict)}, temporary)
+            content = load_torch_file(like.path)
+            torch.save({**_kept(content), "state_dict": dict(state_dict)}, temporary)
+            if "qat" in content.get(DEPLOYMENT_KEY, ()):
+                say(_requantise(target, f"module:function --weights {target}"))
         else:
             torch.save(dict(state_dict), temporary)
     if beside is not None:
@@ -120,10 +129,29 @@ def _kept(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return {key: checkpoint[key] for key in _KEPT_KEYS if key in checkpoint}
 
 
+def _lost_ranges(state_dict: Mapping[str, Tensor], like: Ingredient, source: Path, folder: Path) -> bool:
+    """Write what a deployment needs of the ingredient's; return whether that is without its ranges of qat."""
+    if not (source / DEPLOYMENT_FILE).exists():
+        return False
+    values = read_deployment(source)
+    lost = "qat" in values and not all(torch.equal(state_dict[key].cpu(), like.tensor(key)) for key in like.specs)
+    if lost:
+        del values["qat"]
+    write_deployment(folder, values)
+    return lost
+
+
+def _requantise(target: Path, model: str) -> str:
+    return (
+        f"soup: {target} has no ranges of qat: averaged weights lie on no grid, and ranges are not averaged; quantise "
+        f"it anew: eff quantize {model} --out NEW --scheme SCHEME, with --calibration where the scheme has ranges"
+    )
+
+
 def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Path, folder: Path) -> None:
     for file in source.iterdir():
         left_behind = file.suffix in _LEFT_BEHIND or file.name in _TRAINING_FILES or file.name.startswith(".")
-        is_report = file.name.startswith("eff_") and file.name != DEPLOYMENT_FILE  # of one run, not of the soup
+        is_report = file.name.startswith("eff_")  # of one run, not of the soup
         if file.is_file() and not (left_behind or is_report or file.name.endswith("_results.json")):
             shutil.copyfile(file, folder / file.name)
     if like.kind == DISTRIBUTED:

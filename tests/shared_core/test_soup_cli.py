@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError, EffError
+from shared_core.plain_checkpoint import DEPLOYMENT_FILE, DEPLOYMENT_KEY, read_deployment, write_deployment
 from shared_core.state_file import save_state
 
 TASK = """
@@ -20,6 +21,8 @@ calls = []
 def quality(weights):
     calls.append(1)
     return -float((weights["w"] - 1.6).abs().max())
+def two(weights):
+    return -float((weights["w"] - 2).abs().max())
 def nan(weights):
     return float("nan") if float(weights["w"][0, 0]) == 1.0 else 0.0
 def all_nan(weights):
@@ -310,3 +313,28 @@ def test_masks_of_a_real_session(room):
     soup = load_file("soup/model.safetensors")["weight"]
     assert torch.equal(soup == 0, model.weight == 0)
     assert (soup == 0).sum() == 24
+
+
+def test_ranges_of_qat_stay_with_the_weights_they_belong_to(room):
+    members = [f"run/checkpoint-{step}" for step in (1, 2, 3)]
+    for member in members:
+        write_deployment(member, {"qat": {"ranges": {"w": {"min": 0.0, "max": 1.0}}}, "other": {"kept": member}})
+    told = eff(*members, "--uniform", "--out", "soup")
+    assert read_deployment("soup") == {"other": {"kept": members[0]}}
+    assert "soup has no ranges of qat" in told.stderr
+    assert "eff quantize soup --out NEW" in told.stderr
+    told = eff(*members, "--eval", "soup_task:two", "--out", "best")  # a soup of one: its weights, and its ranges
+    assert (room / "best" / DEPLOYMENT_FILE).read_text() == (room / members[1] / DEPLOYMENT_FILE).read_text()
+    assert "ranges" not in told.stderr
+    for value in (1.0, 2.0):
+        torch.save({"state_dict": {"w": torch.full((2,), value)}, DEPLOYMENT_KEY: {"qat": {}}}, f"{value}.ckpt")
+    told = eff("1.0.ckpt", "2.0.ckpt", "--uniform", "--out", "soup.ckpt")
+    assert DEPLOYMENT_KEY not in torch.load("soup.ckpt")
+    assert "eff quantize module:function --weights soup.ckpt --out NEW" in told.stderr
+
+
+def test_a_soup_takes_the_config_of_the_member_that_has_one(room):
+    (room / "run" / "checkpoint-1" / "config.json").unlink()
+    eff("run/checkpoint-1", "run/checkpoint-2", "--uniform", "--out", "soup")
+    assert json.loads((room / "soup" / "config.json").read_text()) == {"width": 4}
+    assert load_file("soup/model.safetensors")["w"].unique().tolist() == [1.5]

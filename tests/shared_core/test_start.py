@@ -128,6 +128,7 @@ def test_init_writes_asks_and_never_overwrites(tmp_path, monkeypatch):
         (["--goal", "smaller", "--model", "gpt"], ConfigError, "model must be transformer"),
         (["--goal", "smaller", "--trainer", "keras"], ConfigError, "trainer must be hf or lightning"),
         (["--goal", "private", "--model", "test_start:build_refused"], CompatibilityError, "GroupNorm"),
+        (["--goal", "smaller", "--model", "test_start:nobody"], ConfigError, "^init: MODEL must name a function"),
     ],
 )
 def test_init_refuses_what_would_not_run(arguments, error, told, tmp_path, monkeypatch):

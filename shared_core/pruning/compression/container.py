@@ -154,7 +154,7 @@ def read_index(file: BinaryIO, path: Path, max_bytes: int | None = None) -> Inde
     if total > limit:
         raise CheckpointError(
             f"decompress: {path} must restore to at most {limit} bytes, got {total} declared by a file of {length}; "
-            "if you trust it, pass max_bytes"
+            "if you trust it, pass max_bytes (eff decompress: --max-bytes)"
         )
     return index
 

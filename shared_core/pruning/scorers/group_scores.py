@@ -153,8 +153,8 @@ def group_scores(
     if scores.isnan().any():
         unit = int(scores.isnan().nonzero()[0])
         raise TrainingError(
-            f"group_scores: {criterion} scores must be numbers, got NaN for unit {unit}; training has diverged: lower "
-            "the learning rate, or clip gradients"
+            f"group_scores: {criterion} scores must be numbers, got NaN for unit {unit}; look for NaN in the batches; "
+            "if training has diverged, lower the learning rate or clip gradients"
         )
     return scores
 

@@ -114,8 +114,8 @@ class Scorer:
         scores = self._divided(name, self._scores(name, weight.detach()))
         if scores.numel() and scores.max().isnan():
             raise TrainingError(
-                f"prune {self.criterion}: scores must be numbers, got NaN in {name}; training has diverged: lower the "
-                "learning rate, or clip gradients"
+                f"prune {self.criterion}: scores must be numbers, got NaN in {name}; look for NaN in the batches; if "
+                "training has diverged, lower the learning rate or clip gradients"
             )
         return scores
 
