@@ -173,7 +173,7 @@ class EffCallback(Callback):
         """Begin the session; sharded strategies have restored callbacks only now."""
         if self.session is None or self._resume is None:
             return
-        self._resume.freeze_again()
+        self._resume.mark_train_start()
         soup: Any = self.session.recipe.get("soup")
         if soup is not None and soup.kind == "greedy":
             self._services.check_validation()
