@@ -126,6 +126,8 @@ class EffCallback(Callback):
         self._wrapped += whole_files(trainer, self.session.note) + wrap_loading(trainer.strategy, self.session)
         self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
         self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
+        if self._tries_first:
+            self._wrapped.append(Wrapped(trainer.strategy, "on_exception", self._trial_failed))
         self._wrapped.append(Wrapped(pl_module, "training_step", self._training_step, keep_signature=True))
 
     def _configure_model(self, original: Callable[[], None]) -> None:
@@ -345,6 +347,12 @@ class EffCallback(Callback):
             self._services.say(f"efftrain: nothing saved: {error}")
         finally:
             self._cut_short()
+
+    def _trial_failed(self, original: Callable[..., None], exception: BaseException) -> None:
+        if self not in self._trainer.callbacks:  # Lightning (2.6) leaves those that it took away for a tuner's trial
+            self._trainer.callbacks[:0] = self._joined
+            self._cut_short()
+        original(exception)
 
     def _cut_short(self) -> None:
         if self.session is not None:
