@@ -44,6 +44,16 @@ def joined_recipe(trainer: Any, recipes: list[Recipe]) -> Recipe:
     return recipe
 
 
+def replaced(trainer: Any, recipe: Recipe) -> Any:
+    """Return the callback that led this Trainer's last run with the same techniques, None if there is none.
+
+    Lightning asks `configure_callbacks` for new ones in every `fit`.
+    """
+    earlier = getattr(trainer, "_eff_leader", None)
+    session = getattr(earlier, "session", None)
+    return earlier if session is not None and session.recipe.keys() == recipe.keys() else None
+
+
 def tries_first(trainer: Any, recipe: Recipe) -> bool:
     """Return whether Lightning's tuner runs trials before training, from which it takes all callbacks away.
 

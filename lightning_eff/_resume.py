@@ -41,6 +41,7 @@ class ExactResume:
         """Whether gradients hold a part of the present batch already."""
         self._first_epoch, self._capture_fetch, self._iterate_anew = True, False, False
         self._is_marked = False
+        self._batches_to_close: int | None = None
         loop = trainer.fit_loop.epoch_loop
         self._wrapped = [
             Wrapped(loop, "on_run_start", self._on_epoch_start),
@@ -92,6 +93,8 @@ class ExactResume:
             "gradients": gradients,
             "cut_short": self._where_cut_short(),
             "frozen": self._frozen(),
+            "loaded_in_epoch": self._trainer.fit_loop._last_train_dl_reload_epoch,
+            "metrics": self._epoch_metrics(),
         }
         if world_size() == 1:
             return {"ranks": [mine]}
@@ -122,12 +125,53 @@ class ExactResume:
         )
         return None
 
-    def freeze_again(self) -> None:
+    def mark_train_start(self) -> None:
+        """Put back where the run was among its epochs: Lightning (2.6) has only now read its progress."""
+        if self._saved is None:
+            return
+        self._freeze_again(self._saved.get("frozen"))
+        fit_loop, loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
+        fit_loop._last_train_dl_reload_epoch = self._saved.get("loaded_in_epoch", fit_loop._last_train_dl_reload_epoch)
+        ended_batch = fit_loop.restarted_mid_epoch and loop.restarted_on_train_batch_end
+        if ended_batch and loop.batch_progress.is_last_batch and not any(map(_is_stateful, self._loaders())):
+            # Lightning has counted the epoch as over, and would leave out its validation, its end and the next one's
+            # start; without a known length it would go on counting this one's batches.
+            self._batches_to_close = loop.batch_progress.current.processed
+            for count in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
+                count.processed -= 1
+                count.completed -= 1
+
+    def _close_epoch(self, fetcher: Any, saved: Mapping[str, Any], batches: int) -> None:
+        """Do what comes after an epoch's last batch; its end and the next epoch then follow by themselves."""
+        fit_loop, loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
+        self._first_epoch = False
+        self._set_random(saved["rng"])
+        device, known = self._trainer.strategy.root_device, self._trainer._logger_connector._callback_metrics
+        parts: Any = saved.get("metrics") or ({}, {})
+        before, means = [{key: one.to(device) for key, one in part.items()} for part in parts]
+        known.update(before)
+        current = loop.batch_progress.current
+        current.ready = current.started = current.processed = current.completed = batches
+        loop.batch_progress.is_last_batch = True
+        loop._batches_that_stepped -= 1  # counted when the loop was reset, and below
+        loop.restarting = fit_loop._restarting = False
+        loop.on_advance_end(fetcher)
+        known.update(means)
+
+    def _epoch_metrics(self) -> list[dict[str, torch.Tensor]] | None:
+        """Return after an epoch's last batch what is logged, and the means of the epoch that are about to be."""
+        loop = self._trainer.fit_loop.epoch_loop
+        batches = loop.batch_progress.current
+        if not (self._trainer.training and loop.batch_progress.is_last_batch and batches.completed < batches.processed):
+            return None
+        both = self._trainer.callback_metrics, loop._results.metrics(on_step=False)["callback"]
+        return [{key: one.detach().cpu() for key, one in part.items()} for part in both]
+
+    def _freeze_again(self, frozen: list[str] | None) -> None:
         """Let the parameters train that trained when the run was saved: Lightning's finetuning callbacks forget (2.6).
 
         They freeze in `setup`, and unfreeze in epochs that are over.
         """
-        frozen = self._saved.get("frozen") if self._saved is not None else None
         if frozen is not None and self._frozen() is not None:
             for name, parameter in self._trainer.lightning_module.named_parameters():
                 parameter.requires_grad_(name not in frozen)
@@ -177,6 +221,10 @@ class ExactResume:
         if self._at_next_epoch is not None:
             self._set_random(self._at_next_epoch["rng"])
             self._at_next_epoch = None
+        if saved is not None and self._batches_to_close is not None:
+            original(fetcher)
+            self._close_epoch(fetcher, saved, self._batches_to_close)
+            return
         loop, loader = self._trainer.fit_loop.epoch_loop, fetcher.combined_loader
         consumed = loop.batch_progress.current.ready
         only_closes = consumed > 0 and loop._num_ready_batches_reached()

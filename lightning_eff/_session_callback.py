@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lightning_eff import _surroundings
-from lightning_eff._joining import as_recipe, joined_recipe, last_on_exception, removed_in_training, tries_first
+from lightning_eff import _joining, _surroundings
 from lightning_eff._namespaces import Callback
 from lightning_eff._poisson import check_loss, wrap_loaders
 from lightning_eff._resume import ExactResume
@@ -57,7 +56,7 @@ class EffCallback(Callback):
 
     def __init__(self, recipe: dict[str, Any] | str | Recipe) -> None:
         super().__init__()
-        self.recipe = as_recipe(recipe)
+        self.recipe = _joining.as_recipe(recipe)
         self.session: Session | None = None
         """The run that this callback drives; None before `fit`, and in all but the first callback of a Trainer."""
         self._trainer: Any = None
@@ -94,22 +93,22 @@ class EffCallback(Callback):
         self._leader = mine[0]
         if mine[0] is not self:
             return
-        recipe = joined_recipe(trainer, [callback.recipe for callback in mine])
+        recipe = _joining.joined_recipe(trainer, [callback.recipe for callback in mine])
         EffCallback.num_started += bool(recipe or any(callback.recipe for callback in mine))
         if not recipe:
             # A callback costs some 12 µs a step only by being asked; rebound, because Lightning is going through it.
             trainer.callbacks = [callback for callback in trainer.callbacks if callback not in mine]
             return
-        self._trainer, self._joined, self._tries_first = trainer, mine, tries_first(trainer, recipe)
-        self._saved = None
+        self._trainer, self._joined, self._tries_first = trainer, mine, _joining.tries_first(trainer, recipe)
+        if before is None and (earlier := _joining.replaced(trainer, recipe)) is not None:
+            before, self._run_id, self._final = earlier.session, earlier._run_id, earlier._final
+        trainer._eff_leader = self
         trains_on = before is not None and before.is_finished and trainer.global_step > 0
         self._run_id = self._run_id if trains_on else trainer.strategy.broadcast(uuid.uuid4().hex)
         services = LightningServices(trainer, self._run_id, getattr(recipe.get("soup"), "metric", None))
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self.session = Session(recipe, front_end="lightning", services=services, seed=seed)
-        if before is not None and trains_on:
-            # The same Trainer trains on: what was pruned stays pruned.
-            self._saved = self._final
+        self._saved = self._final if trains_on else None  # on the same Trainer, what was pruned stays pruned
         self._resume = ExactResume(trainer, self.session.note)
         check(recipe, _surroundings.surroundings(trainer, pl_module))
         if (scaling := recipe.get("loss_scale")) is not None:
@@ -127,6 +126,8 @@ class EffCallback(Callback):
         self._wrapped += whole_files(trainer, self.session.note) + wrap_loading(trainer.strategy, self.session)
         self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
         self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
+        if self._tries_first:
+            self._wrapped.append(Wrapped(trainer.strategy, "on_exception", self._trial_failed))
         self._wrapped.append(Wrapped(pl_module, "training_step", self._training_step, keep_signature=True))
 
     def _configure_model(self, original: Callable[[], None]) -> None:
@@ -173,7 +174,7 @@ class EffCallback(Callback):
         """Begin the session; sharded strategies have restored callbacks only now."""
         if self.session is None or self._resume is None:
             return
-        self._resume.freeze_again()
+        self._resume.mark_train_start()
         soup: Any = self.session.recipe.get("soup")
         if soup is not None and soup.kind == "greedy":
             self._services.check_validation()
@@ -202,7 +203,7 @@ class EffCallback(Callback):
     def _check_there(self) -> None:
         if self._tries_first and not self._session.has_begun:
             return
-        error = removed_in_training(self._joined, self._trainer.callbacks, self._session.step)
+        error = _joining.removed_in_training(self._joined, self._trainer.callbacks, self._session.step)
         if error is not None:
             self._cut_short()  # who is not among the callbacks will not be told
             raise error
@@ -333,7 +334,7 @@ class EffCallback(Callback):
         """Leave a plain model behind, whatever was interrupted; but first other callbacks may save the run."""
         if self.session is not None:
             self.session.after_eval()
-        last = last_on_exception(trainer.callbacks, self)
+        last = _joining.last_on_exception(trainer.callbacks, self)
         if self.session is None or last is None:
             self._cut_short()
         else:
@@ -346,6 +347,12 @@ class EffCallback(Callback):
             self._services.say(f"efftrain: nothing saved: {error}")
         finally:
             self._cut_short()
+
+    def _trial_failed(self, original: Callable[..., None], exception: BaseException) -> None:
+        if self not in self._trainer.callbacks:  # Lightning (2.6) leaves those that it took away for a tuner's trial
+            self._trainer.callbacks[:0] = self._joined
+            self._cut_short()
+        original(exception)
 
     def _cut_short(self) -> None:
         if self.session is not None:
@@ -385,15 +392,8 @@ class EffCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Processes are spawned before `fit` begins, and the Trainer of an earlier one must not travel along.
-        return {
-            **self.__dict__,
-            "session": None,
-            "_trainer": None,
-            "_resume": None,
-            "_wrapped": [],
-            "_steps": None,
-            "_joined": [],
-        }
+        empty = dict.fromkeys(("session", "_trainer", "_resume", "_steps"))
+        return {**self.__dict__, **empty, "_wrapped": [], "_joined": []}
 
 
 def _callbacks(trainer: Any) -> list[EffCallback]:

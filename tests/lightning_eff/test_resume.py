@@ -2,6 +2,7 @@ import pytest
 import torch
 from lightning_world import (
     BOTH,
+    dataset,
     difference,
     everything,
     fit,
@@ -12,7 +13,12 @@ from lightning_world import (
     module_class,
     saver,
 )
-from pytorch_lightning.callbacks import BaseFinetuning, GradientAccumulationScheduler
+from pytorch_lightning.callbacks import (
+    BaseFinetuning,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
 
 from lightning_eff import EffCallback
 
@@ -209,3 +215,56 @@ def test_accumulation_that_changed_between_epochs_goes_on(point, tmp_path):
     again, resumed = scheduled(ckpt_path=tmp_path / f"{point}.ckpt", max_epochs=2)
     assert difference(whole, resumed) == []
     assert callback.session.step == again.session.step == 6 + 2
+
+
+class Unsized(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return (dataset()[row] for row in torch.randperm(24).tolist())
+
+
+@pytest.mark.parametrize(
+    ("options", "train_loader", "callback"),
+    [
+        ({"check_val_every_n_epoch": 2}, None, None),
+        ({"reload_dataloaders_every_n_epochs": 1}, None, None),
+        ({"reload_dataloaders_every_n_epochs": 2}, None, None),
+        ({"max_steps": 18}, lambda: torch.utils.data.DataLoader(Unsized(), batch_size=4), None),
+        ({}, lambda: loader(num_workers=1, persistent_workers=True), None),
+        ({}, None, lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1)),
+        ({}, None, lambda: EarlyStopping("mean_loss", check_on_train_epoch_end=True)),
+    ],
+    ids=["validation", "reload", "reload2", "unsized", "workers", "averaging", "early_stopping"],
+)
+def test_an_epoch_saved_after_its_last_batch_ends_as_it_would_have(
+    options, train_loader, callback, tmp_path, monkeypatch
+):
+    # Lightning (2.6) leaves out validation and end of that epoch, and the start of the next
+    kind, seen = module_class(NAMESPACE), []
+    step = kind.training_step
+
+    def logs_a_mean(self, batch, batch_idx):
+        loss = step(self, batch, batch_idx)
+        self.log("mean_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def trained(callbacks=(), **more):
+        seen.clear()
+
+        def told(event):
+            return lambda trainer: seen.append((event, trainer.current_epoch, *losses(trainer)))
+
+        def losses(trainer):
+            return [trainer.callback_metrics.get("mean_loss")] if trainer.validating else []
+
+        hooks = {name: told(name) for name in ("on_train_epoch_start", "on_validation_end", "on_train_epoch_end")}
+        others = [hook_callback(NAMESPACE, **hooks), *([callback()] if callback else []), *callbacks]
+        recipe = {"activations": {"pack": "exact", "min_size": 1}} if "Averaging" in str(others) else None
+        _, end = train(tmp_path, recipe, val=True, train=train_loader, callbacks=others, **options, **more)
+        return end, list(seen)
+
+    monkeypatch.setattr(kind, "training_step", logs_a_mean)
+    whole, events = trained([saver(NAMESPACE, tmp_path)])
+    resumed, again = trained(ckpt_path=tmp_path / "11.ckpt", seed=9)
+    assert difference(whole, resumed) == []
+    assert str(again) == str(events[-len(again) :])
+    assert again[0][:2] == ("on_validation_end", 1)

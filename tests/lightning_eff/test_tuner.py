@@ -72,3 +72,17 @@ def test_a_trial_in_mid_training_is_refused(tmp_path):
     trainer = make_trainer(tmp_path, callbacks=[AtTheFirstEpoch(num_training_steps=4), EffCallback(RECIPE)])
     with pytest.raises(TrainingError, match="run a tuner before training"):
         fit(trainer, make_module())
+
+
+def test_a_trial_that_fails_gives_module_and_callback_back(tmp_path, monkeypatch):
+    callback, module = EffCallback(RECIPE), make_module()
+    trainer = make_trainer(tmp_path, callbacks=[callback])
+    own, kinds = dict(vars(module)), [type(one) for one in module.modules()]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(module), "training_step", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            Tuner(trainer).lr_find(module, datamodule=Data(), num_training=4, update_attr=False)
+    assert not {name for name in vars(module).keys() - own.keys() if callable(vars(module)[name])}
+    assert [type(one) for one in module.modules()] == kinds
+    assert "save_checkpoint" not in vars(trainer)
+    assert callback in trainer.callbacks

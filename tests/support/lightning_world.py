@@ -90,7 +90,9 @@ def fit(trainer: Any, module: Any, val: bool = False, seed: int = 5, ckpt_path: 
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(module, train or loader(), loader(shuffle=False) if val else None, ckpt_path=ckpt_path)
+        trainer.fit(
+            module, loader() if train is None else train, loader(shuffle=False) if val else None, ckpt_path=ckpt_path
+        )
     return module
 
 
