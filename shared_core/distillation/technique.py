@@ -167,10 +167,8 @@ class Distillation(Technique):
         inputs = {} if forward is None or self._student is None else named_inputs(self._student, forward)
         labels = inputs.get("labels") if labels is None else labels
         task_loss = labelled_part(task_loss, labels, causal=self._causal)
-        if not torch.is_grad_enabled():
-            return task_loss
-        if not self._is_active(context):
-            self._soft = None  # what was last before the end is no figure of the steps behind it
+        if not (active := self._is_active(context)) or not torch.is_grad_enabled():
+            self._soft = self._soft if active else None  # what was last before the end is no figure of later steps
             return task_loss
         student, comparison = self._student, self._comparison
         if student is None or comparison is None or forward is None:
@@ -200,11 +198,10 @@ class Distillation(Technique):
         self._soft, self._task = (total.detach(), count), task_loss.detach()
         mixed = mix(task_loss, context.normalise(total, count), alpha)
         mixed = comparison.join(mixed, task_loss, alpha, count, context)
-        weights = {"hidden": config.hidden_weight, "attention": config.attention_weight}
         for name, pairs in self._pairs.items():
             term = pairs.loss(compared.mask, batch.inputs, context.normalise)
             self._pair_losses[name] = term.detach()
-            mixed = mixed + weights[name] * term.to(mixed.device)
+            mixed = mixed + getattr(config, f"{name}_weight") * term.to(mixed.device)
         return mixed
 
     def prepare_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -181,6 +181,6 @@ def test_a_hostile_size_needs_the_users_word(tmp_path):
     save_file({"w": torch.zeros(5000, 5000)}, tmp_path / "zeros.safetensors")
     text = run("compress", tmp_path / "zeros.safetensors", "--out", tmp_path / "m.eff")
     assert "add --max-bytes 100000000" in text
-    with pytest.raises(CheckpointError, match="pass max_bytes .eff decompress: --max-bytes"):
+    with pytest.raises(CheckpointError, match=r"pass max_bytes .eff decompress: --max-bytes"):
         run("decompress", tmp_path / "m.eff", "--out", tmp_path / "back")
     run("decompress", tmp_path / "m.eff", "--out", tmp_path / "back", "--max-bytes", 10**8)
