@@ -146,7 +146,7 @@ class PruneConfig(TechniqueConfig):
                               "take channel")  # fmt: skip
         if self.granularity == "layer" and self.criterion in ("geometric_median", "bn_scale", "neuron_taylor"):
             raise self._error("criterion", "must be another with granularity layer, which has no other units beside it")
-        if self.scope.startswith("erdos_renyi") and self.granularity not in ("unstructured", "block", "filter"):
+        if self.scope.startswith("erdos_renyi") and self.granularity not in ("unstructured", "block"):
             raise self._error("scope", f"must be global or local with granularity {self.granularity}")
         if self.granularity == "layer" and self.scope != "global":
             raise self._error("scope", "must be global with granularity layer")
