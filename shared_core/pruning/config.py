@@ -191,6 +191,11 @@ class PruneConfig(TechniqueConfig):
         return self.criterion in GATHERED or self.granularity in TRACED or self.cost in ("flops", "energy")
 
     @property
+    def watches_layers(self) -> bool:
+        """Whether layers must be called as modules, for hooks to see what passes through them."""
+        return self.weight_criterion in ("fisher", "wanda", "neuron_taylor") or self.cost in ("flops", "energy")
+
+    @property
     def why_not_sharded(self) -> str | None:
         """Why these options need more than one whole weight at a time, which is what FSDP2 lets a process have."""
         if self.granularity in TRACED:
