@@ -296,7 +296,7 @@ class EffCallback(Callback):
         checkpoint[_STATE_KEY] = self._final if ended else self.session.state_dict()
         if ended:
             checkpoint[DEPLOYMENT_KEY] = self.session.deployment()
-        checkpoint[_RESUME_KEY] = self._resume.state_dict(checkpoint[_STATE_KEY])
+        checkpoint[_RESUME_KEY] = self._resume.state_dict(checkpoint[_STATE_KEY], self._applied)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the saved state until training starts."""
