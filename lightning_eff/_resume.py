@@ -76,7 +76,7 @@ class ExactResume:
         if not self._is_marked:
             self._iter_rng = self._random()
 
-    def state_dict(self, session: Mapping[str, Any]) -> dict[str, Any]:
+    def state_dict(self, session: Mapping[str, Any], skipped: bool) -> dict[str, Any]:
         """Return the generators of every process, and in the middle of an accumulation window what only it has seen.
 
         That is its gradients, and its session's state (ranges observed on its own micro-batches); Lightning writes the
@@ -95,6 +95,7 @@ class ExactResume:
             "frozen": self._frozen(),
             "loaded_in_epoch": self._trainer.fit_loop._last_train_dl_reload_epoch,
             "metrics": self._epoch_metrics(),
+            "plateau": self._plateau(skipped),
         }
         if world_size() == 1:
             return {"ranks": [mine]}
@@ -103,6 +104,40 @@ class ExactResume:
         everyone: list[Any] = [None] * world_size()
         dist.all_gather_object(everyone, mine)
         return {"ranks": everyone}
+
+    def _plateau(self, skipped: bool) -> dict[str, Any]:
+        """Return what schedulers on a plateau go by, and which of them have yet to take their step of this batch.
+
+        Lightning (2.6) steps them behind the hooks that save, and never after a restart; it restores no metric.
+        """
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        configs = {i: config for i, config in enumerate(trainer.lr_scheduler_configs) if config.reduce_on_plateau}
+        if not configs or not trainer.lightning_module.automatic_optimization:
+            return {}
+        batch, metrics = loop.batch_progress.current, trainer.callback_metrics
+        in_batch = batch.processed > batch.completed or trainer.validating
+        is_due = in_batch and not (skipped or trainer.fit_loop._should_accumulate())
+        return {
+            "due": [
+                i for i, config in configs.items()
+                if is_due and config.interval == "step" and batch.ready % config.frequency == 0
+            ],
+            "metrics": {
+                config.monitor: metrics[config.monitor].clone()
+                for config in configs.values() if config.monitor in metrics
+            },
+        }  # fmt: skip
+
+    def _step_plateau(self, plateau: Mapping[str, Any]) -> None:
+        """Take the steps that were due, by the metrics that there are now."""
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        for i in plateau.get("due", ()):
+            config = trainer.lr_scheduler_configs[i]
+            if (value := trainer.callback_metrics.get(config.monitor)) is not None:
+                loop.scheduler_progress.increment_ready()
+                module = trainer.lightning_module  # its class's own: wrapped, it asks whether this process has stepped
+                type(module).lr_scheduler_step(module, config.scheduler, value)
+                loop.scheduler_progress.increment_completed()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         """Keep a saved state until training reaches its place; return this process's session, if saved."""
@@ -227,12 +262,16 @@ class ExactResume:
             return
         loop, loader = self._trainer.fit_loop.epoch_loop, fetcher.combined_loader
         consumed = loop.batch_progress.current.ready
+        plateau = (saved or {}).get("plateau", {})
+        self._trainer._logger_connector._callback_metrics.update(plateau.get("metrics", {}))
         only_closes = consumed > 0 and loop._num_ready_batches_reached()
         if saved is not None and not only_closes and (consumed or saved.get("cut_short")):
             self._first_epoch = False
             original(fetcher)
             self._go_on_within_epoch(fetcher, saved, consumed)
+            self._step_plateau(plateau)
             return
+        self._step_plateau(plateau)
         if saved is not None:
             self._iterate_anew = True
             self._set_random(saved["rng"])

@@ -281,11 +281,11 @@ class EffCallback(Callback):
         """Add what an exact resume needs; files with weights alone do without."""
         if self.session is None or self._resume is None or self.session.context is None:
             return
-        ended = self.session.is_finished and self._final is not None
-        checkpoint[_STATE_KEY] = self._final if ended else self.session.state_dict()
+        checkpoint[_STATE_KEY] = (ended := self.session.is_finished and self._final) or self.session.state_dict()
         if ended:
             checkpoint[DEPLOYMENT_KEY] = self.session.deployment()
-        checkpoint[_RESUME_KEY] = self._resume.state_dict(checkpoint[_STATE_KEY])
+        skipped = bool(self._steps and self._steps.skipped)
+        checkpoint[_RESUME_KEY] = self._resume.state_dict(checkpoint[_STATE_KEY], skipped)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the saved state until training starts; an evaluation after `fit` loads weights alone."""

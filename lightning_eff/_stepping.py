@@ -41,6 +41,11 @@ class WatchedSteps:
         """Nothing was tried or applied in this batch so far."""
         self._tried = self._applied = self._discarded = False
 
+    @property
+    def skipped(self) -> bool:
+        """Whether the optimizer step of this batch was tried and not applied."""
+        return self._tried and not self._applied
+
     def before_step(self) -> None:
         """Gradients are complete: an `optimizer_step` of the user's own may also let a batch pass without."""
         self._tried = True
@@ -68,6 +73,5 @@ class WatchedSteps:
             config.scheduler is scheduler and config.interval == "step" for config in self._trainer.lr_scheduler_configs
         )
         # Lightning would move the learning rate on steps that the scaler skipped.
-        skipped = self._tried and not self._applied
-        if not (skipped and by_step and self._trainer.lightning_module.automatic_optimization):
+        if not (self.skipped and by_step and self._trainer.lightning_module.automatic_optimization):
             original(scheduler, metric)

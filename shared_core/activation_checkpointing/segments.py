@@ -163,7 +163,10 @@ class _Checkpointed:
         return type(self.block).forward(self.block, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (torch.is_grad_enabled() and self.block.training):
+        if not torch.is_grad_enabled():
+            return self.run(*args, **kwargs)
+        self.segment.tally.reached = True
+        if not self.block.training:
             return self.run(*args, **kwargs)
         args, kwargs = self._without_cache(args, kwargs)
         if torch.compiler.is_compiling() and self.segment.length > 1:

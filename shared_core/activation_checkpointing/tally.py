@@ -19,6 +19,8 @@ class Tally:
     saved_bytes: int = 0
     """Bytes that the first backward found dropped: what autograd would have held, less what was held instead. What a
     region hands on is not counted: whatever runs next may hold it."""
+    reached: bool = False
+    """Whether a block ran with gradients on, in train mode or not."""
     compiled: bool = False
     """Whether a block was traced by torch.compile, which recomputes inside its own backward, uncounted."""
     uncompiled: bool = False

@@ -49,6 +49,7 @@ class ActivationCheckpointing(Technique):
         self._model: nn.Module | None = None
         self._hook: RemovableHandle | None = None
         self._steps = self._num_said = 0
+        self._checked = self._was_recomputed = False
 
     def attach(self, model: nn.Module, context: Context) -> None:
         """Wrap the blocks; a budget looks at the first micro-batches of training for that."""
@@ -103,18 +104,29 @@ class ActivationCheckpointing(Technique):
             if self._budget.plan is None or self.handle is None or self.handle.tally.recomputations == 0:
                 return  # the plan is made, or just wrapped
         self._steps += 1
-        if self._steps == 1 and len(context.optimizers) < 2:  # else the blocks may belong to another one's loss
+        # of several optimizers, the blocks may belong to another one's loss
+        if not self._checked and len(context.optimizers) < 2 and self._is_reached:
             self._check()
+            self._checked = True
         notes = self.handle.tally.notes if self.handle is not None else []
         for text in notes[self._num_said :]:
             context.services.say(f"efftrain: checkpointing: {text}")
         self._num_said = len(notes)
 
+    @property
+    def _is_reached(self) -> bool:
+        """Whether training has come to a wrapped block: the experts of a mixture may get no token for steps."""
+        return self.handle is None or self.handle.tally.reached
+
+    @property
+    def _has_recomputed(self) -> bool:
+        """Whether backward ran a block again, in this process."""
+        return self.handle is not None and (self.handle.tally.recomputations > 0 or self.handle.tally.compiled)
+
     def _check(self) -> None:
         if self._budget is not None and self._budget.plan is not None and not self._budget.plan.segments:
             return  # all fits
-        tally = self.handle.tally if self.handle is not None else None
-        if tally is None or not (tally.recomputations or tally.compiled):
+        if not self._has_recomputed:
             raise TrainingError(
                 f"checkpointing: policy {self.config.policy} must recompute blocks in backward, got none recomputed: "
                 "the blocks did not run in train mode, or need no gradients; name others with include, or drop it"
@@ -122,7 +134,7 @@ class ActivationCheckpointing(Technique):
 
     def finish(self, model: nn.Module, context: Context) -> None:
         """Unwrap the blocks; weights need no baking."""
-        if self._steps:
+        if self._steps and (self._is_reached or not self._was_recomputed):
             self._check()
         elif self._budget is not None and self._budget.plan is None:
             context.services.say("efftrain: checkpointing: the run was over before a budget could be planned")
@@ -137,11 +149,13 @@ class ActivationCheckpointing(Technique):
             self.handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a budget's plan, so that a resumed run holds it from its first step."""
-        return {} if self._budget is None else {"budget": self._budget.state_dict()}
+        """Return whether blocks were recomputed, and a budget's plan, which a resumed run holds from its first step."""
+        budget = {} if self._budget is None else {"budget": self._budget.state_dict()}
+        return budget | {"recomputed": self._was_recomputed or self._has_recomputed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the plan back."""
+        """Take both back."""
+        self._was_recomputed = bool(state.get("recomputed"))
         if self._budget is not None:
             self._budget.load_state_dict(state.get("budget", {}))
 

@@ -77,8 +77,8 @@ class Teachers:
         """Return what changes during training: nothing."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Any], student: nn.Module) -> None:
+        """Take back what `state_dict` returned; the student's own was restored before."""
 
 
 class StudentAverage(Teachers):
@@ -110,7 +110,7 @@ class StudentAverage(Teachers):
         """Move the average one step towards the student."""
         (average,) = self.modules
         for mean, now in zip(average.parameters(), student.parameters(), strict=True):
-            if mean.is_floating_point():  # the frozen base of QLoRA is codes
+            if not _is_codes(mean):
                 local_part(mean).lerp_(local_part(now.detach()).to(mean.dtype), 1 - self._decay)
         for copied, buffer in zip(average.buffers(), student.buffers(), strict=True):
             copied.copy_(buffer)
@@ -137,12 +137,17 @@ class StudentAverage(Teachers):
         return {name: whole(tensor.detach()).clone() for name, tensor in self._tensors().items()}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], student: nn.Module) -> None:
         """Take back a saved average.
 
         Raises:
             CheckpointError: If it is of another model.
         """
+        (average,) = self.modules
+        for path, module in list(student.named_modules()):
+            if any(map(_is_codes, module._parameters.values())):
+                average.set_submodule(path, copy.deepcopy(module))
+        super().__init__(self.modules)  # the copies are in the student's mode
         tensors = self._tensors()
         if set(state) != set(tensors) or any(state[name].shape != tensor.shape for name, tensor in tensors.items()):
             raise CheckpointError(
@@ -154,7 +159,13 @@ class StudentAverage(Teachers):
     def _tensors(self) -> dict[str, Tensor]:
         (average,) = self.modules
         reshard_(average)  # its forward leaves the outermost module gathered
-        return {**dict(average.named_parameters()), **dict(average.named_buffers())}
+        parameters = {name: mean for name, mean in average.named_parameters() if not _is_codes(mean)}
+        return {**parameters, **dict(average.named_buffers())}
+
+
+def _is_codes(parameter: Tensor | None) -> bool:
+    """Return whether a parameter is of a frozen base in 4 or 8 bits: the student's, as are its scales, not averaged."""
+    return parameter is not None and not parameter.is_floating_point()
 
 
 def _is_placed(module: nn.Module) -> bool:

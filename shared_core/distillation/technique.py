@@ -154,7 +154,7 @@ class Distillation(Technique):
             self._comparison.teachers.follow(self._student)
             self._comparison.begin(context)
             if self._saved_teachers:
-                self._comparison.teachers.load_state_dict(self._saved_teachers)
+                self._comparison.teachers.load_state_dict(self._saved_teachers, self._student)
         for name, pairs in self._pairs.items():
             if self._saved_pairs.get(name):
                 pairs.load_state_dict(self._saved_pairs[name])

@@ -146,7 +146,7 @@ class PruneConfig(TechniqueConfig):
                               "take channel")  # fmt: skip
         if self.granularity == "layer" and self.criterion in ("geometric_median", "bn_scale", "neuron_taylor"):
             raise self._error("criterion", "must be another with granularity layer, which has no other units beside it")
-        if self.scope.startswith("erdos_renyi") and self.granularity not in ("unstructured", "block", "filter"):
+        if self.scope.startswith("erdos_renyi") and self.granularity not in ("unstructured", "block"):
             raise self._error("scope", f"must be global or local with granularity {self.granularity}")
         if self.granularity == "layer" and self.scope != "global":
             raise self._error("scope", "must be global with granularity layer")
@@ -189,6 +189,11 @@ class PruneConfig(TechniqueConfig):
     def needs_a_step(self) -> bool:
         """Whether nothing can be pruned before a step has shown gradients, units or costs."""
         return self.criterion in GATHERED or self.granularity in TRACED or self.cost in ("flops", "energy")
+
+    @property
+    def watches_layers(self) -> bool:
+        """Whether layers must be called as modules, for hooks to see what passes through them."""
+        return self.weight_criterion in ("fisher", "wanda", "neuron_taylor") or self.cost in ("flops", "energy")
 
     @property
     def why_not_sharded(self) -> str | None:

@@ -6,15 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from shared_core.errors import MatchError
-from shared_core.module_match import match_modules, plain_name
+from shared_core.errors import CompatibilityError, MatchError
+from shared_core.module_match import match_modules, own_class, plain_name
 from shared_core.pruning.axes import input_axis, is_transformers_conv1d, output_axis
 from shared_core.pruning.config import UNITS, PruneConfig
 
 _TYPES: tuple[type[nn.Module], ...] = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
+_NEVER_CALLED = (
+    "attention reads its weight and never calls it, so that its inputs are not seen; take criterion magnitude or "
+    "taylor, without cost flops or energy"
+)
 
 
 def prunable_types(model: nn.Module) -> tuple[type[nn.Module], ...]:
@@ -55,6 +60,7 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
 
     Raises:
         MatchError: If nothing is left.
+        CompatibilityError: If `config.include` names a layer that the criterion cannot score.
     """
     types = prunable_types(model)
     chosen = match_modules(
@@ -73,6 +79,8 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
         place, module, name = next((held for held in held_by if held[1] in places), held_by[0])
         full_name = f"{place}.{name}".removeprefix(".")
         reason = _reason(parameter, held_by, places, types, config)
+        if reason == _NEVER_CALLED and place in config.include:
+            raise CompatibilityError(f"prune: include must name layers that can be scored, got {place}: {reason}")
         if reason is None:
             modules[full_name] = module
         elif parameter.ndim > 1:
@@ -147,4 +155,6 @@ def _reason(
         return f"not floating point ({parameter.dtype})"
     if not parameter.requires_grad and not config.include:
         return "frozen; name its module in include to prune it"
+    if config.watches_layers and own_class(held_by[0][1]) is NonDynamicallyQuantizableLinear:
+        return _NEVER_CALLED
     return None

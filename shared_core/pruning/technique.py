@@ -23,7 +23,7 @@ from shared_core.pruning.report import NOTES, UNITS_NOTE, weights_report
 from shared_core.pruning.rigl import moved_masks, rigl_drop_share
 from shared_core.pruning.schedules import scheduled_sparsity, update_is_due
 from shared_core.pruning.scorers import make_scorer
-from shared_core.pruning.selection import RankedScores, select_weights
+from shared_core.pruning.selection import new_masks
 from shared_core.pruning.straight_through import StraightThrough
 from shared_core.pruning.targets import Targets, find_targets
 from shared_core.pruning.unit_pruning import UnitPruning
@@ -276,6 +276,7 @@ class Pruning(Technique):
             "end_step": self._end,
             "last_update_step": self._last_update,
             "left_out": dict(self._targets.left_out),
+            **self._scorer.report(),
             **(self._units.report(self._store) if self._units else {}),
             "note": NOTES.get(self.config.granularity, UNITS_NOTE),
         }
@@ -357,8 +358,7 @@ class Pruning(Technique):
         stays, count = bool(store) and not config.straight_through, round(sparsity * numel)
         if config.scope == "global" and stays and sum(store.num_pruned.values()) == count:
             return dict(store)
-        scores = RankedScores(self._weights, store if stays else {}, self._scorer)
-        return select_weights(config, self._targets.modules, scores, sparsity)
+        return new_masks(config, self._targets.modules, self._weights, store, self._scorer, sparsity)
 
     def _take(self, context: Context, masks: dict[str, Tensor]) -> None:
         if self.config.straight_through and not self._is_final:
@@ -380,6 +380,8 @@ class Pruning(Technique):
         if self._is_final:
             return
         self._is_final = True
+        if missing := [name for name in self._weights if not self._scorer.has_seen(name)]:
+            context.services.say(f"efftrain: prune: {', '.join(missing[:5])} stay dense: no input has reached them")
         if self.config.straight_through and self._store:
             if self._straight_through.is_shown:
                 self._straight_through.hide(self._weights, self._store.parts)

@@ -89,6 +89,45 @@ def test_lightning_resumes_where_validation_comes_after_or_before_the_checkpoint
         assert difference(whole.weights, again.weights) is None
 
 
+class OnPlateau(pl.Callback):
+    """Gives the run a scheduler that goes by a metric, after every `frequency` batches."""
+
+    def __init__(self, monitor, frequency):
+        self.monitor, self.frequency = monitor, frequency
+
+    def setup(self, trainer, module, stage):
+        configure = module.configure_optimizers
+
+        def with_scheduler():
+            optimizer = configure()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.7, threshold=0.5)
+            told = {"interval": "step", "monitor": self.monitor, "frequency": self.frequency, "strict": False}
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **told}}
+
+        module.configure_optimizers = with_scheduler
+
+    def on_before_backward(self, trainer, module, loss):
+        module.log("loss", loss.detach())
+
+
+@pytest.mark.parametrize(("monitor", "frequency"), [("loss", 1), ("eval_loss", 2)])
+def test_lightning_resumes_a_scheduler_on_a_plateau_that_had_yet_to_step(monitor, frequency, tmp_path):
+    def run(folder, **more):
+        callbacks = [OnPlateau(monitor, frequency), AfterValidation(tmp_path / folder)]
+        options = {"save_every": 1, "limit_val_batches": 2, "val_check_interval": 2, **more}
+        return run_lightning(recipe_of("average"), tmp_path / folder, callbacks=callbacks, **options)
+
+    whole = run("whole")
+    for name in ("step=2", "step=3", "validated=2", "step=5"):
+        again = run(f"from {name}", resume=tmp_path / "whole" / f"{name}.ckpt")
+        ends = [
+            torch.load(each.checkpoints[8], weights_only=True)["lr_schedulers"][0]["last_epoch"]
+            for each in (whole, again)
+        ]
+        assert ends[0] == ends[1] > 2, name
+        assert difference(whole.weights, again.weights) is None, name
+
+
 @pytest.mark.parametrize("front_end", ["hf", "lightning"])
 def test_a_fresh_process_resumes_bit_for_bit(front_end, tmp_path):
     def run(folder, resume=None):

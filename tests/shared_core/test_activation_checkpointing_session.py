@@ -49,6 +49,62 @@ def test_a_policy_that_recomputed_nothing_is_an_error_in_the_first_step():
         session.before_optimizer_step()
 
 
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts, self.head = blocks(2), nn.Linear(4, 4)
+
+    def forward(self, x, expert):
+        return self.head(x if expert is None else self.experts[expert](x))
+
+
+def route(session, optimizer, model, expert):
+    session.loss(model(torch.ones(2, 4), expert).sum()).backward()
+    session.before_optimizer_step()
+    optimizer.step()
+    session.after_optimizer_step()
+    optimizer.zero_grad()
+
+
+def test_steps_that_reach_no_block_are_no_error_as_long_as_others_do():
+    options = {"policy": "block", "include": ["experts.*"]}
+    whole = Experts()
+    session, optimizer = make(options, whole)
+    route(session, optimizer, whole, None)
+    with torch.no_grad():
+        whole.eval()(torch.ones(2, 4), 0)  # a validation in between
+        whole.train()
+    route(session, optimizer, whole, 1)
+    state = session.state_dict()
+    session.finish()
+    assert session.techniques["checkpointing"].report()["recomputations"] == 1
+
+    resumed = Experts()
+    again = Session(Recipe.from_dict({"checkpointing": options}))
+    again.attach(resumed)
+    again.load_state_dict(state)
+    second = torch.optim.SGD(resumed.parameters(), lr=0.1)
+    again.begin([second], total_steps=4)
+    route(again, second, resumed, None)
+    assert again.state_dict()["techniques"]["checkpointing"] == {"recomputed": True}
+    again.techniques["checkpointing"].finish(resumed, again.context)  # the saved run's recomputations count
+    resumed = Experts().eval()
+    again = Session(Recipe.from_dict({"checkpointing": options}))
+    again.attach(resumed)
+    again.load_state_dict(state)
+    again.begin([torch.optim.SGD(resumed.parameters(), lr=0.1)], total_steps=4)
+    with pytest.raises(TrainingError, match="got none recomputed"):  # not what was reached and kept here
+        route(again, second, resumed, 0)
+
+
+def test_a_run_that_reached_no_block_is_an_error_at_its_end():
+    model = Experts()
+    session, optimizer = make({"policy": "block", "include": ["experts.*"]}, model)
+    route(session, optimizer, model, None)
+    with pytest.raises(TrainingError, match="got none recomputed"):
+        session.finish()
+
+
 def test_blocks_of_one_of_two_optimizers_are_looked_for_at_the_end():
     model = blocks().eval()
     session = Session(Recipe.from_dict({"checkpointing": {"policy": "block"}}))

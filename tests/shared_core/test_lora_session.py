@@ -1,5 +1,6 @@
 """Runs with adapters: exact resume, loaded weights, detaching, casts and moves, receipts, refusals."""
 
+import copy
 import math
 
 import pytest
@@ -13,6 +14,7 @@ from shared_core.quantization import LoraConfig
 from shared_core.quantization.lora_base import frozen_tensors, on_grid
 from shared_core.quantization.lora_layers import adapters
 from shared_core.recipe import Recipe
+from shared_core.session import Session
 from shared_core.state_file import load_state, save_state
 
 
@@ -55,6 +57,41 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(base, stop, tmp_path):
     for one, other in zip(optimizer.state_dict()["state"].values(), second.state_dict()["state"].values(), strict=True):
         assert all(torch.equal(one[key], other[key]) for key in one)
     assert again.state_dict()["techniques"]["lora"]["layers"]  # a run that trains on needs it after the end too
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_an_average_that_teaches_is_resumed_in_a_model_with_other_frozen_weights(base, tmp_path):
+    def start(model):
+        recipe = {"lora": {"rank": 2, "base": base}, "distill": {"teacher": "ema", "ema_decay": 0.5, "alpha": 0.5}}
+        ours = Session(Recipe.from_dict(recipe), seed=1)
+        ours.attach(model)
+        return ours, torch.optim.AdamW(model.parameters(), lr=0.02)
+
+    def train(ours, optimizer, model, stop):
+        for _ in range(ours.step, stop):
+            ours.loss(model(X).square().mean()).backward()
+            ours.before_optimizer_step()
+            optimizer.step()
+            ours.after_optimizer_step()
+            optimizer.zero_grad()
+
+    whole, fresh = net(), net()
+    for parameter in fresh.parameters():
+        nn.init.normal_(parameter)
+    ours, optimizer = start(whole)
+    ours.begin([optimizer], total_steps=5)
+    train(ours, optimizer, whole, 2)
+    save_state(tmp_path, ours.state_dict())
+    weights, halfway = copy.deepcopy((whole.state_dict(), optimizer.state_dict()))
+    train(ours, optimizer, whole, 5)
+    again, second = start(fresh)
+    fresh.load_state_dict(weights)
+    second.load_state_dict(halfway)
+    again.load_state_dict(load_state(tmp_path))
+    again.begin([second], total_steps=5)
+    train(again, second, fresh, 5)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, fresh.state_dict()[name]), name
 
 
 def test_weights_loaded_alone_become_the_base():

@@ -355,6 +355,7 @@ def test_eight_bit_states_hold_zero_and_training_goes_on():
         ({"criterion": "threshold", "threshold": 0.1, "granularity": "block"}, "must be unstructured"),
         ({"criterion": "wanda", "granularity": "block"}, "must be unstructured or n_m"),
         ({"criterion": "wanda", "scope": "erdos_renyi"}, "scope must be global or local"),
+        ({"granularity": "filter", "criterion": "l2_norm", "scope": "erdos_renyi"}, "scope must be global or local"),
     ],
 )
 def test_bad_options_are_refused(options, message):

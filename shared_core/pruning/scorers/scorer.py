@@ -103,6 +103,10 @@ class Scorer:
         """Whether there is something to score by."""
         return self.num_observed > 0
 
+    def has_seen(self, name: str) -> bool:
+        """Return whether there is something to score this weight by, where there is of any."""
+        return True
+
     @torch.no_grad()
     def scores(self, name: str, weight: Tensor) -> Tensor:
         """Return the scores of one weight: new, float32 (float64 for float64), of the weight's shape.
@@ -134,6 +138,10 @@ class Scorer:
         if not self.keeps_going:
             self.num_observed = self.num_left_out = 0
             self._forget()
+
+    def report(self) -> dict[str, Any]:
+        """Return what a receipt tells of weights that were scored otherwise than the others."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values from which `load_state_dict` goes on bit for bit."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from shared_core.errors import TrainingError
 from shared_core.pruning.scorers.gathered import GatheringScorer
 from shared_core.pruning.scorers.layouts import channel_axis, over_inputs
-from shared_core.pruning.scorers.scorer import wide
+from shared_core.pruning.scorers.scorer import saved_tensors, wide
 
 
 class Wanda(GatheringScorer):
@@ -23,6 +23,9 @@ class Wanda(GatheringScorer):
     place of a convolution's input. Forwards in train mode count, with gradients or without (a calibration); what
     activation checkpointing recomputes in backward does not count again. Inside `calibrating` forwards in eval mode
     count too. Hooks stay outside a compiled graph, as in `BackwardWatch`.
+
+    A layer that no input has reached since the last update (an expert) is scored by those before: only weights of one
+    row compete, so that it matters to no other that they are older.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -37,6 +40,8 @@ class Wanda(GatheringScorer):
     criterion: ClassVar[str] = "wanda"
     needs: ClassVar[frozenset[str]] = frozenset({"activations"})
     per_row: ClassVar[bool] = True
+    _former: dict[str, Tensor]
+    _missed: dict[str, int]
 
     def _set_up(self, generator: torch.Generator | None) -> None:
         self._handles: list[RemovableHandle] = []
@@ -72,6 +77,40 @@ class Wanda(GatheringScorer):
                     handle.remove()
                 self._handles = []
 
+    def has_seen(self, name: str) -> bool:
+        """Return whether an input has ever reached the layer, by the last `observe_step` or `reduce`."""
+        return name in self._totals or name in self._former
+
+    def reset(self) -> None:
+        """Start again; what was gathered stays for layers that no input will reach."""
+        former, missed = self._former | self._totals, dict(self._missed)
+        for name in self.modules if self.ready else ():
+            if name not in self._totals:
+                missed[name] = missed.get(name, 0) + 1
+        super().reset()
+        self._former, self._missed = former, missed
+
+    def report(self) -> dict[str, Any]:
+        """Return for how many updates no input had reached a layer: it had its older ones, or kept its mask."""
+        return {"updates_without_input": dict(self._missed)} if self._missed else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what older updates gathered beside the totals."""
+        former = {name: total.clone() for name, total in self._former.items()}
+        return {**super().state_dict(), "former": former, "missed": dict(self._missed)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back the totals, and what is older."""
+        super().load_state_dict(state)
+        state = {"former": {}, "missed": {}, **state}  # runs saved before these were kept
+        shapes = {name: self._like(name).shape for name in state["former"] if name in self.modules}
+        self._former = saved_tensors(state, "former", shapes, f"prune {self.criterion}")
+        self._missed = {name: int(count) for name, count in state["missed"].items()}
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._former, self._missed = {}, {}
+
     def _hook(self, name: str) -> Callable[..., None]:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -101,6 +140,8 @@ class Wanda(GatheringScorer):
 
     def _scores(self, name: str, weight: Tensor) -> Tensor:
         total = self._total(name, weight)
+        if total is None and name in self._former:
+            total = self._former[name].to(weight.device)
         if total is None:
             raise TrainingError(
                 f"prune wanda: {name} must have seen an input, got none; leave the layer out with skip, or calibrate "
