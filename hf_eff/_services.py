@@ -15,7 +15,7 @@ from transformers import Trainer
 from hf_eff._checkpoints import ModelWeights, checkpoint_folder
 from hf_eff._teacher import check_tokenizer, load_teacher
 from hf_eff._wrapped import Wrapped
-from shared_core.errors import TrainingError
+from shared_core.errors import ConfigError, TrainingError
 from shared_core.sharded import reshard_
 from shared_core.state_file import rng_state, set_rng_state
 from shared_core.technique import SavedCheckpoint
@@ -34,6 +34,8 @@ class TrainerServices:
         """Steps at which this run saved; resumed runs go on with the list of the run that they resume."""
         self.metric: str | None = None
         """The validation metric that `checkpoints` reports."""
+        self.searches = False
+        """Whether a greedy soup will evaluate its candidates."""
         self.compute_loss: Callable[[nn.Module], Any] | None = None
         """The trainer's `compute_loss` on the present micro-batch, of any model."""
 
@@ -65,11 +67,24 @@ class TrainerServices:
         callbacks, history = trainer.callback_handler.callbacks, list(trainer.state.log_history)
         trainer.callback_handler.callbacks = []
         try:
-            return dict(trainer.evaluate())
+            return dict(self._metrics(trainer.evaluate()))
         finally:
             trainer.callback_handler.callbacks = callbacks
             trainer.state.log_history = history
             set_rng_state(random)
+
+    def validate(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the trainer's own `evaluate`; one that a greedy soup could not use fails at the first validation."""
+        metrics = method(*args, **kwargs)
+        return self._metrics(metrics) if self.searches else metrics
+
+    def _metrics(self, returned: Any) -> Mapping[str, float]:
+        if not isinstance(returned, Mapping):
+            raise ConfigError(
+                f"hf: evaluate of {type(self._trainer).__name__} must return its metrics, got {returned!r:.80}; let it "
+                "return what super().evaluate() does, with its own figures added"
+            )
+        return returned
 
     def calibrate(self, num_batches: int) -> None:
         """Run training batches without gradients; random numbers and the order of training data stay as they were."""
