@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
 from transformers import Trainer
 
@@ -36,6 +37,8 @@ class TrainerServices:
         """The validation metric that `checkpoints` reports."""
         self.searches = False
         """Whether a greedy soup will evaluate its candidates."""
+        self.note = self.say
+        """Tells the user a line, and keeps it for the receipt where a session listens."""
         self.compute_loss: Callable[[nn.Module], Any] | None = None
         """The trainer's `compute_loss` on the present micro-batch, of any model."""
 
@@ -90,6 +93,12 @@ class TrainerServices:
         """Run training batches without gradients; random numbers and the order of training data stay as they were."""
         trainer, model = self._trainer, self._model()
         accelerator, was_training = trainer.accelerator, model.training
+        state = trainer.state
+        if state.global_step < state.max_steps and _is_used_up(trainer.train_dataset):
+            self.note(
+                f"calibration takes up to {num_batches} batches from a data set that holds an iterator: if that starts "
+                "once alone, training goes on behind them; let it start anew each time that it is iterated"
+            )
         loaders = list(accelerator._dataloaders)
         references = list(accelerator.gradient_state.dataloader_references)
         random = rng_state()
@@ -141,6 +150,12 @@ class TrainerServices:
             raise TrainingError("hf: trainer must have a model")
         unwrapped: nn.Module = self._trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
         return unwrapped
+
+
+def _is_used_up(data: Any) -> bool:
+    """Return whether a stream may be one that can be iterated once: it is an iterator, or keeps one."""
+    held = [data, *getattr(data, "__dict__", {}).values()]
+    return isinstance(data, IterableDataset) and any(isinstance(source, Iterator) for source in held)
 
 
 def _first(batches: Iterable[Any], count: int) -> Iterator[Any]:

@@ -58,6 +58,7 @@ class SessionCallback(TrainerCallback):
 
     def _new_session(self, recipe: Recipe) -> None:
         self.session = Session(recipe, front_end="hf", services=self._services, seed=self._trainer.args.seed)
+        self._services.note = self.session.note
         soup = recipe["soup"].to_dict() if "soup" in recipe else {}
         self._services.metric, self._services.searches = soup.get("metric"), soup.get("kind") == "greedy"
         self._unlabelled.session = self._poisson.session = self.session
