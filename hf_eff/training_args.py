@@ -161,7 +161,7 @@ class _ReadAsTrainingBegins:
             return self._default
         if sys._getframe(1).f_code.co_name == "_inner_training_loop":
             args.check_taken()
-        return args.__dict__[self._name]
+        return args.__dict__.get(self._name, self._default)
 
     def __set__(self, args: Any, value: Any) -> None:
         args.__dict__[self._name] = value
