@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
 from transformers import Trainer
 
 from hf_eff._checkpoints import ModelWeights, checkpoint_folder
 from hf_eff._teacher import check_tokenizer, load_teacher
 from hf_eff._wrapped import Wrapped
-from shared_core.errors import TrainingError
+from shared_core.errors import ConfigError, TrainingError
 from shared_core.sharded import reshard_
 from shared_core.state_file import rng_state, set_rng_state
 from shared_core.technique import SavedCheckpoint
@@ -34,6 +35,10 @@ class TrainerServices:
         """Steps at which this run saved; resumed runs go on with the list of the run that they resume."""
         self.metric: str | None = None
         """The validation metric that `checkpoints` reports."""
+        self.searches = False
+        """Whether a greedy soup will evaluate its candidates."""
+        self.note = self.say
+        """Tells the user a line, and keeps it for the receipt where a session listens."""
         self.compute_loss: Callable[[nn.Module], Any] | None = None
         """The trainer's `compute_loss` on the present micro-batch, of any model."""
 
@@ -65,16 +70,35 @@ class TrainerServices:
         callbacks, history = trainer.callback_handler.callbacks, list(trainer.state.log_history)
         trainer.callback_handler.callbacks = []
         try:
-            return dict(trainer.evaluate())
+            return dict(self._metrics(trainer.evaluate()))
         finally:
             trainer.callback_handler.callbacks = callbacks
             trainer.state.log_history = history
             set_rng_state(random)
 
+    def validate(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the trainer's own `evaluate`; one that a greedy soup could not use fails at the first validation."""
+        metrics = method(*args, **kwargs)
+        return self._metrics(metrics) if self.searches else metrics
+
+    def _metrics(self, returned: Any) -> Mapping[str, float]:
+        if not isinstance(returned, Mapping):
+            raise ConfigError(
+                f"hf: evaluate of {type(self._trainer).__name__} must return its metrics, got {returned!r:.80}; let it "
+                "return what super().evaluate() does, with its own figures added"
+            )
+        return returned
+
     def calibrate(self, num_batches: int) -> None:
         """Run training batches without gradients; random numbers and the order of training data stay as they were."""
         trainer, model = self._trainer, self._model()
         accelerator, was_training = trainer.accelerator, model.training
+        state = trainer.state
+        if state.global_step < state.max_steps and _is_used_up(trainer.train_dataset):
+            self.note(
+                f"calibration takes up to {num_batches} batches from a data set that holds an iterator: if that starts "
+                "once alone, training goes on behind them; let it start anew each time that it is iterated"
+            )
         loaders = list(accelerator._dataloaders)
         references = list(accelerator.gradient_state.dataloader_references)
         random = rng_state()
@@ -126,6 +150,12 @@ class TrainerServices:
             raise TrainingError("hf: trainer must have a model")
         unwrapped: nn.Module = self._trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
         return unwrapped
+
+
+def _is_used_up(data: Any) -> bool:
+    """Return whether a stream may be one that can be iterated once: it is an iterator, or keeps one."""
+    held = [data, *getattr(data, "__dict__", {}).values()]
+    return isinstance(data, IterableDataset) and any(isinstance(source, Iterator) for source in held)
 
 
 def _first(batches: Iterable[Any], count: int) -> Iterator[Any]:

@@ -58,7 +58,9 @@ class SessionCallback(TrainerCallback):
 
     def _new_session(self, recipe: Recipe) -> None:
         self.session = Session(recipe, front_end="hf", services=self._services, seed=self._trainer.args.seed)
-        self._services.metric = recipe["soup"].to_dict()["metric"] if "soup" in recipe else None
+        self._services.note = self.session.note
+        soup = recipe["soup"].to_dict() if "soup" in recipe else {}
+        self._services.metric, self._services.searches = soup.get("metric"), soup.get("kind") == "greedy"
         self._unlabelled.session = self._poisson.session = self.session
         self._adds_loss = any(overrides(technique, "loss") for technique in self.session.techniques.values())
         for callback in self.given.callbacks:
@@ -103,7 +105,7 @@ class SessionCallback(TrainerCallback):
             "compute_loss": self._compute_loss,
             "_clip_grad_norm": self._clip_grad_norm,
             "_get_grad_norm": self._before_norm,
-            "evaluate": functools.partial(self._within, "evaluating"),
+            "evaluate": functools.partial(self._within, "evaluating", self._services.validate),
             "predict": functools.partial(self._within, "evaluating"),
             "_save_checkpoint": functools.partial(self._within, "saving", functools.partial(save_whole, trainer)),
             "save_model": self._save_model,

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from shared_core.recipe import Recipe
 
+_PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT")
+_TOKEN_TASKS = ("CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS")
+
 
 def forget_optimizer(trainer: Trainer) -> None:
     """Have the trainer make its optimizer anew where the model has other parameters than when it made one."""
@@ -148,14 +151,22 @@ def _is_empty(data: Any) -> bool:
 
 def _check_distillation(trainer: Trainer, *, chunked: bool) -> None:
     if _hides_logits(trainer):
-        way_out = (
-            "train with transformers' own Trainer, or without chunked and with a label_smoothing_factor"
-            if chunked
-            else "give its arguments a label_smoothing_factor (1e-9 will do), for which it computes them"
-        )
+        way_out = "train with TRL's SFTTrainer or transformers' own Trainer"
+        if _is_sft(trainer):
+            way_out = (
+                "train with transformers' own Trainer, or without chunked and with a label_smoothing_factor"
+                if chunked
+                else "give its arguments a label_smoothing_factor (1e-9 will do), for which it computes them"
+            )
         raise CompatibilityError(
-            "distill: trainer must compute logits, but TRL's SFTTrainer fuses its loss into the head and returns none; "
-            f"{way_out}"
+            f"distill: trainer must compute logits, but TRL's {type(trainer).__name__} fuses its loss into the head "
+            f"and returns none; {way_out}"
+        )
+    prompts = getattr(trainer.model, "active_peft_config", None) if is_peft(trainer.model) else None
+    if prompts is not None and prompts.peft_type in _PROMPTS and prompts.task_type in _TOKEN_TASKS:
+        raise CompatibilityError(
+            f"distill: logits must be those of the batch's tokens, but PEFT's {prompts.peft_type.value} puts "
+            f"{prompts.num_virtual_tokens} of its own before them, which no teacher sees; take prefix tuning or LoRA"
         )
     if chunked and trainer.label_smoother is not None:
         raise CompatibilityError(
@@ -174,5 +185,10 @@ def _hides_logits(trainer: Trainer) -> bool:
     model: Any = trainer.model.get_base_model() if is_peft(trainer.model) else trainer.model  # type: ignore[operator, union-attr]
     forward = getattr(model.forward, "__func__", model.forward)
     code = getattr(forward, "__code__", None)
-    is_fused = code is not None and "fused_lm_head" in code.co_varnames
-    return is_fused and trainer.label_smoother is None and trainer.compute_loss_func is None
+    if code is None or "fused_lm_head" not in code.co_varnames:
+        return False
+    return not _is_sft(trainer) or (trainer.label_smoother is None and trainer.compute_loss_func is None)
+
+
+def _is_sft(trainer: Trainer) -> bool:
+    return any(cls.__name__ == "SFTTrainer" for cls in type(trainer).__mro__)

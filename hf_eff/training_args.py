@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import types
 import typing
 from pathlib import Path
@@ -19,6 +20,7 @@ from shared_core.recipe import Recipe
 from shared_core.rooms import ROOMS, flags
 
 RECIPE_FLAG = "eff_recipe"
+_FIRST_READ = "auto_find_batch_size"
 
 
 class _GroupName:
@@ -123,10 +125,8 @@ class EffFlags:
         """Note that a trainer runs these techniques."""
         self.__dict__["_eff_taken"] = self.recipe.to_dict()
 
-    def get_warmup_steps(self, num_training_steps: int) -> Any:
-        """Return the trainer's own answer; refuse a trainer that would train without the techniques.
-
-        The trainer asks for this when it makes its scheduler, before the first step.
+    def check_taken(self) -> None:
+        """Refuse a trainer that would train without the techniques.
 
         Raises:
             ConfigError: If the flags switch techniques on and nothing took them, or not as they are now.
@@ -139,7 +139,32 @@ class EffFlags:
                 "changed after it was constructed; use EffTrainer, or call hf_eff.attach(trainer) before "
                 "trainer.train(), with the flags set before"
             )
+
+    def get_warmup_steps(self, num_training_steps: int) -> Any:
+        """Return the trainer's own answer, of flags that are taken: trainers with loops of their own ask for it."""
+        self.check_taken()
         return super().get_warmup_steps(num_training_steps)  # type: ignore[misc]
+
+
+class _ReadAsTrainingBegins:
+    """A field that checks the flags when the Trainer's loop reads it: the one word that every run has with the class.
+
+    ``Trainer._inner_training_loop`` (transformers 5.17 to 5.23) begins with it, whatever optimizer and schedule it got;
+    everybody else, ``to_dict`` and pickle among them, reads the plain value.
+    """
+
+    def __init__(self, name: str, default: Any) -> None:
+        self._name, self._default = name, default
+
+    def __get__(self, args: Any, owner: type) -> Any:
+        if args is None:
+            return self._default
+        if sys._getframe(1).f_code.co_name == "_inner_training_loop":
+            args.check_taken()
+        return args.__dict__.get(self._name, self._default)
+
+    def __set__(self, args: Any, value: Any) -> None:
+        args.__dict__[self._name] = value
 
 
 EffFlags.__annotations__ = {}
@@ -177,6 +202,7 @@ def with_eff(arguments_class: type) -> type:
         "__module__": __name__,
         # made again from the class it extends, so that it can be unpickled where nobody made it yet
         "__reduce__": lambda self: (_blank, (arguments_class,), self.__dict__),
+        _FIRST_READ: _ReadAsTrainingBegins(_FIRST_READ, getattr(arguments_class, _FIRST_READ)),
     }
     made = types.new_class(name, (EffFlags, arguments_class), exec_body=lambda body: body.update(namespace))
     return dataclasses.dataclass(repr=False)(made)

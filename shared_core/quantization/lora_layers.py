@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
+import inspect
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -21,6 +23,8 @@ from shared_core.ranks import local_part
 from shared_core.sharded import cut, is_sharded, whole
 
 _ADAPTER = "default"
+# but for what is only looked at, and parts of it: Bloom's slices and DeBERTa's states of others, off unless asked for
+_READ = re.compile(r"(?<!isinstance\()\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|data|chunk)\b|\[|\s*=[^=])")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -44,6 +48,7 @@ def select_linear(
     inside = {id(module) for top in whole.values() for module in top.modules()}
     # transformers' list, which it keeps from bitsandbytes: T5 casts activations to the type of such a layer's weight
     kept = {*(getattr(model, "_keep_in_fp32_modules", None) or ())} if config.base != "none" else set()
+    parents: dict[int, Any] = {id(module): type(parent) for parent in model.modules() for module in parent.children()}
     layers: dict[str, nn.Linear] = {}
     left_out: dict[str, str] = {}
     for found in matched:
@@ -57,6 +62,8 @@ def select_linear(
             reason = "its weight is shared with another module"
         elif reason is None and kept & {*found.name.split(".")}:
             reason = f"{type(model).__name__} wants it in float32; base none adapts it"
+        elif reason is None and found.name.rpartition(".")[2] in _reads_itself(parents[id(module)]):
+            reason = f"{parents[id(module)].__name__} computes with its weight itself, past any adapter"
         if reason is None and isinstance(module, nn.Linear):
             layers[found.name] = module
         elif found.name in config.include:
@@ -85,6 +92,19 @@ def _why_not(name: str, module: nn.Module, config: LoraConfig) -> str | None:
     if not weight.is_floating_point() or (config.base != "none" and weight.dtype not in _FLOATS):
         return f"its weight is {weight.dtype}, not float32, bfloat16 or float16"
     return None
+
+
+@functools.cache
+def _reads_itself(parent: type) -> frozenset[str]:
+    """Return whose weights a module's code reads to compute with, as Mamba's fused scan does, by attribute."""
+    found: set[str] = set()
+    # `fast_paths_off` switches torch's own such code off
+    for ancestor in (cls for cls in parent.__mro__ if not cls.__module__.startswith("torch.")):
+        for name, function in vars(ancestor).items():
+            if inspect.isfunction(function) and not any(word in name for word in ("init", "reset", "tie")):
+                with contextlib.suppress(OSError):  # without source
+                    found.update(_READ.findall(inspect.getsource(inspect.unwrap(function))))
+    return frozenset(found)
 
 
 def _trained_whole(model: nn.Module, patterns: tuple[str, ...], output: str) -> dict[str, nn.Module]:
@@ -117,6 +137,9 @@ def inject(
         config: Rank, alpha, dropout and base.
         generator: On the CPU; the same on every rank.
 
+    Raises:
+        CompatibilityError: If peft refuses a layer.
+
     Source: Hu et al., 2021, arXiv:2106.09685, section 4.1.
     """
     peft = library("peft", "lora")
@@ -135,9 +158,13 @@ def inject(
             model.set_submodule(where[name], base)
         with torch.random.fork_rng(devices=[]):
             peft.inject_adapter_in_model(asked, model, _ADAPTER)
-    except BaseException:
+    except BaseException as error:
         for name, module in layers.items():
             model.set_submodule(where[name], module)
+        if isinstance(error, ValueError):  # peft has lists of layers by architecture
+            raise CompatibilityError(
+                f"lora: layers must be those that peft can adapt, got {error}; leave them out with skip (--lora_skip)"
+            ) from error
         raise
     finally:
         # trainers would take it for peft's own model, whose checkpoints hold adapters alone

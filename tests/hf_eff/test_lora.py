@@ -6,13 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import HfArgumentParser, T5Config, T5ForConditionalGeneration
+from transformers import HfArgumentParser, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from hf_eff import EffTrainingArguments, attach
 from hf_eff.lora import QLora
 from shared_core.errors import CompatibilityError
 from shared_core.quantization import LoraConfig
 from shared_core.quantization.lora_base import on_grid
+from shared_core.recipe import Recipe
+from shared_core.session import Session
 from shared_core.state_file import load_state
 
 SAVED = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}
@@ -104,6 +106,28 @@ def test_layers_that_a_class_wants_in_float32_keep_it(make, tmp_path):
     ).train()
     left_out = callback.session.receipt()["techniques"]["lora"]["left_out"]
     assert "wants it in float32" in left_out["encoder.block.0.layer.1.DenseReluDense.wo"]
+
+
+def test_layers_whose_weights_are_read_past_their_forward_are_left_out(make, tmp_path):
+    config = MambaConfig(vocab_size=24, hidden_size=16, state_size=4, num_hidden_layers=1)
+    data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in make.texts()]
+    callback = QLora(rank=2, base="none")
+    make.trainer(tmp_path, model=MambaForCausalLM(config), data=data, callbacks=[callback], max_steps=2).train()
+    told = callback.session.receipt()["techniques"]["lora"]
+    assert [(layer["name"], layer["adapter_size"] > 0) for layer in told["per_layer"]] == [
+        ("backbone.layers.0.mixer.in_proj", True)
+    ]
+    for name in ("x_proj", "dt_proj", "out_proj"):
+        assert "MambaMixer computes with its weight itself" in told["left_out"][f"backbone.layers.0.mixer.{name}"]
+
+
+def test_what_peft_alone_refuses_is_told_with_the_flag(make):
+    model = nn.Sequential()
+    model.out_proj, model.head = nn.Linear(4, 4), nn.Linear(4, 4)
+    model.config = MambaConfig()
+    with pytest.raises(CompatibilityError, match=r"out_proj.*--lora_skip"):
+        Session(Recipe.from_dict({"lora": {"rank": 2, "base": "none"}})).attach(model)
+    assert type(model.out_proj) is nn.Linear
 
 
 def test_flags():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hf_gradients import Gradients, T, distance, first_gradients, reference
 from torch.nn import functional as F
+from transformers import Trainer
 
 from hf_eff import Distillation, attach
 
@@ -124,3 +125,32 @@ def test_a_folder_without_a_config_is_an_earlier_state_of_the_student(make, tmp_
     save_file({"classifier.bias": torch.zeros(4)}, tmp_path / "earlier" / "model.safetensors")
     with pytest.raises(CheckpointError, match="of a BertForSequenceClassification like the student, got missing"):
         attach(make.trainer(tmp_path / "run"), {"distill": {"teacher": str(tmp_path / "earlier")}})
+
+
+def test_prompts_before_the_tokens_are_refused_and_prefixes_are_not(make, tmp_path):
+    from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
+
+    from shared_core.errors import CompatibilityError
+
+    def trainer(prompts):
+        model = get_peft_model(make.language_model(), prompts(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        return make.trainer(tmp_path, model=model, data=make.texts(), max_steps=1)
+
+    recipe = {"distill": {"teacher": make.language_model(seed=9)}}
+    with pytest.raises(CompatibilityError, match=r"PROMPT_TUNING puts 3 of its own.*prefix tuning"):
+        attach(trainer(PromptTuningConfig), recipe)
+    prefixed = trainer(PrefixTuningConfig)
+    attach(prefixed, recipe)
+    prefixed.train()
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"), [("GRPOTrainer", "train with TRL's SFTTrainer"), ("SFTTrainer", "label_smoothing_factor")]
+)
+def test_a_fused_head_is_refused_with_a_way_out_that_its_trainer_has(make, tmp_path, name, way_out):
+    from shared_core.errors import CompatibilityError
+
+    trainer = make.trainer(tmp_path, trainer_class=type(name, (Trainer,), {}))
+    trainer.model.forward = lambda *args, fused_lm_head=False, **kwargs: None  # as TRL does
+    with pytest.raises(CompatibilityError, match=f"TRL's {name} fuses.*{way_out}"):
+        attach(trainer, {"distill": {"teacher": make.classifier(seed=9)}})

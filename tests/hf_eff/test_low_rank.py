@@ -6,9 +6,10 @@ import pytest
 import torch
 from promise_drivers import difference, hf_trainer, saved_state
 from promise_table import NUM_STEPS, make_net, train_examples
+from torch.utils.data import IterableDataset
 from typer.testing import CliRunner
 
-from hf_eff import LowRank
+from hf_eff import LowRank, attach
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.low_rank import load
@@ -144,3 +145,20 @@ def test_the_command_factorises_a_model_of_sounds_for_which_no_inputs_are_made_u
     assert len(values["layers"]) >= 6
     assert values["bytes"]["after"] < values["bytes"]["before"]
     assert "milliseconds" not in values
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_calibration_on_a_stream_that_it_may_use_up_is_noted(make, tmp_path, once):
+    class Stream(IterableDataset):
+        def __init__(self, rows):
+            self.rows = iter(rows) if once else rows
+
+        def __iter__(self):
+            yield from self.rows
+
+    trainer = make.trainer(tmp_path, max_steps=8)
+    trainer.train_dataset = Stream(make.examples(48))
+    options = {"rank": 4, "decomposition": "whitened", "calibration_batches": 3, "min_size": 0}
+    session = attach(trainer, {"low_rank": options})
+    trainer.train()
+    assert any("takes up to 3 batches" in note for note in session.notes) is once

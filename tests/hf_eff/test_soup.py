@@ -4,6 +4,7 @@ import pytest
 import torch
 from promise_drivers import hf_trainer
 from torch.utils.data import IterableDataset
+from transformers import Trainer
 
 from hf_eff import ModelSoup, attach
 from shared_core.errors import ConfigError, TrainingError
@@ -60,6 +61,20 @@ def test_what_a_soup_needs_is_said_at_the_start(make, tmp_path):
         trainer.train()
     assert trainer.state.global_step == 4
     assert torch.isfinite(next(trainer.model.parameters())).all()
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_an_evaluate_that_returns_nothing_is_told(make, tmp_path, validates):
+    class Silent(Trainer):
+        def evaluate(self, *args, **kwargs):
+            super().evaluate(*args, **kwargs)
+
+    soup = ModelSoup(kind="greedy", metric="eval_accuracy")
+    during = {"eval_strategy": "steps", "eval_steps": 2} if validates else {}
+    trainer = make.trainer(tmp_path, trainer_class=Silent, callbacks=[soup], max_steps=4, **during, **SAVING)
+    with pytest.raises(ConfigError, match="evaluate of Silent must return its metrics, got None"):
+        trainer.train()
+    assert trainer.state.global_step == (2 if validates else 4)
 
 
 def test_equal_weights_get_equal_metrics_though_ranges_are_estimated_with_dropout(make, tmp_path):

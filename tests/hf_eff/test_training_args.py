@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import json
 import pickle
@@ -318,6 +319,21 @@ def test_help_is_complete_and_the_group_holds_only_our_flags():
 def test_a_stock_trainer_does_not_ignore_the_flags(make, tmp_path):
     trainer = make.trainer(tmp_path, arguments_class=EffTrainingArguments, prune_sparsity=0.5)
     assert type(trainer) is Trainer
+    with pytest.raises(ConfigError, match=r"prune must be taken by the trainer.*EffTrainer"):
+        trainer.train()
+    session = attach(trainer)
+    trainer.train()
+    assert session.receipt()["techniques"]["prune"]["sparsity"] == pytest.approx(0.5, abs=1e-3)
+
+
+def test_a_stock_trainer_with_a_schedule_of_its_own_does_not_ignore_them_either(make, tmp_path):
+    model = make.classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = {"optimizers": (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))}
+    trainer = make.trainer(tmp_path, model=model, extra=own, arguments_class=EffTrainingArguments, prune_sparsity=0.5)
+    assert trainer.args.to_dict()["auto_find_batch_size"] is False
+    for again in (copy.deepcopy(trainer.args), pickle.loads(pickle.dumps(trainer.args))):
+        assert again.to_dict() == trainer.args.to_dict()
     with pytest.raises(ConfigError, match=r"prune must be taken by the trainer.*EffTrainer"):
         trainer.train()
     session = attach(trainer)
