@@ -24,23 +24,42 @@ def call(model: nn.Module, example_inputs: Any) -> Any:
     return model(*example_inputs) if isinstance(example_inputs, tuple | list) else model(example_inputs)
 
 
+def call_model(
+    model: nn.Module, inputs: Any, where: str = "model: inputs", remedy: str = "give them without labels"
+) -> Any:
+    """Return the model's output, as `call` does.
+
+    Args:
+        model: The user's.
+        inputs: What it is called with.
+        where: Who asks and what for, for errors.
+        remedy: What the user may do about one.
+
+    Raises:
+        ConfigError: If the model raises; its own error is the cause.
+
+    Example:
+        >>> call_model(nn.Identity(), (torch.ones(1),))
+        tensor([1.])
+    """
+    try:
+        return call(model, inputs)
+    except (EffError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise ConfigError(
+            f"{where} must hold what the model takes: a tensor, a tuple of arguments or a mapping of keyword "
+            f"arguments, got {type(inputs).__name__} ({type(error).__name__}: {error}); {remedy}"
+        ) from error
+
+
 def call_on_batch(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Any] | None, where: str) -> Any:
     """Return what the user's loss makes of a batch, or the model itself.
 
     Raises:
         ConfigError: If the model raises; its own error is the cause.
     """
-    if loss is not None:
-        return loss(model, batch)
-    try:
-        return call(model, batch)
-    except (EffError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # the user's code may raise anything
-        raise ConfigError(
-            f"{where} must hold what the model takes: a tensor, a tuple of arguments or a mapping of keyword "
-            f"arguments, got {type(batch).__name__} ({type(error).__name__}: {error}); or pass loss(model, batch)"
-        ) from error
+    return loss(model, batch) if loss else call_model(model, batch, where, "or pass loss(model, batch)")
 
 
 @contextmanager

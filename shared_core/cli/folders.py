@@ -77,6 +77,35 @@ def keep_report(out: Path, values: Mapping[str, Any]) -> None:
         temporary.write_text(json_text(values) + "\n", encoding="utf-8")
 
 
+def save_network(network: nn.Module, source: Path | None, target: Path, where: str = "", example: Any = None) -> None:
+    """Write a model as the folder that it came from, its tokenizer beside it, or without one its weights alone.
+
+    Args:
+        network: The model.
+        source: The folder that it was loaded from, if it was.
+        target: An empty folder.
+        where: The command, for errors.
+        example: Inputs, if what is written is to be loaded and compared.
+
+    Raises:
+        CheckpointError: If the folder does not load with the same outputs.
+    """
+    if source is None:
+        from safetensors.torch import save_model
+
+        save_model(network, str(target / "model.safetensors"))  # shared tensors once
+        return
+    saved: Any = network
+    saved.save_pretrained(target)
+    copy_beside(source, target)
+    if example is not None:
+        from shared_core.pruning.removal.measuring import difference, outputs
+
+        gap = difference(outputs(network, example), outputs(load_folder(target, where), example))
+        if not gap <= 1e-5:
+            raise CheckpointError(f"{where}: the saved model must load with the same outputs, they differ by {gap}")
+
+
 def copy_beside(source: Path, target: Path) -> None:
     """Copy the tokenizer and what else lies beside the weights of a model, but for what is there and our reports."""
     for file in source.iterdir():

@@ -12,11 +12,11 @@ import typer
 
 from shared_core.cli.arguments import AsJson, Calibration, Evaluate, Loss, Model, Out, Weights
 from shared_core.cli.config_options import command_with_options, given_options
-from shared_core.cli.folders import check_new, copy_beside, load_folder
+from shared_core.cli.folders import check_new, load_folder, save_network
 from shared_core.cli.loading import build_model, function, load_weights, score, user_batches
 from shared_core.cli.progress_bar import bar
 from shared_core.cli.shrink import made_up_inputs
-from shared_core.errors import CheckpointError, ConfigError
+from shared_core.errors import ConfigError
 from shared_core.strict_json import json_text
 
 if TYPE_CHECKING:
@@ -151,24 +151,10 @@ def _values(result: ShrinkResult) -> dict[str, Any]:
 
 def _write(out: Path, network: nn.Module, values: dict[str, Any], folder: Path | None, example: Any) -> None:
     """Write the model and the report; a shrunk folder must load with the same outputs."""
-    from safetensors.torch import save_model
-
     from shared_core.atomic import atomic_folder
-    from shared_core.pruning.removal.measuring import difference, outputs
 
     with atomic_folder(out) as temporary:
-        if folder is None:
-            save_model(network, str(temporary / "model.safetensors"))  # shared tensors once
-        else:
-            saved: Any = network
-            saved.save_pretrained(temporary)
-            copy_beside(folder, temporary)
-            if example is not None:
-                gap = difference(outputs(network, example), outputs(load_folder(temporary, "eff prune"), example))
-                if not gap <= 1e-5:
-                    raise CheckpointError(
-                        f"eff prune: the saved model must load with the same outputs, they differ by {gap}"
-                    )
+        save_network(network, folder, temporary, "eff prune", example)
         (temporary / REPORT_FILE).write_text(json_text(values) + "\n", encoding="utf-8")
 
 

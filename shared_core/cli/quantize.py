@@ -15,7 +15,7 @@ import typer
 from shared_core.cli import quantize_report_measures as measures
 from shared_core.cli.arguments import AsJson, Evaluate, Model, Out, Weights
 from shared_core.cli.export import load_quantized
-from shared_core.cli.folders import check_new, copy_beside, load_folder
+from shared_core.cli.folders import check_new, load_folder, save_network
 from shared_core.cli.loading import build_model, function, load_weights, score, user_batches
 from shared_core.cli.progress_bar import bar
 from shared_core.cli.quantize_report import notes_of_method, section_of_method, sections, tell
@@ -370,18 +370,11 @@ def _write(
     config: QatConfig,
     folder: Path | None,
 ) -> None:
-    from safetensors.torch import save_model
-
     from shared_core.atomic import atomic_folder
     from shared_core.plain_checkpoint import write_deployment
 
     with atomic_folder(out) as temporary:
-        if folder is None:
-            save_model(model, str(temporary / "model.safetensors"))  # shared tensors once
-        else:
-            saved: Any = model
-            saved.save_pretrained(temporary)
-            copy_beside(folder, temporary)
+        save_network(model, folder, temporary)
         if values["ranges"]:
             write_deployment(str(temporary), {"qat": {"ranges": values["ranges"]}})
         if found is not None:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shared_core.cli.arguments import AsJson, Out, Weights
-from shared_core.cli.folders import check_new, copy_beside, load_folder
+from shared_core.cli.folders import check_new, load_folder, save_network
 from shared_core.cli.loading import build_model, function, load_weights
 from shared_core.cli.progress_bar import bar
-from shared_core.errors import CheckpointError, ConfigError
+from shared_core.errors import ConfigError
 from shared_core.strict_json import json_text
 
 if TYPE_CHECKING:
@@ -48,7 +48,6 @@ def shrink(
     """
     from shared_core.atomic import atomic_folder
     from shared_core.pruning import shrink as remove
-    from shared_core.pruning.removal.measuring import difference, outputs
 
     check_new(out, "eff shrink")
     folder = Path(model)
@@ -67,19 +66,7 @@ def shrink(
         result = remove(network, example, multiple_of=multiple_of, allow_inexact=allow_inexact)
     report = _report(result)
     with atomic_folder(out) as temporary:
-        if is_folder:
-            saved: Any = result.model
-            saved.save_pretrained(temporary)
-            copy_beside(folder, temporary)
-            gap = difference(outputs(result.model, example), outputs(load_folder(temporary, "eff shrink"), example))
-            if not gap <= 1e-5:
-                raise CheckpointError(
-                    f"eff shrink: the saved model must load with the same outputs, they differ by {gap}"
-                )
-        else:
-            from safetensors.torch import save_model
-
-            save_model(result.model, str(temporary / "model.safetensors"))
+        save_network(result.model, folder if is_folder else None, temporary, "eff shrink", example)
         (temporary / REPORT_FILE).write_text(json_text(report) + "\n", encoding="utf-8")
     if as_json:
         typer.echo(json_text(report))

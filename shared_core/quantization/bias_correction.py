@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError, nearest
+from shared_core.model_calls import call_model
 from shared_core.quantization.channels import channel_sums
-from shared_core.quantization.graph import LAYERS, call_model, evaluating
+from shared_core.quantization.graph import LAYERS, evaluating
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from shared_core.atomic import scratch_folder
 from shared_core.errors import CompatibilityError
+from shared_core.model_calls import call_model
 from shared_core.quantization.export_layers import input_qparams
-from shared_core.quantization.graph import call_model
 from shared_core.quantization.modules import STOCK
 
 TOLERANCE = 1e-5

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from shared_core.atomic import atomic_write, scratch_folder
 from shared_core.errors import CompatibilityError, MissingExtraError
+from shared_core.model_calls import call_model
 from shared_core.quantization.export_codes import Quantized
 from shared_core.quantization.export_executorch_layers import program_layer, set_output_range
 from shared_core.quantization.export_source import (
@@ -26,7 +27,6 @@ from shared_core.quantization.export_source import (
     quantized_reference,
     quiet,
 )
-from shared_core.quantization.graph import call_model
 
 _LARGEST_CHANGE = 0.05
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from shared_core.atomic import atomic_write, scratch_folder
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError
+from shared_core.model_calls import call_model
 from shared_core.quantization.export_activations import quantize_activations
 from shared_core.quantization.export_check import check_file, integer_nodes, relative_change
 from shared_core.quantization.export_layers import to_export
@@ -28,7 +29,6 @@ from shared_core.quantization.export_source import (
     quantized_reference,
     quiet,
 )
-from shared_core.quantization.graph import call_model
 
 _LARGEST_FILE = 2**31 - 2**20  # protobuf's limit, less room for the graph
 _OPSETS = range(21, 24)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shared_core.errors import CompatibilityError
+from shared_core.model_calls import call_model
 from shared_core.quantization.batch_norm_folding import check_pair, fold_batch_norm
-from shared_core.quantization.graph import LAYERS, Flow, Node, call_model, evaluating, output_tensor, sole_user, trace
+from shared_core.quantization.graph import LAYERS, Flow, Node, evaluating, output_tensor, sole_user, trace
 
 _RELU = frozenset({"ReLU", "ReLU6", "relu", "relu_", "relu6"})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from shared_core.errors import CompatibilityError, ConfigError, EffError
+from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.model_calls import call_model
 
 LAYERS: tuple[type[nn.Module], ...] = (
     nn.Linear,
@@ -133,36 +134,6 @@ def sole_user(node: Node) -> tuple[Node | None, str]:
         return None, "nothing reads its output"
     readers = ", ".join(str(user) for user in node.users)
     return None, f"its output is tapped (a residual or a second branch): {readers} read it"
-
-
-def call_model(model: nn.Module, inputs: Any, where: str = "model: inputs") -> Any:
-    """Return the model's output for a tensor, a tuple or list of arguments, or a mapping of keyword arguments.
-
-    Args:
-        model: The user's.
-        inputs: What it is called with.
-        where: Who asks and what for, for errors.
-
-    Raises:
-        ConfigError: If the model raises; its own error is the cause.
-
-    Example:
-        >>> call_model(nn.Identity(), (torch.ones(1),))
-        tensor([1.])
-    """
-    try:
-        if isinstance(inputs, Mapping):
-            return model(**inputs)
-        if isinstance(inputs, (tuple, list)):
-            return model(*inputs)
-        return model(inputs)
-    except (EffError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # the user's code may raise anything
-        raise ConfigError(
-            f"{where} must hold what the model takes: a tensor, a tuple of arguments or a mapping of keyword "
-            f"arguments, without labels, got {type(inputs).__name__} ({type(error).__name__}: {error})"
-        ) from error
 
 
 def output_tensor(output: Any) -> Tensor:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from shared_core.errors import EffError
+from shared_core.model_calls import call_model
 from shared_core.quantization.convert import convert
 from shared_core.quantization.fusion import run
-from shared_core.quantization.graph import call_model
 
 
 def latencies(model: nn.Module, quantized: nn.Module, example_inputs: Any, *, repeats: int = 15) -> dict[str, float]:

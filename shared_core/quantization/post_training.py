@@ -16,13 +16,14 @@ from eff_kernels import quantization as kernels
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
+from shared_core.model_calls import call_model
 from shared_core.module_match import check_model
 from shared_core.quantization import bias_correction, equalization
 from shared_core.quantization.config import QatConfig
 from shared_core.quantization.estimator_bank import EstimatorBank
 from shared_core.quantization.folds import folded_weight
 from shared_core.quantization.fusion import fuse_batch_norm
-from shared_core.quantization.graph import call_model, evaluating
+from shared_core.quantization.graph import evaluating
 from shared_core.quantization.layers import as_rows, weights_of
 from shared_core.quantization.learned_ranges import WeightScale
 from shared_core.quantization.ranges import apply_ranges

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
-from shared_core.quantization.graph import LAYERS, call_model, evaluating, output_tensor
+from shared_core.model_calls import call_model
+from shared_core.quantization.graph import LAYERS, evaluating, output_tensor
 from shared_core.quantization.schemes import LayerScheme
 from shared_core.quantization.weight_quantizers import quantize_weight
 

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
+from shared_core.model_calls import call_model
 from shared_core.module_match import match_modules
-from shared_core.quantization.graph import call_model, output_tensor
+from shared_core.quantization.graph import output_tensor
 from shared_core.quantization.lora_base import sqnr
 from shared_core.quantization.torchao_layers import (
     WHERE,

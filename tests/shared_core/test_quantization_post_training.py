@@ -182,7 +182,7 @@ def test_recurrent_layers_and_embeddings_are_quantised_too():
     [
         ("int8", None, {}, ConfigError, "calibration must be given for ranges of activations"),
         ("int8", "empty", {}, ConfigError, "calibration must hold batches, got none"),
-        ("int8", "loader", {}, ConfigError, "calibration must hold what the model takes.*without labels"),
+        ("int8", "loader", {}, ConfigError, "calibration must hold what the model takes.*without labels$"),
         ("int8_weight", None, {"correct_bias": True}, ConfigError, "calibration must be given for correct_bias"),
         ("int8", "good", {"num_batches": 0}, ConfigError, "num_batches must be a whole number of at least 1, got 0"),
         ("int8", "good", {"num_batches": True}, ConfigError, "num_batches must be a whole number"),
