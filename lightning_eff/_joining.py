@@ -49,7 +49,7 @@ def replaced(trainer: Any, recipe: Recipe) -> Any:
 
     Lightning asks `configure_callbacks` for new ones in every `fit`.
     """
-    earlier = getattr(trainer, "_eff_leader", None)
+    earlier = vars(trainer).pop("_eff_leader", None)
     session = getattr(earlier, "session", None)
     return earlier if session is not None and session.recipe.keys() == recipe.keys() else None
 

@@ -108,15 +108,15 @@ class ExactResume:
     def _plateau(self, skipped: bool) -> dict[str, Any]:
         """Return what schedulers on a plateau go by, and which of them have yet to take their step of this batch.
 
-        Lightning (2.6) steps them behind the hooks that save, and never after a restart; it restores no metric.
+        Lightning (2.6) steps them behind the hooks that save, and after a restart only if a validation saved; it
+        restores no metric.
         """
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
         configs = {i: config for i, config in enumerate(trainer.lr_scheduler_configs) if config.reduce_on_plateau}
         if not configs or not trainer.lightning_module.automatic_optimization:
             return {}
         batch, metrics = loop.batch_progress.current, trainer.callback_metrics
-        in_batch = batch.processed > batch.completed or trainer.validating
-        is_due = in_batch and not (skipped or trainer.fit_loop._should_accumulate())
+        is_due = batch.processed > batch.completed and not (skipped or trainer.fit_loop._should_accumulate())
         return {
             "due": [
                 i for i, config in configs.items()

@@ -100,9 +100,8 @@ class EffCallback(Callback):
             trainer.callbacks = [callback for callback in trainer.callbacks if callback not in mine]
             return
         self._trainer, self._joined, self._tries_first = trainer, mine, _joining.tries_first(trainer, recipe)
-        if before is None and (earlier := _joining.replaced(trainer, recipe)) is not None:
+        if (earlier := _joining.replaced(trainer, recipe)) is not None and before is None:
             before, self._run_id, self._final = earlier.session, earlier._run_id, earlier._final
-        trainer._eff_leader = self
         trains_on = before is not None and before.is_finished and trainer.global_step > 0
         self._run_id = self._run_id if trains_on else trainer.strategy.broadcast(uuid.uuid4().hex)
         services = LightningServices(trainer, self._run_id, getattr(recipe.get("soup"), "metric", None))
@@ -322,7 +321,7 @@ class EffCallback(Callback):
         self._resume.use_up()
         session.finish()
         # Kept apart: a later test with a checkpoint writes that one's state into the precision plugin.
-        self._final = session.state_dict()
+        self._final, trainer._eff_leader = session.state_dict(), self
         receipt = session.receipt()
         folder = trainer.log_dir or trainer.default_root_dir  # every process must ask
         if trainer.is_global_zero:
@@ -359,6 +358,7 @@ class EffCallback(Callback):
             if self.session.is_attached and self.session.has_begun and world_size() == 1:
                 self._final = self.session.state_dict()  # a notebook trains on
             self.session.detach()
+        vars(self._trainer or self).pop("_eff_leader", None)
         self._undo()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
