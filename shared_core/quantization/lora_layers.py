@@ -25,6 +25,8 @@ from shared_core.sharded import cut, is_sharded, whole
 _ADAPTER = "default"
 # but for what is only looked at, and parts of it: Bloom's slices and DeBERTa's states of others, off unless asked for
 _READ = re.compile(r"(?<!isinstance\()\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|data|chunk)\b|\[|\s*=[^=])")
+# not Lightning's hooks, which look at a weight to log it or to give it a group of its own
+_NO_FORWARD = re.compile(r"init|reset|tie|configure|optimizer|^on_|_step$")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -101,7 +103,7 @@ def _reads_itself(parent: type) -> frozenset[str]:
     # `fast_paths_off` switches torch's own such code off
     for ancestor in (cls for cls in parent.__mro__ if not cls.__module__.startswith("torch.")):
         for name, function in vars(ancestor).items():
-            if inspect.isfunction(function) and not any(word in name for word in ("init", "reset", "tie")):
+            if inspect.isfunction(function) and not _NO_FORWARD.search(name):
                 with contextlib.suppress(OSError):  # without source
                     found.update(_READ.findall(inspect.getsource(inspect.unwrap(function))))
     return frozenset(found)

@@ -13,7 +13,7 @@ from torch import nn
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError, TrainingError
 from shared_core.quantization import LoraConfig
 from shared_core.quantization.lora_base import float_weight, freeze, frozen_tensors, on_grid, sqnr
-from shared_core.quantization.lora_layers import adapters
+from shared_core.quantization.lora_layers import adapters, select_linear
 
 # QuantState.code of NF4: the quantiles of a normal distribution in appendix E of arXiv:2305.14314.
 NF4 = torch.tensor(
@@ -338,3 +338,28 @@ def test_a_device_without_bitsandbytes_is_named(monkeypatch):
         CompatibilityError, match=r"base nf4 must run on cpu, but bitsandbytes .* no kernel .* --lora_base none"
     ):
         session().attach(net())
+
+
+class Looked(nn.Module):
+    """Reads weights as a LightningModule does, and one to compute with."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.third(nn.functional.linear(self.first(x), self.second.weight))
+
+    def training_step(self, batch):
+        return self.first.weight.square().mean()
+
+    def configure_optimizers(self):
+        return [self.first.weight, self.third.weight]
+
+
+def test_layers_that_are_looked_at_are_adapted_and_those_whose_weights_are_used_are_not():
+    layers, _, _ = select_linear(Looked(), LoraConfig(rank=2, base="none", include=("first", "third")))
+    assert [*layers] == ["first", "third"]
+    _, _, left_out = select_linear(Looked(), LoraConfig(rank=2, base="none"))
+    assert left_out["second"] == "Looked computes with its weight itself, past any adapter"
+    assert "first" not in left_out
