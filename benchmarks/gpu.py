@@ -13,9 +13,9 @@ from measure import table, write
 from operations import At, Case, rows_of
 
 METHOD = """\
-Device time between two CUDA events, the L2 cache flushed before each call; variants in turn, each round started by
-another one; a ratio is the median of the rounds' paired ratios of ours to that peer, with its quartiles: below 1 ours
-is faster. Before it is timed, each peer must give the same numbers. Memory is what is allocated above the inputs at the
+Device time between two CUDA events, the L2 cache flushed before each call; variants in turn, each round in an order of
+its own; a ratio is the median of the rounds' paired ratios of ours to that peer, with its quartiles: below 1 ours is
+faster. Before it is timed, each peer must give the same numbers. Memory is what is allocated above the inputs at the
 peak. Roofline: the bytes that one fused pass has to move, or the operations of the products, over the time, as a share
 of what a copy and a bfloat16 product reach here. Written by `make bench-gpu`."""
 

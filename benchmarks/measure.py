@@ -91,10 +91,10 @@ FEWEST = 3
 
 
 def in_turn(variants: Mapping[str, Callable[[], float]], *, rounds: int, seconds: float = SECONDS) -> Times:
-    """Return the seconds that each variant reports, one entry a round. Every round has an order of its own: what a call
-    leaves in caches and on the heap is not always the same one's to find.
+    """Return the seconds that each variant reports, one entry a round.
 
-    After three rounds no new one is begun once `seconds` of this process's time are spent.
+    Every round has an order of its own: what a call leaves in caches and on the heap is not always the same one's to
+    find. After three rounds no new one is begun once `seconds` of this process's time are spent.
     """
     names = list(variants)
     times: Times = {name: [] for name in names}

@@ -20,10 +20,10 @@ NAMES = (
 )  # fmt: skip
 
 METHOD = """\
-One thread of CPU time (`time.process_time`), never wall time. Variants run in one process, in turn, and start each
-round with another one; a ratio is the median of the rounds' paired ratios, with its quartiles. Memory is torch's
-allocator's or `RssAnon`, which leaves mapped files out. Roofline: the bytes that one pass has to move over the time, as
-a share of what a copy reaches on this machine. Written by `make bench`; other machines will differ.
+One thread of CPU time (`time.process_time`), never wall time. Variants run in one process, in turn, each round in an
+order of its own; a ratio is the median of the rounds' paired ratios, with its quartiles. Memory is torch's allocator's
+or `RssAnon`, which leaves mapped files out. Roofline: the bytes that one pass has to move over the time, as a share of
+what a copy reaches on this machine. Written by `make bench`; other machines will differ.
 Unstructured sparsity makes files smaller, not dense products faster."""
 
 

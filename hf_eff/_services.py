@@ -124,7 +124,7 @@ class TrainerServices:
         # what is in these batches is known to the subclass alone, whose loss may ask for this number (TRL's GRPO)
         vars(trainer).setdefault("current_gradient_accumulation_steps", trainer.args.gradient_accumulation_steps)
         loss = trainer.compute_loss
-        (loss.__wrapped__ if isinstance(loss, Wrapped) else loss)(model, inputs)  # type: ignore[attr-defined]
+        (loss.method if isinstance(loss, Wrapped) else loss)(model, inputs)
 
     def task_loss(self, model: nn.Module, forward: Callable[[], Any]) -> Tensor:
         """Return what the trainer's `compute_loss` makes of this model and the present micro-batch."""

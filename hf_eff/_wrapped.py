@@ -12,19 +12,19 @@ class Wrapped:
 
     Args:
         owner: The trainer, or what belongs to it.
-        name: Its own method, a subclass's included.
+        name: Its own method, a subclass's included; `method` stays there for who wants it alone.
         around: Called as ``around(method, *args, **kwargs)`` until `undo`.
     """
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
         self._owner, self._name, self._around = owner, name, around
-        self._was_on_instance, self._method = name in vars(owner), getattr(owner, name)
-        functools.update_wrapper(self, self._method)
+        self._was_on_instance, self.method = name in vars(owner), getattr(owner, name)
+        functools.update_wrapper(self, self.method)
         setattr(owner, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what is around the method."""
-        return self._around(self._method, *args, **kwargs)
+        return self._around(self.method, *args, **kwargs)
 
     def undo(self) -> None:
         """Put the method back; under a wrapper that came later, only pass through from now on."""
@@ -32,7 +32,7 @@ class Wrapped:
         if vars(self._owner).get(self._name) is not self:
             return
         if self._was_on_instance:
-            setattr(self._owner, self._name, self._method)
+            setattr(self._owner, self._name, self.method)
         else:
             delattr(self._owner, self._name)
 

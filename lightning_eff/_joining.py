@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_eff._namespaces import callback_kinds
+from lightning_eff._services import say
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.recipe import Recipe
 
@@ -38,8 +40,7 @@ def joined_recipe(trainer: Any, recipes: list[Recipe]) -> Recipe:
                 )
             recipe = Recipe({**recipe, key: config})
     if trainer.fast_dev_run and "soup" in recipe:
-        if trainer.is_global_zero:
-            print("efftrain: soup: left out, as fast_dev_run saves no checkpoints", flush=True)  # noqa: T201
+        say("efftrain: soup: left out, as fast_dev_run saves no checkpoints")
         recipe = Recipe({key: config for key, config in recipe.items() if key != "soup"})
     return recipe
 
@@ -62,8 +63,7 @@ def tries_first(trainer: Any, recipe: Recipe) -> bool:
     Raises:
         CompatibilityError: If training is private.
     """
-    kinds = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
-    found = sorted(kinds & {"BatchSizeFinder", "LearningRateFinder"})
+    found = sorted(callback_kinds(trainer) & {"BatchSizeFinder", "LearningRateFinder"})
     if found and "dp" in recipe:
         raise CompatibilityError(
             f"dp: learning rate and batch size must be given, got {found[0]}, whose trials see the data without noise; "

@@ -52,6 +52,11 @@ def namespace_of(trainer_or_module: object) -> str:
     return installed()[0]
 
 
+def callback_kinds(trainer: Any) -> set[str]:
+    """Return the names of the classes that a Trainer's callbacks are of, in whichever namespace they are."""
+    return {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
+
+
 def _callback_base() -> type[Callback]:
     # A callback of one name alone is accepted by the other's Trainer but not by its command line.
     bases = tuple(importlib.import_module(name).Callback for name in installed())

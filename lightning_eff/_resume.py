@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_eff._loader_random import random_state, set_random_state
+from lightning_eff._namespaces import callback_kinds
 from lightning_eff._poisson import replay
 from lightning_eff._wrapped import Wrapped
 from shared_core.ranks import local_part, rank, world_size
@@ -212,9 +213,9 @@ class ExactResume:
                 parameter.requires_grad_(name not in frozen)
 
     def _frozen(self) -> list[str] | None:
-        kinds = {kind.__name__ for callback in self._trainer.callbacks for kind in type(callback).__mro__}
-        named = self._trainer.lightning_module.named_parameters()
-        return [name for name, p in named if not p.requires_grad] if "BaseFinetuning" in kinds else None
+        if "BaseFinetuning" not in callback_kinds(self._trainer):
+            return None
+        return [name for name, p in self._trainer.lightning_module.named_parameters() if not p.requires_grad]
 
     def _mean_gradients(self, ranks: list[Mapping[str, Any]]) -> dict[str, torch.Tensor] | None:
         """Return what an unfinished window holds for every one of another number of processes, which average again."""

@@ -213,8 +213,13 @@ class LightningServices:
 
     def say(self, text: str) -> None:
         """Print one line on the main process."""
-        if is_main():
-            print(text, flush=True)  # noqa: T201
+        say(text)
+
+
+def say(text: str) -> None:
+    """Print one line on the main process."""
+    if is_main():
+        print(text, flush=True)  # noqa: T201
 
 
 @contextlib.contextmanager

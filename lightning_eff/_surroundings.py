@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_eff._namespaces import callback_kinds
 from shared_core.wrappers import wrapped_by_user
 
 _STRATEGIES = {
@@ -33,8 +34,7 @@ def surroundings(trainer: Any, model: Any) -> set[str]:
         found |= wrapped_by_user(model)
     precision = str(trainer.precision_plugin.precision)
     found |= {kind for kind, start in (("bf16", "bf16"), ("fp16", "16")) if precision.startswith(start)}
-    callbacks = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
-    if callbacks & _AVERAGING:
+    if callback_kinds(trainer) & _AVERAGING:
         found.add("averaging_callback")
     peft = sys.modules.get("peft")  # without it there is no such model
     if peft is not None and any(isinstance(module, peft.PeftModel) for module in model.modules()):

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shared_core.atomic import atomic_write, check_writable
+from shared_core.cli.loading import build_model, load_weights
 from shared_core.cli.run import front_ends
-from shared_core.errors import CheckpointError, MissingExtraError
+from shared_core.errors import CheckpointError, ConfigError, MissingExtraError
 from shared_core.strict_json import json_text
 
 if TYPE_CHECKING:
@@ -69,6 +70,27 @@ def _from_folder(way: str, folder: Path, where: str, *student: nn.Module) -> nn.
                 raise CheckpointError(f"{where}: {folder} must be a model that can be loaded: {told}") from error
             return loaded
     raise MissingExtraError(f"{where}: a model folder", "transformers", "hf")
+
+
+def open_model(model: str, weights: Path | None, where: str) -> tuple[nn.Module, Any, Path | None]:
+    """Return (model, example inputs or None, its folder or None) of a folder or of ``module:function``.
+
+    Args:
+        model: As the user gave it.
+        weights: For the model of a function: a folder or file with the trained weights.
+        where: The command, for errors.
+
+    Raises:
+        ConfigError: If a folder comes with weights, or the name is of neither.
+    """
+    if (folder := Path(model)).is_dir():
+        if weights is not None:
+            raise ConfigError(f"{where}: --weights must be left out for a folder, got {weights}")
+        return load_folder(folder, where), None, folder
+    network, example = build_model(model, where)
+    if weights is not None:
+        load_weights(network, weights, where)
+    return network, example, None
 
 
 def keep_report(out: Path, values: Mapping[str, Any]) -> None:

@@ -12,8 +12,8 @@ import typer
 
 from shared_core.cli.arguments import AsJson, Calibration, Evaluate, Loss, Model, Out, Weights
 from shared_core.cli.config_options import command_with_options, given_options
-from shared_core.cli.folders import check_new, copy_beside, load_folder
-from shared_core.cli.loading import build_model, function, load_weights, score, user_batches
+from shared_core.cli.folders import check_new, copy_beside, open_model
+from shared_core.cli.loading import function, score, user_batches
 from shared_core.cli.progress_bar import bar
 from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import ConfigError
@@ -59,15 +59,10 @@ def low_rank(
         raise ConfigError("eff low-rank: --loss must come with --calibration, whose batches it takes, got none")
     if repeats < 1:
         raise ConfigError(f"eff low-rank: --repeats must be at least 1, got {repeats}")
-    folder = Path(model) if Path(model).is_dir() else None
-    if folder and weights is not None:
-        raise ConfigError(f"eff low-rank: --weights must be left out for a folder, got {weights}")
     judge = function(evaluate, "eff low-rank: --eval", "model") if evaluate else None
     run_batch = function(loss, "eff low-rank: --loss", "model", "batch") if loss else None
+    network, example, folder = open_model(model, weights, "eff low-rank")
     data = user_batches(calibration, "eff low-rank: --calibration") if calibration else None
-    network, example = (load_folder(folder, "eff low-rank"), None) if folder else build_model(model, "eff low-rank")
-    if weights is not None:
-        load_weights(network, weights, "eff low-rank")
     data = None if data is None else list(itertools.islice(data, config.calibration_batches))
     if example is None and data and run_batch is None:
         example = data[0]

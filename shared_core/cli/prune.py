@@ -12,8 +12,8 @@ import typer
 
 from shared_core.cli.arguments import AsJson, Calibration, Evaluate, Loss, Model, Out, Weights
 from shared_core.cli.config_options import command_with_options, given_options
-from shared_core.cli.folders import check_new, load_folder, save_network
-from shared_core.cli.loading import build_model, function, load_weights, score, user_batches
+from shared_core.cli.folders import check_new, open_model, save_network
+from shared_core.cli.loading import function, score, user_batches
 from shared_core.cli.progress_bar import bar
 from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import ConfigError
@@ -74,15 +74,10 @@ def prune(
         raise ConfigError("eff prune: --loss must come with --calibration, whose batches it takes, got none")
     if calibration is None and config.criterion in GATHERED:
         raise ConfigError(f"eff prune: --calibration must be given with {needs_calibration(config)}, got none")
-    folder = Path(model) if Path(model).is_dir() else None
-    if folder and weights is not None:
-        raise ConfigError(f"eff prune: --weights must be left out for a folder, got {weights}")
     judge = function(evaluate, "eff prune: --eval", "model") if evaluate else None
     run_batch = function(loss, "eff prune: --loss", "model", "batch") if loss else None
+    network, example, folder = open_model(model, weights, "eff prune")
     data = user_batches(calibration, "eff prune: --calibration") if calibration else None
-    network, example = (load_folder(folder, "eff prune"), None) if folder else build_model(model, "eff prune")
-    if weights is not None:
-        load_weights(network, weights, "eff prune")
     data = None if data is None else list(itertools.islice(data, max(batches, 0)))
     needs_example = shrink or (data is None and needs_calibration(config))
     if example is None and needs_example:

@@ -15,8 +15,8 @@ import typer
 from shared_core.cli import quantize_report_measures as measures
 from shared_core.cli.arguments import AsJson, Evaluate, Model, Out, Weights
 from shared_core.cli.export import load_quantized
-from shared_core.cli.folders import check_new, load_folder, save_network
-from shared_core.cli.loading import build_model, function, load_weights, score, user_batches
+from shared_core.cli.folders import check_new, open_model, save_network
+from shared_core.cli.loading import function, score, user_batches
 from shared_core.cli.progress_bar import bar
 from shared_core.cli.quantize_report import notes_of_method, section_of_method, sections, tell
 from shared_core.cli.shrink import made_up_inputs
@@ -180,10 +180,7 @@ def quantize(
     if sensitivity not in (None, "kl", "rmse"):
         raise ConfigError(f"eff quantize: --sensitivity must be kl or rmse, got {sensitivity!r}")
     settings = measures.attack_settings(attack_eps, attack_range, attack_steps)
-    folder = Path(model) if Path(model).is_dir() else None
-    if folder and weights is not None:
-        raise ConfigError(f"eff quantize: --weights must be left out for a folder, got {weights}")
-    network, inputs = (load_folder(folder, "eff quantize"), None) if folder else build_model(model, "eff quantize")
+    network, inputs, folder = open_model(model, weights, "eff quantize")
     float_bytes = _bytes(network)
     notes = _in_float32(network) if folder and by_torchao is None else []
     if folder and (equalize or correct_bias):
@@ -197,8 +194,6 @@ def quantize(
     if qat is not None:
         models["qat"] = copy.deepcopy(network)
         load_quantized(models["qat"], qat, "eff quantize: --qat")
-    if weights is not None:
-        load_weights(network, weights, "eff quantize")
     if by_torchao is None and calibration is None:
         _check_needs_none(network, config)
     judge = function(evaluate, "eff quantize: --eval", "model") if evaluate else None

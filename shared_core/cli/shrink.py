@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shared_core.cli.arguments import AsJson, Out, Weights
-from shared_core.cli.folders import check_new, load_folder, save_network
-from shared_core.cli.loading import build_model, function, load_weights
+from shared_core.cli.folders import check_new, open_model, save_network
+from shared_core.cli.loading import function
 from shared_core.cli.progress_bar import bar
 from shared_core.errors import ConfigError
 from shared_core.strict_json import json_text
@@ -50,23 +50,17 @@ def shrink(
     from shared_core.pruning import shrink as remove
 
     check_new(out, "eff shrink")
-    folder = Path(model)
-    is_folder = folder.is_dir()
-    if is_folder and weights is not None:
-        raise ConfigError(f"eff shrink: --weights must be left out for a folder, got {weights}")
-    network, example = (load_folder(folder, "eff shrink"), None) if is_folder else build_model(model, "eff shrink")
-    if weights is not None:
-        load_weights(network, weights, "eff shrink")
+    network, example, folder = open_model(model, weights, "eff shrink")
     example = function(inputs, "eff shrink: --inputs")() if inputs else example
     if example is None:
-        if not is_folder:
+        if folder is None:
             raise ConfigError(f"eff shrink: {model} must return (model, example_inputs), got a model alone")
         example = made_up_inputs(network)
     with bar("shrinking"):
         result = remove(network, example, multiple_of=multiple_of, allow_inexact=allow_inexact)
     report = _report(result)
     with atomic_folder(out) as temporary:
-        save_network(result.model, folder if is_folder else None, temporary, "eff shrink", example)
+        save_network(result.model, folder, temporary, "eff shrink", example)
         (temporary / REPORT_FILE).write_text(json_text(report) + "\n", encoding="utf-8")
     if as_json:
         typer.echo(json_text(report))

@@ -32,8 +32,11 @@ class Teachers:
     """
 
     def __init__(self, modules: Sequence[nn.Module], weights: Sequence[float] = ()) -> None:
-        self.modules = [module.requires_grad_(False).eval() for module in modules]
         self.weights = list(weights) or None
+        self._freeze(modules)
+
+    def _freeze(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = [module.requires_grad_(False).eval() for module in modules]
         parts = [part for module in self.modules for part in module.modules()]
         self._parts = [*self.modules, *(part for part in parts if type(part) not in _ALIKE_IN_BOTH_MODES)]
 
@@ -147,7 +150,7 @@ class StudentAverage(Teachers):
         for path, module in list(student.named_modules()):
             if any(map(_is_codes, module._parameters.values())):
                 average.set_submodule(path, copy.deepcopy(module))
-        super().__init__(self.modules)  # the copies are in the student's mode
+        self._freeze(self.modules)  # the copies are in the student's mode
         tensors = self._tensors()
         if set(state) != set(tensors) or any(state[name].shape != tensor.shape for name, tensor in tensors.items()):
             raise CheckpointError(
