@@ -6,6 +6,8 @@ a plain data loader over at batch 0 in the middle of an epoch, and it drops grad
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +18,7 @@ from lightning_eff._loader_random import random_state, set_random_state
 from lightning_eff._namespaces import callback_kinds
 from lightning_eff._poisson import replay
 from lightning_eff._wrapped import Wrapped
-from shared_core.ranks import local_part, rank, world_size
+from shared_core.ranks import from_main, local_part, rank, world_size
 from shared_core.state_file import rng_state, set_rng_state
 
 
@@ -80,8 +82,8 @@ class ExactResume:
     def state_dict(self, session: Mapping[str, Any], skipped: bool) -> dict[str, Any]:
         """Return the generators of every process, and in the middle of an accumulation window what only it has seen.
 
-        That is its gradients, and its session's state (ranges observed on its own micro-batches); Lightning writes the
-        main process's state alone.
+        That is its gradients, buffers that are not the main process's, and its session's state (ranges observed on its
+        own micro-batches); Lightning writes the main process's state alone.
         """
         gradients = None
         if self._is_inside_window():
@@ -102,9 +104,32 @@ class ExactResume:
             return {"ranks": [mine]}
         if gradients is not None:
             mine["session"] = session
+        mine["buffers"] = self._own_buffers(is_inside_window=gradients is not None)
         everyone: list[Any] = [None] * world_size()
         dist.all_gather_object(everyone, mine)
         return {"ranks": everyone}
+
+    def _own_buffers(self, *, is_inside_window: bool) -> dict[str, torch.Tensor]:
+        """Return what is not as on the main process, unless the next forward of DDP sends that process's to all.
+
+        Inside a window it does not (torch 2.13): running statistics of a batch norm are each process's until the step.
+        """
+        if not is_inside_window and getattr(self._trainer.strategy.model, "broadcast_buffers", False):
+            return {}
+        buffers = {name: local_part(one).cpu() for name, one in self._trainer.lightning_module.named_buffers()}
+        digests = {
+            name: hashlib.sha256(one.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+            for name, one in buffers.items()
+        }
+        of_main = json.loads(from_main(json.dumps(digests)))
+        return {name: one for name, one in buffers.items() if digests[name] != of_main.get(name)}
+
+    def _put_buffers(self, saved: Mapping[str, Any]) -> None:
+        buffers = dict(self._trainer.lightning_module.named_buffers())
+        for name, value in saved.get("buffers", {}).items():
+            local_part(buffers[name]).copy_(value)
+        if saved["gradients"] is not None and hasattr(self._trainer.strategy.model, "require_forward_param_sync"):
+            self._trainer.strategy.model.require_forward_param_sync = False  # as DDP's last forward left it
 
     def _plateau(self, skipped: bool) -> dict[str, Any]:
         """Return what schedulers on a plateau go by, and which of them have yet to take their step of this batch.
@@ -153,7 +178,8 @@ class ExactResume:
         if len(ranks) == world_size():
             self._saved = ranks[rank()]
             return self._saved.get("session")
-        self._saved = {**ranks[rank() % len(ranks)], "rng": rng_state(), "gradients": self._mean_gradients(ranks)}
+        of_its_own = {"rng": rng_state(), "gradients": self._mean_gradients(ranks), "buffers": {}}
+        self._saved = {**ranks[rank() % len(ranks)], **of_its_own}
         self._note(
             f"saved by {len(ranks)} processes and resumed by {world_size()}: random numbers are not restored, and the "
             "epoch goes on after as many batches as were seen; keep processes times batch size, and these are the same "
@@ -166,6 +192,7 @@ class ExactResume:
         if self._saved is None:
             return
         self._freeze_again(self._saved.get("frozen"))
+        self._put_buffers(self._saved)
         fit_loop, loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
         fit_loop._last_train_dl_reload_epoch = self._saved.get("loaded_in_epoch", fit_loop._last_train_dl_reload_epoch)
         ended_batch = fit_loop.restarted_mid_epoch and loop.restarted_on_train_batch_end

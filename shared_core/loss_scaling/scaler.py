@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Literal, cast
 
 import torch
@@ -32,6 +32,31 @@ def _unscales_itself(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False) and (
         "grad_scaler" not in inspect.signature(optimizer.step).parameters
     )
+
+
+def _coalesced(parameter: Tensor) -> Tensor | None:
+    grad = parameter.grad
+    if grad is not None and grad.is_sparse and grad.dtype is torch.float16:
+        # scaled fp16 values of one index can overflow when they are added up: check the sums
+        parameter.grad = grad = grad.coalesce()
+    return grad._values() if grad is not None and grad.is_sparse else grad
+
+
+def _grouped_gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Return the numbers to be unscaled by device and dtype; of sparse gradients, those that they store."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+    if not grads:
+        return {}
+    if any(map(attrgetter("is_sparse"), grads)):
+        grads = [grad for parameter in parameters if (grad := _coalesced(parameter)) is not None]
+    # what torch's optimizers group by; no None comes out where none went in
+    groups: Any = torch._C._group_tensors_by_device_and_dtype([grads], False)
+    return {
+        # torch's kernel is of real numbers
+        (device, dtype): [*map(torch.view_as_real, same)] if dtype.is_complex else same
+        for (device, dtype), ((same,), _) in groups.items()
+    }
 
 
 class LossScaler(GradScaler):
@@ -226,8 +251,11 @@ class LossScaler(GradScaler):
             self._end_iteration()
         elif self._kind in ("dynamic", "enhanced"):
             super().update()
+            seen, before = self._seen, self.lowest_scale
             self._end_iteration()
-            scale.clamp_(min=self.lowest_scale)
+            # a scale that stayed or grew above the same floor is above it
+            if self.lowest_scale != before or not seen or any(bad or at < before for bad, at, _ in seen):
+                scale.clamp_(min=self.lowest_scale)
         else:
             checked = [state for state in self._per_optimizer_states.values() if state["found_inf_per_device"]]
             if not checked:
@@ -286,36 +314,22 @@ class LossScaler(GradScaler):
         """
         if self.widen_gradients is not None:
             self.widen_gradients(optimizer)
-        grouped: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for param in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            grad = param.grad
-            if grad is None:
-                continue
-            dtype = grad.dtype
-            if dtype is torch.float16 and not allow_fp16:
-                raise ValueError("Attempting to unscale FP16 gradients.")
-            if grad.is_sparse:
-                if dtype is torch.float16:
-                    # scaled fp16 values of one index can overflow when they are added up: check the sums
-                    grad = param.grad = grad.coalesce()
-                grad = grad._values()
-            if dtype.is_complex:  # torch's kernel is of real numbers
-                grad = torch.view_as_real(grad)
-            grouped.setdefault((grad.device, grad.dtype), []).append(grad)
-        home = inv_scale.device
-        largest = []
-        flags = {device: found_inf.to(device, copy=True) for device, _ in grouped}
+        grouped = _grouped_gradients(optimizer)
+        if not allow_fp16 and any(dtype is torch.float16 for _, dtype in grouped):
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        home, found = inv_scale.device, found_inf
+        flags, largest = {home: found_inf}, []
         with torch.no_grad():
             for (device, _), grads in grouped.items():
-                flag, factor = flags[device], inv_scale.to(device)
+                flag, factor = flags.setdefault(device, found_inf.to(device)), inv_scale.to(device)
                 if self._auto is None:
                     torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, factor)
                 else:
                     largest.append(unscale_with_largest_(grads, flag, factor).to(home))
         amax = torch.stack(largest).max() if largest else None
-        found = flags.pop(home, found_inf)
-        for flag in flags.values():
-            found = found + flag.to(home, non_blocking=True)
+        for device, flag in flags.items():
+            if device != home:
+                found = found + flag.to(home, non_blocking=True)
         if world_size() > 1:
             # An Inf that one rank alone sees after DDP's reduction would let the weights drift apart.
             both = all_reduce_(torch.stack((found, found if amax is None else amax)), "max")
