@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, Literal, cast
 
 import torch
@@ -19,44 +17,12 @@ from shared_core.errors import CheckpointError, ConfigError, TrainingError
 from shared_core.loss_scaling.auto_scale import AutoScale
 from shared_core.loss_scaling.config import MIN_SCALE, LossScaleConfig
 from shared_core.loss_scaling.floors import floor_text, make_floor
+from shared_core.loss_scaling.gradients import grouped_gradients, has_scaled_step
 from shared_core.ranks import all_reduce_, world_size
 
 
 class LossScaleError(TrainingError):
     """Gradients overflowed in so many steps in a row that scaling down no longer helps."""
-
-
-def _unscales_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the step unscales in its own kernel, in fp32: only then may parameters be fp16."""
-    # kernels that want the whole scaler as an argument would skip inside; they take unscaled gradients too
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and (
-        "grad_scaler" not in inspect.signature(optimizer.step).parameters
-    )
-
-
-def _coalesced(parameter: Tensor) -> Tensor | None:
-    grad = parameter.grad
-    if grad is not None and grad.is_sparse and grad.dtype is torch.float16:
-        # scaled fp16 values of one index can overflow when they are added up: check the sums
-        parameter.grad = grad = grad.coalesce()
-    return grad._values() if grad is not None and grad.is_sparse else grad
-
-
-def _grouped_gradients(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Return the numbers to be unscaled by device and dtype; of sparse gradients, those that they store."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
-    if not grads:
-        return {}
-    if any(map(attrgetter("is_sparse"), grads)):
-        grads = [grad for parameter in parameters if (grad := _coalesced(parameter)) is not None]
-    # what torch's optimizers group by; no None comes out where none went in
-    groups: Any = torch._C._group_tensors_by_device_and_dtype([grads], False)
-    return {
-        # torch's kernel is of real numbers
-        (device, dtype): [*map(torch.view_as_real, same)] if dtype.is_complex else same
-        for (device, dtype), ((same,), _) in groups.items()
-    }
 
 
 class LossScaler(GradScaler):
@@ -186,6 +152,27 @@ class LossScaler(GradScaler):
             self._floor.watch(outputs)
         return super().scale(outputs)
 
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide an optimizer's gradients by the scale, once they are complete: to clip or look at them before `step`.
+
+        Written anew for speed: torch 2.13 takes five operations to find the factor, where on a CPU one does.
+
+        Raises:
+            RuntimeError: If it or `step` was called for this optimizer since `update`.
+        """
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        # kernels of accelerators may divide inexactly in float32, those of the CPU do not
+        factor = scale.reciprocal() if scale.is_cpu or scale.is_mps else scale.double().reciprocal().float()
+        state["found_inf_per_device"] = self._unscale_grads_(optimizer, factor, torch.zeros_like(scale), False)
+        state["stage"] = OptState.UNSCALED
+
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Return what ``optimizer.step(*args, **kwargs)`` returns, or None without calling it on overflow.
 
@@ -204,7 +191,7 @@ class LossScaler(GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        unscales_itself = state["stage"] is OptState.READY and _unscales_itself(optimizer)
+        unscales_itself = state["stage"] is OptState.READY and has_scaled_step(optimizer)
         if unscales_itself:
             self._check_inf_per_device(optimizer)
         elif state["stage"] is OptState.READY:
@@ -314,7 +301,7 @@ class LossScaler(GradScaler):
         """
         if self.widen_gradients is not None:
             self.widen_gradients(optimizer)
-        grouped = _grouped_gradients(optimizer)
+        grouped = grouped_gradients(optimizer)
         if not allow_fp16 and any(dtype is torch.float16 for _, dtype in grouped):
             raise ValueError("Attempting to unscale FP16 gradients.")
         home, found = inv_scale.device, found_inf

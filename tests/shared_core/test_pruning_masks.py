@@ -147,10 +147,30 @@ def test_apply_mask_leaves_positive_zero_and_touches_nothing_else(dtype, layout)
 
 
 def test_apply_mask_covers_the_last_piece():
-    tensor = -torch.ones(kernels._APPLY_PIECE + 3)
+    tensor = -torch.ones(kernels._NUMPY_FROM + 3)
     kernels.apply_mask_([tensor], [torch.zeros(tensor.shape, dtype=torch.bool)])
     assert not tensor.any()
     assert not tensor.signbit().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_large_tensor_is_masked_as_a_small_one_and_autograd_notices(dtype):
+    tensor = torch.randn(kernels._NUMPY_FROM + 3, requires_grad=True).to(dtype)
+    tensor.data[:3] = torch.tensor([math.nan, -math.inf, -0.0])
+    mask = torch.rand(tensor.shape) < 0.5
+    mask[:3] = False
+    before, product = tensor.detach().clone(), tensor.square().sum()
+    kernels.apply_mask_([tensor], [mask])
+    assert torch.equal(tensor[mask], before[mask])
+    assert not tensor[~mask].any()
+    assert not tensor[~mask].signbit().any()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_rank_below_covers_the_last_piece():
+    scores = torch.ones(kernels._APPLY_PIECE + 3)
+    assert kernels.rank_below_(scores, torch.zeros(scores.shape, dtype=torch.bool)).isneginf().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -226,3 +246,18 @@ def test_a_sample_that_misses_falls_back_to_the_exact_histogram():
     mask = prune_mask(scores, 0.5)
     assert int(mask.sum()) == 1 << 17
     assert not mask[::stride].any()
+
+
+@pytest.mark.parametrize("more", [-70_000, -1, 0, 1, 70_000])
+def test_many_equal_scores_at_the_edge_of_the_bracket_are_counted_and_not_ranked(more, monkeypatch):
+    scores = torch.rand(1 << 18, generator=torch.Generator().manual_seed(0)) + 1
+    scores[torch.randperm(1 << 18, generator=torch.Generator().manual_seed(1))[: 1 << 17]] = 0.0
+    ranked, partition = [], np.partition
+    monkeypatch.setattr(np, "partition", lambda values, k: ranked.append(values.size) or partition(values, k))
+    mask = prune_mask(scores, ((1 << 17) + more) / (1 << 18))
+    assert not (scores[~mask].max() > scores[mask].min())
+    assert int((~mask).sum()) == (1 << 17) + more
+    if more < 0:  # of equal ones the first stay
+        assert (scores[mask] == 0).sum() == -more
+        assert mask[scores == 0][:-more].all()
+    assert sum(ranked) < 10_000
