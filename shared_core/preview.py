@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor, nn
 
 from shared_core.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from shared_core.technique import Technique
 
 Event = tuple[int | None, str]
 """What happens at which optimizer step (0: before the first; None: after training)."""
@@ -46,6 +49,41 @@ def trained(model: nn.Module) -> Touched:
     """Return the parameters of a model that have a gradient."""
     named = model.named_parameters()
     return Touched.parameters(((name, value) for name, value in named if value.requires_grad), what="parameters")
+
+
+def out_of_reach(model: nn.Module, techniques: Mapping[str, Technique]) -> list[str]:
+    """Return a line about stacks of matrices in no layer, if techniques of layers pass by such.
+
+    Such are the experts of a mixture in transformers 5, where they may be most of the model.
+
+    Args:
+        model: With the techniques attached.
+        techniques: By key; those for which the user named modules are taken to mean these alone.
+    """
+    stacks: dict[str, tuple[str, int]] = {}
+    for prefix, module in model.named_modules():
+        if not any(base.__module__.startswith("torch.nn.") for base in type(module).__mro__ if base is not nn.Module):
+            for name, value in module.named_parameters(prefix, recurse=False):
+                if value.ndim > 2 and min(value.shape) > 1:
+                    stacks[name] = type(module).__name__, value.numel()
+    if not stacks:
+        return []
+    passing = []
+    for key, technique in techniques.items():
+        touched = technique.touched(model)
+        chosen = touched.what in ("layers", "factorised layers", "weights") and not getattr(
+            technique.config, "include", ()
+        )
+        if chosen and touched.tensors and not stacks.keys() & touched.tensors.keys():
+            passing.append(key)
+    if not passing:
+        return []
+    share = sum(size for _, size in stacks.values()) / sum(value.numel() for value in model.parameters())
+    kinds = ", ".join(sorted({kind for kind, _ in stacks.values()}))
+    return [
+        f"{', '.join(passing)}: {len(stacks)} weights of {kinds}, {share:.0%} of the parameters, stay as they are: "
+        "stacks of matrices in no layer that is known"
+    ]
 
 
 def every(steps: int) -> str:
