@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor, nn
 
 from shared_core.errors import MissingExtraError
+from shared_core.module_match import PAST_FORWARD, plain_name
 
 if TYPE_CHECKING:
     from shared_core.technique import Technique
@@ -52,38 +53,42 @@ def trained(model: nn.Module) -> Touched:
 
 
 def out_of_reach(model: nn.Module, techniques: Mapping[str, Technique]) -> list[str]:
-    """Return a line about stacks of matrices in no layer, if techniques of layers pass by such.
+    """Return a line about each kind of weights that techniques of layers pass by, where there are such.
 
-    Such are the experts of a mixture in transformers 5, where they may be most of the model.
+    Matrices in no layer that they know: GPT-2's, and the experts of a mixture in transformers 5, where they may be most
+    of the model. And layers whose weights the code of their parents reads.
 
     Args:
         model: With the techniques attached.
         techniques: By key; those for which the user named modules are taken to mean these alone.
     """
-    stacks: dict[str, tuple[str, int]] = {}
+    matrices: dict[str, tuple[str, str, int]] = {}
     for prefix, module in model.named_modules():
         if not any(base.__module__.startswith("torch.nn.") for base in type(module).__mro__ if base is not nn.Module):
-            for name, value in module.named_parameters(prefix, recurse=False):
-                if value.ndim > 2 and min(value.shape) > 1:
-                    stacks[name] = type(module).__name__, value.numel()
-    if not stacks:
-        return []
-    passing = []
+            for name, value in module.named_parameters(recurse=False):
+                if value.ndim > (1 if name == "weight" else 2) and min(value.shape) > 1:
+                    plain = plain_name(prefix)
+                    matrices[f"{plain}.{name}"] = plain, type(module).__name__, value.numel()
+    lines = []
     for key, technique in techniques.items():
         touched = technique.touched(model)
-        chosen = touched.what in ("layers", "factorised layers", "weights") and not getattr(
-            technique.config, "include", ()
-        )
-        if chosen and touched.tensors and not stacks.keys() & touched.tensors.keys():
-            passing.append(key)
-    if not passing:
-        return []
-    share = sum(size for _, size in stacks.values()) / sum(value.numel() for value in model.parameters())
-    kinds = ", ".join(sorted({kind for kind, _ in stacks.values()}))
-    return [
-        f"{', '.join(passing)}: {len(stacks)} weights of {kinds}, {share:.0%} of the parameters, stay as they are: "
-        "stacks of matrices in no layer that is known"
-    ]
+        passed = {
+            name: (kind, size)
+            for name, (module_name, kind, size) in matrices.items()
+            if not {name, module_name} & touched.tensors.keys()
+        }
+        of_layers = touched.what in ("layers", "factorised layers", "weights") and touched.tensors
+        if passed and of_layers and not getattr(technique.config, "include", ()):
+            share = sum(size for _, size in passed.values()) / sum(value.numel() for value in model.parameters())
+            kinds = ", ".join(sorted({kind for kind, _ in passed.values()}))
+            lines.append(
+                f"{key}: weights left as they are: {len(passed)} of {kinds}, {share:.0%} of the parameters, which are "
+                "no layers that it knows"
+            )
+        past = [reason for reason in touched.left_out.values() if PAST_FORWARD in reason]
+        if past:
+            lines.append(f"{key}: layers left as they are: {len(past)}: {'; '.join(sorted({*past}))}")
+    return lines
 
 
 def every(steps: int) -> str:
