@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -223,9 +224,15 @@ class ModelWeights(Mapping[str, Tensor]):
             storage_key(state[name]): other for name in lacking if ingredient.has(other := saved_name(model, name))
         }
         self._names |= {name: found.get(storage_key(state[name]), "") for name in lacking}
-        if not all(self._names.values()):
-            self._read = _through_class(folder, model, lacking[0]).__getitem__
-            self._names = {name: name for name in state}
+        if all(self._names.values()):
+            return
+        loaded, _ = _through_class(model, folder)  # without factors, which the class does not have
+        unknown = next((name for name, source in self._names.items() if not source and name not in loaded), None)
+        if unknown is not None:
+            raise CheckpointError(f"{folder}: weights must hold {unknown} of this model, got none; check the path")
+        sources, direct = dict(self._names), ingredient.tensor
+        self._read = lambda name: loaded[name] if name in loaded else direct(sources[name])
+        self._names = {name: name for name in state}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._read(self._names[name])
@@ -249,16 +256,49 @@ def saved_name(model: nn.Module, name: str) -> str:
     return next((other for other, value in found.items() if value is probe), name)
 
 
-def _through_class(folder: Path, model: nn.Module, lacking: str) -> dict[str, Tensor]:
-    error = CheckpointError(f"{folder}: weights must hold {lacking} of this model, got none; check the path")
+def own_weights(model: nn.Module, names: Collection[str], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return saved weights by a model's own names, where transformers saves them by others or in other pieces.
+
+    Args:
+        model: A model.
+        names: Of its tensors, those that it may yet get among them.
+        state: The weights as they were saved; what is not the model's keeps its name.
+    """
+    by_saved = {saved_name(model, name): name for name in names}
+    own = {name if name in names else by_saved.get(name, name): value for name, value in state.items()}
+    others = own.keys() - set(names)
+    lacking = model.state_dict().keys() - own.keys()
+    if not others or not lacking:
+        return own
+    loaded, left_over = _through_class(model, state)
+    unknown = {name: own.get(name, torch.empty(0)) for name in left_over - set(names)}
+    own = {name: value for name, value in own.items() if name not in others}
+    return own | unknown | {name: loaded[name] for name in lacking if name in loaded}
+
+
+def _through_class(model: nn.Module, source: Path | Mapping[str, Tensor]) -> tuple[dict[str, Tensor], set[str]]:
+    """Return what a model's class finds in a folder or saved weights, by its own names, and what it does not know."""
     if not isinstance(model, PreTrainedModel):
-        raise error
-    with torch.random.fork_rng(devices=[]):
-        stock: Any = type(model)
-        loaded, info = stock.from_pretrained(folder, config=model.config, output_loading_info=True)
-    if info["missing_keys"] or info["mismatched_keys"]:
-        raise error
-    return dict(loaded.state_dict())
+        return {}, set()
+    stock: Any = type(model)
+    folder, given = (source, {}) if isinstance(source, Path) else (None, {"state_dict": dict(source)})
+    report = logging.getLogger("transformers.modeling_utils")  # of what is new or left over: we look at that ourselves
+    level = report.level
+    report.setLevel(logging.ERROR)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            loaded, info = stock.from_pretrained(
+                folder, config=model.config, output_loading_info=True, ignore_mismatched_sizes=True, **given
+            )
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{folder or 'weights'}: must be saved weights of this {stock.__name__}, got {error}; check the path"
+        ) from error
+    finally:
+        report.setLevel(level)
+    absent = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+    found = {name: value for name, value in loaded.state_dict().items() if name not in absent}
+    return found, set(info["unexpected_keys"])
 
 
 def load_renamed_(model: nn.Module, folder: Path) -> None:

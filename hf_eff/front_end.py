@@ -6,12 +6,12 @@ import functools
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from shared_core.recipe import Recipe
 
@@ -52,11 +52,11 @@ class HuggingFace:
 
         return empty_model(folder)
 
-    def saved_names(self, model: nn.Module, names: Sequence[str]) -> dict[str, str]:
-        """Return what a transformers model's tensors are saved as, by their names in the model."""
-        from hf_eff._checkpoints import saved_name
+    def own_weights(self, model: nn.Module, names: Sequence[str], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return weights as transformers saved them by a model's own names."""
+        from hf_eff._checkpoints import own_weights
 
-        return {name: saved_name(model, name) for name in names}
+        return own_weights(model, names, state)
 
     def evaluator(self, task: str, folder: Path, data: Path, **options: Any) -> Any:
         """Return what gives a state dict of the model in a folder its metric on local data; see `FolderEvaluator`."""

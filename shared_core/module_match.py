@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
+import inspect
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -12,6 +15,14 @@ from torch import Tensor, nn
 from shared_core.errors import ConfigError, MatchError, nearest
 
 _PLACES = ("first", "last")
+# but for what is only looked at, and parts of it: Bloom's slices and DeBERTa's states of others, off unless asked for,
+# and penalties on weights
+_READ = re.compile(
+    r"(?<!isinstance\()\bself\.(\w+)\.weight\b"
+    r"(?!\.(?:dtype|device|shape|size|numel|data|grad|requires_grad|detach|chunk|abs|norm|pow|square|sum|mean)\b|\[|\s*=[^=])"
+)
+# not Lightning's hooks, which look at a weight to log it or to give it a group of its own
+_NO_FORWARD = re.compile(r"init|reset|tie|configure|optimizer|^on_|_step$")
 
 
 @dataclass(frozen=True)
@@ -152,3 +163,20 @@ def _num_weights(module: nn.Module) -> int:
         return weight.numel()
     # a recurrent layer has several, ``weight_ih_l0`` and so on
     return sum(value.numel() for name, value in module.named_parameters(recurse=False) if name.startswith("weight"))
+
+
+PAST_FORWARD = "computes with its weight itself"
+"""Of a parent, in reasons why a layer is left out."""
+
+
+@functools.cache
+def weights_read_by(parent: type) -> frozenset[str]:
+    """Return whose weights a module's code reads to compute with, as Mamba's fused scan does, by attribute."""
+    found: set[str] = set()
+    # `fast_paths_off` switches torch's own such code off
+    for ancestor in (cls for cls in parent.__mro__ if not cls.__module__.startswith("torch.")):
+        for name, function in vars(ancestor).items():
+            if inspect.isfunction(function) and not _NO_FORWARD.search(name):
+                with contextlib.suppress(OSError):  # without source
+                    found.update(_READ.findall(inspect.getsource(inspect.unwrap(function))))
+    return frozenset(found)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared_core import compatibility, held, session_state
+from shared_core import compatibility, held, preview, session_state
 from shared_core.errors import TrainingError
 from shared_core.history import History
 from shared_core.plain_checkpoint import PlainKeys
@@ -184,7 +184,7 @@ class Session:
             with self._timed(key):
                 technique.begin(context)
         self._begun = True
-        for remark in compatibility.remarks(self.recipe):
+        for remark in [*compatibility.remarks(self.recipe), *preview.out_of_reach(context.model, self.techniques)]:
             self.note(remark)
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:

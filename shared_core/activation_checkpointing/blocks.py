@@ -55,8 +55,11 @@ def find_blocks(model: nn.Module) -> list[str]:
     return [plain_name(name) for name in found]
 
 
-def _groups(module: nn.Module, prefix: str, *, in_lists: bool) -> Iterator[_Group]:
-    """Yield the outermost groups of blocks: children of a list, or of any module, that share a class."""
+def _groups(module: nn.Module, prefix: str, *, in_lists: bool, in_stage: bool = False) -> Iterator[_Group]:
+    """Yield the outermost groups of blocks: children of a list, or of any module, that share a class.
+
+    Stages do not lie inside each other: what differs in shape inside one are blocks, whatever lists these hold.
+    """
     children = [(f"{prefix}{name}", child) for name, child in module.named_children()]
     is_list = isinstance(module, nn.ModuleList | nn.Sequential)
     compound = [(name, child) for name, child in children if _is_compound(child)]
@@ -64,13 +67,17 @@ def _groups(module: nn.Module, prefix: str, *, in_lists: bool) -> Iterator[_Grou
     for name, child in compound:
         by_class.setdefault(own_class(child), []).append((name, child))
     taken: set[str] = set()
+    stages: set[str] = set()
     for group in by_class.values():
-        if (is_list and len(by_class) == 1 if in_lists else len(group) > 1) and not _are_stages(group):
-            taken |= {name for name, _ in group}
-            yield group
+        if is_list and len(by_class) == 1 if in_lists else len(group) > 1:
+            if in_stage or not _are_stages(group):
+                taken |= {name for name, _ in group}
+                yield group
+            elif len(group) > 1:
+                stages |= {name for name, _ in group}
     for name, child in children:
         if name not in taken:
-            yield from _groups(child, f"{name}.", in_lists=in_lists)
+            yield from _groups(child, f"{name}.", in_lists=in_lists, in_stage=in_stage or name in stages)
 
 
 def _repeated(module: nn.Module, prefix: str, names: set[str], classes: set[type[nn.Module]]) -> Iterator[str]:

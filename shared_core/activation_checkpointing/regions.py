@@ -228,8 +228,14 @@ def _again(call: _Call, outputs: list[list[Any]]) -> list[Any]:
         return leaf
 
     args, kwargs = tree_unflatten([value(leaf) for leaf in call.leaves], call.spec)
-    with call.surroundings.restored(), call.buffers.rewound(), call.recompute_context:
-        return tree_flatten(call.run(*args, **kwargs))[0]
+    try:
+        with call.surroundings.restored(), call.buffers.rewound(), call.recompute_context:
+            return tree_flatten(call.run(*args, **kwargs))[0]
+    except RuntimeError as error:
+        if "selective activation checkpoint has been mutated" not in str(error):  # torch's words (2.13)
+            raise
+        rule = "what selective keeps, outputs of layers, must not be changed in place"
+        raise _changed(call.name, rule, "take block") from error
 
 
 def version_of(tensor: Tensor) -> int:

@@ -139,7 +139,7 @@ def load_weights(model: nn.Module, path: Path, where: str) -> str:
     Raises:
         CheckpointError: If it is missing, damaged, or of another model.
     """
-    from shared_core.cli.run import names_by_saved
+    from shared_core.cli.run import own_weights
     from shared_core.plain_checkpoint import check_values, unlike
 
     state_dict = state_dict_of(path, where)
@@ -147,9 +147,7 @@ def load_weights(model: nn.Module, path: Path, where: str) -> str:
     first = next((key for key in state_dict if names and key.endswith(names[0])), "")
     prefix = first.removesuffix(names[0]) if first else ""
     own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-    if not own.keys() <= set(names):
-        saved = names_by_saved(model, names)
-        own = {key if key in names else saved.get(key, key): value for key, value in own.items()}
+    own = own_weights(model, names, own)
     shapes = {key: value.shape for key, value in model.state_dict().items()}
     other = next((key for key, value in own.items() if shapes.get(key, value.shape) != value.shape), None)
     if other is not None:

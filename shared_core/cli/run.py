@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,7 @@ import typer
 from shared_core.errors import CompatibilityError, ConfigError, EffError, did_you_mean, nearest
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from shared_core.recipe import Recipe
 
@@ -50,15 +50,21 @@ def front_ends() -> list[FrontEnd]:
     return found
 
 
-def names_by_saved(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
-    """Return tensors' names in a model by what its library saves them as (transformers saves ViT's by older names).
+def own_weights(model: nn.Module, names: Sequence[str], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights by a model's own names, where its library saves them by others or in other pieces.
+
+    So does transformers with those of ViT and with the experts of Mixtral.
 
     Args:
         model: A model; one without ``save_pretrained`` is saved by its own names.
-        names: Of its tensors.
+        names: Of its tensors, those that it may yet get among them.
+        state: The weights as they were saved; what is not the model's keeps its name.
     """
-    finds = [getattr(front_end, "saved_names", None) for front_end in front_ends() if hasattr(model, "save_pretrained")]
-    return {saved: name for find in finds if find is not None for name, saved in find(model, names).items()}
+    if not state.keys() <= set(names) and hasattr(model, "save_pretrained"):
+        for front_end in front_ends():
+            if (find := getattr(front_end, "own_weights", None)) is not None:
+                state = find(model, names, state)
+    return dict(state)
 
 
 def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:

@@ -107,15 +107,14 @@ def hide(folder: Path | str) -> None:
 
 
 def _own_names(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights by the model's names, where its library saves them by others (transformers does for ViT)."""
-    from shared_core.cli.run import names_by_saved
+    """Return weights by the model's names, where its library saves them by others."""
+    from shared_core.cli.run import own_weights
 
     parts = ("first.weight", "second.weight", "second.bias")
     names = dict.fromkeys(
         [*model.state_dict(), *(f"{name}.{part}" for name, _ in model.named_modules() for part in parts)]
     )
-    saved = names_by_saved(model, list(names))
-    return {name if name in names else saved.get(name, name): value for name, value in state.items()}
+    return own_weights(model, list(names), state)
 
 
 def _read(path: Path) -> dict[str, Tensor]:

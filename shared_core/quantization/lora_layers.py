@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import functools
-import inspect
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, MatchError, nearest
-from shared_core.module_match import match_modules, own_class, plain_name
+from shared_core.module_match import PAST_FORWARD, match_modules, own_class, plain_name, weights_read_by
 from shared_core.quantization.lora_base import float_weight, freeze, frozen_tensors, library, restore_
 from shared_core.quantization.lora_config import LoraConfig
 from shared_core.quantization.plain_state import LEARNED
@@ -23,10 +21,6 @@ from shared_core.ranks import local_part
 from shared_core.sharded import cut, is_sharded, whole
 
 _ADAPTER = "default"
-# but for what is only looked at, and parts of it: Bloom's slices and DeBERTa's states of others, off unless asked for
-_READ = re.compile(r"(?<!isinstance\()\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|data|chunk)\b|\[|\s*=[^=])")
-# not Lightning's hooks, which look at a weight to log it or to give it a group of its own
-_NO_FORWARD = re.compile(r"init|reset|tie|configure|optimizer|^on_|_step$")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -64,8 +58,8 @@ def select_linear(
             reason = "its weight is shared with another module"
         elif reason is None and kept & {*found.name.split(".")}:
             reason = f"{type(model).__name__} wants it in float32; base none adapts it"
-        elif reason is None and found.name.rpartition(".")[2] in _reads_itself(parents[id(module)]):
-            reason = f"{parents[id(module)].__name__} computes with its weight itself, past any adapter"
+        elif reason is None and found.name.rpartition(".")[2] in weights_read_by(parents[id(module)]):
+            reason = f"{parents[id(module)].__name__} {PAST_FORWARD}, past any adapter"
         if reason is None and isinstance(module, nn.Linear):
             layers[found.name] = module
         elif found.name in config.include:
@@ -94,19 +88,6 @@ def _why_not(name: str, module: nn.Module, config: LoraConfig) -> str | None:
     if not weight.is_floating_point() or (config.base != "none" and weight.dtype not in _FLOATS):
         return f"its weight is {weight.dtype}, not float32, bfloat16 or float16"
     return None
-
-
-@functools.cache
-def _reads_itself(parent: type) -> frozenset[str]:
-    """Return whose weights a module's code reads to compute with, as Mamba's fused scan does, by attribute."""
-    found: set[str] = set()
-    # `fast_paths_off` switches torch's own such code off
-    for ancestor in (cls for cls in parent.__mro__ if not cls.__module__.startswith("torch.")):
-        for name, function in vars(ancestor).items():
-            if inspect.isfunction(function) and not _NO_FORWARD.search(name):
-                with contextlib.suppress(OSError):  # without source
-                    found.update(_READ.findall(inspect.getsource(inspect.unwrap(function))))
-    return frozenset(found)
 
 
 def _trained_whole(model: nn.Module, patterns: tuple[str, ...], output: str) -> dict[str, nn.Module]:

@@ -136,7 +136,7 @@ def quantize_with_report(
     if equalize:
         _try("equalisation", notes, lambda: _equalized(quantized, example))
     reference = copy.deepcopy(quantized) if correct_bias else None
-    technique = QuantizationAwareTraining(config)
+    technique = QuantizationAwareTraining(config, trains=False)
     context = Context(model=quantized)
     technique.attach(quantized, context)
     _check_finite(technique)

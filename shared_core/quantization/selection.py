@@ -5,11 +5,12 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
 from shared_core.errors import CompatibilityError, MatchError
-from shared_core.module_match import Matched, match_modules, own_class, plain_name
+from shared_core.module_match import PAST_FORWARD, Matched, match_modules, own_class, plain_name, weights_read_by
 from shared_core.quantization.layers import weights_of
 from shared_core.quantization.modules import FAKE_QUANT, is_quantized
 
@@ -19,7 +20,7 @@ _ORIGINAL = "the original of what peft trains in its place (modules_to_save)"
 
 
 def select_layers(
-    model: nn.Module, include: tuple[str, ...], skip: tuple[str, ...]
+    model: nn.Module, include: tuple[str, ...], skip: tuple[str, ...], *, trains: bool = False
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Return (name → layer to quantise, name → why a matched layer stays in float).
 
@@ -31,6 +32,7 @@ def select_layers(
         model: Searched through.
         include: As in `match_modules`. A layer that stands here by its own name or type must be quantisable.
         skip: As in `match_modules`.
+        trains: Whether training must see every quantised weight: then one that other code reads stays in float.
 
     Raises:
         MatchError: If nothing is left.
@@ -45,8 +47,11 @@ def select_layers(
     # a module under two names is one owner: `modules()` yields it once
     owners = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
     replaced = {id(inner) for module in model.modules() for inner in _originals(module)}
+    readers = _readers(model) if trains else {}
     reasons = [
-        _ORIGINAL if id(found.module) in replaced else _why_adapted(found, adapted, include) or _why_not(found.module)
+        _ORIGINAL
+        if id(found.module) in replaced
+        else _why_adapted(found, adapted, include) or _why_not(found.module) or readers.get(id(found.module))
         for found in matched
     ]
     able = [found.module for found, reason in zip(matched, reasons, strict=True) if reason is None]
@@ -71,6 +76,19 @@ def select_layers(
         told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
         raise MatchError(f"qat: must match at least one module that can be quantised; {told}")
     return layers, left_out
+
+
+def _readers(model: nn.Module) -> dict[int, str]:
+    """Return why layers whose weights the code of their parents computes with stay in float, by identity."""
+    found: dict[int, str] = {}
+    for parent in model.modules():
+        kind: Any = type(parent)
+        if kind.__module__.startswith(("shared_core.", "peft.")):
+            continue
+        for name, child in parent.named_children():
+            if name in weights_read_by(kind):
+                found[id(child)] = f"{kind.__name__} {PAST_FORWARD}, past any quantiser"
+    return found
 
 
 def _reach_bases(model: nn.Module, patterns: tuple[str, ...], adapted: list[str]) -> tuple[str, ...]:

@@ -37,12 +37,13 @@ class QuantizationAwareTraining(Technique):
 
     Args:
         config: The options, already checked.
+        trains: Whether a run follows; False where a trained model is quantised.
     """
 
     key: ClassVar[str] = "qat"
     config: QatConfig
 
-    def __init__(self, config: QatConfig) -> None:
+    def __init__(self, config: QatConfig, *, trains: bool = True) -> None:
         super().__init__(config)
         self.layers: dict[str, nn.Module] = {}
         self.left_out: dict[str, str] = {}
@@ -54,7 +55,7 @@ class QuantizationAwareTraining(Technique):
         self._undo: Undo = []
         self._folds: list[Any] = []
         self._pending: Tensor | None = None
-        self._window_restored = False
+        self._window_restored, self._trains = False, trains
         self._begin = self._freeze = self._freeze_bn = 0
         self._began_at: int | None = None
         self._final: list[dict[str, Any]] | None = None
@@ -71,7 +72,7 @@ class QuantizationAwareTraining(Technique):
     def attach(self, model: nn.Module, context: Context) -> None:
         """Swap the classes of the layers to quantise; observe nothing yet."""
         config = self.config
-        self.layers, self.left_out = select_layers(model, config.include, config.skip)
+        self.layers, self.left_out = select_layers(model, config.include, config.skip, trains=self._trains)
         self.schemes = layer_schemes(config, self.layers)
         self.static = [name for name, scheme in self.schemes.items() if scheme.input == "static"]
         modules = {plain_name(name): module for name, module in model.named_modules()}

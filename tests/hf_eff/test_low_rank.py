@@ -7,6 +7,14 @@ import torch
 from promise_drivers import difference, hf_trainer, saved_state
 from promise_table import NUM_STEPS, make_net, train_examples
 from torch.utils.data import IterableDataset
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+)
 from typer.testing import CliRunner
 
 from hf_eff import LowRank, attach
@@ -109,27 +117,40 @@ def test_the_best_model_comes_back_factorised(tmp_path):
 
 
 def test_a_model_that_transformers_saves_under_other_names_resumes_and_loads(tmp_path):
-    from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
-
     def vit(seed=0):
         torch.manual_seed(seed)
         sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
         return ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_channels=1, num_labels=10, **sizes))
 
+    resumes_and_loads(vit, [{"pixel_values": row["x"], "labels": row["labels"]} for row in train_examples()], tmp_path)
+
+
+def test_a_model_that_transformers_saves_in_other_pieces_resumes_and_loads(tmp_path):
+    def mixtral(seed=0):
+        torch.manual_seed(seed)
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        heads = {"num_key_value_heads": 2, "num_local_experts": 2}
+        return MixtralForCausalLM(MixtralConfig(vocab_size=24, **sizes, **heads))
+
+    words = torch.randint(24, (16, 6), generator=torch.Generator().manual_seed(0))
+    resumes_and_loads(mixtral, [{"input_ids": row, "labels": row} for row in words], tmp_path)
+
+
+def resumes_and_loads(make, data, tmp_path):
     def run(folder, resume=None):
         args = TrainingArguments(str(folder), max_steps=4, save_steps=2, use_cpu=True, report_to="none",
                                  per_device_train_batch_size=8, disable_tqdm=True, seed=1)  # fmt: skip
-        data = [{"pixel_values": row["x"], "labels": row["labels"]} for row in train_examples()]
-        callbacks = [LowRank(rank=3, min_size=0)]
-        trainer = Trainer(vit(), args, train_dataset=data, callbacks=callbacks)
+        trainer = Trainer(make(), args, train_dataset=data, callbacks=[LowRank(rank=3, min_size=0)])
         trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model(str(folder / "final"))
         return trainer.model
 
     whole = run(tmp_path / "whole")
     again = run(tmp_path / "again", str(tmp_path / "whole" / "checkpoint-2"))
     assert difference(dict(whole.state_dict()), dict(again.state_dict())) is None
-    fresh = load(vit(seed=4), tmp_path / "whole" / "checkpoint-4")
-    assert difference(dict(whole.state_dict()), dict(fresh.state_dict())) is None
+    for folder in ("checkpoint-4", "final"):
+        fresh = load(make(seed=4), tmp_path / "whole" / folder)
+        assert difference(dict(whole.state_dict()), dict(fresh.state_dict())) is None
 
 
 def test_the_command_factorises_a_model_of_sounds_for_which_no_inputs_are_made_up(tmp_path):

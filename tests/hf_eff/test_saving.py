@@ -4,9 +4,11 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
     Trainer,
     TrainerCallback,
     ViTConfig,
@@ -15,6 +17,7 @@ from transformers import (
 
 from hf_eff import EffCallback, ModelSoup, Pruning, QuantizationAwareTraining, attach
 from shared_core.cli.loading import load_weights
+from shared_core.errors import CheckpointError
 from shared_core.soup import uniform_soup
 from shared_core.state_file import load_state
 
@@ -197,11 +200,25 @@ assert FRONT_END.used()
     assert done.stdout.count("efftrain receipt") == 2
 
 
-def test_commands_load_a_folder_that_transformers_wrote_under_older_names(tmp_path):
+def vit():
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    config = ViTConfig(image_size=4, patch_size=2, num_channels=1, **sizes)
-    trained, fresh = ViTForImageClassification(config), ViTForImageClassification(config)
+    return ViTForImageClassification(ViTConfig(image_size=4, patch_size=2, num_channels=1, **sizes))
+
+
+def mixtral():
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    heads = {"num_key_value_heads": 2, "num_local_experts": 2}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=8, **sizes, **heads))
+
+
+@pytest.mark.parametrize("build", [vit, mixtral])
+def test_commands_load_a_folder_that_transformers_wrote_under_other_names(build, tmp_path):
+    trained, fresh = build(), build()
     trained.save_pretrained(tmp_path)
-    assert load_file(tmp_path / "model.safetensors").keys() != trained.state_dict().keys()
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() != trained.state_dict().keys()
     load_weights(fresh, tmp_path, "eff quantize")
     assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in trained.state_dict().items())
+    save_file({**saved, "stranger": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"unexpected .*'stranger'"):
+        load_weights(fresh, tmp_path, "eff quantize")

@@ -147,6 +147,14 @@ def test_blocks_are_found_in_order(name):
     assert find_blocks(MODELS[name][0]()) == BLOCKS[name]
 
 
+@pytest.mark.parametrize("layer_type", ["basic", "bottleneck"])
+def test_stages_whose_blocks_all_differ_in_shape_hold_blocks_not_their_layers(layer_type):
+    sizes = {"embedding_size": 4, "hidden_sizes": [8, 16], "depths": [2, 2]}  # the first stage widens too
+    model = transformers.ResNetModel(transformers.ResNetConfig(layer_type=layer_type, **sizes))
+    assert find_blocks(model) == [f"encoder.stages.{stage}.layers.{place}" for stage in (0, 1) for place in (0, 1)]
+    assert len(apply_policy(model, "stage").segments) == 2
+
+
 def test_segments_of_policies():
     cnn = make_cnn()
 
@@ -190,6 +198,15 @@ class TestRefusals:
         model.gradient_checkpointing_enable()
         with pytest.raises(CompatibilityError, match="must not be checkpointed already, by the trainer, the model"):
             apply_policy(model, "block")
+
+    def test_outputs_of_layers_that_selective_keeps_changed_in_place(self):
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Tanh()) for _ in range(3)))
+        handle = apply_policy(net, "selective")
+        with pytest.raises(TrainingError, match=r"2: what selective keeps, outputs of layers, .* take block"):
+            net(torch.ones(2, 4)).sum().backward()
+        handle.remove()
+        apply_policy(net, "block")
+        net(torch.ones(2, 4)).sum().backward()
 
     def test_a_filled_cache(self):
         model, inputs = make_llama().train(), tokens()
