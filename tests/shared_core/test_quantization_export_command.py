@@ -69,6 +69,15 @@ def test_the_command_exports_what_either_trainer_saved(room):
     assert row(report_of(room / "model.onnx"), "bytes of model.onnx")[1] == f"{report['bytes']:,}"
 
 
+def test_the_command_writes_over_nothing_but_its_own_kind(room):
+    weights = room / "model.safetensors"
+    save_file(mlp().state_dict(), weights)
+    before = weights.read_bytes()
+    with pytest.raises(ConfigError, match=r"--out must be a new file, or a \.onnx file to write anew, got .*exists"):
+        eff("export_task:build", "--weights", weights, "--out", weights)
+    assert weights.read_bytes() == before
+
+
 def test_the_command_refuses(room):
     model, ranges = trained(mlp, finish=True)
     for arguments, error, message in (
