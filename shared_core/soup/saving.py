@@ -16,7 +16,13 @@ from torch import Tensor
 from shared_core.atomic import atomic_folder, atomic_write, check_writable, make_folder
 from shared_core.errors import CheckpointError
 from shared_core.file_list import LIST_FILE
-from shared_core.plain_checkpoint import DEPLOYMENT_FILE, DEPLOYMENT_KEY, read_deployment, write_deployment
+from shared_core.plain_checkpoint import (
+    DEPLOYMENT_FILE,
+    DEPLOYMENT_KEY,
+    LIGHTNING_META,
+    read_deployment,
+    write_deployment,
+)
 from shared_core.soup.adapter_average import AdapterWeights
 from shared_core.soup.sources import (
     ADAPTER,
@@ -29,7 +35,7 @@ from shared_core.soup.sources import (
     read_json,
 )
 from shared_core.soup.sources.adapter import ADAPTER_CONFIG
-from shared_core.soup.sources.distributed import LIGHTNING_META, index_folder, write_distributed
+from shared_core.soup.sources.distributed import index_folder, write_distributed
 
 # A folder's other files go along (config, tokenizer, processor); weights, training state and code objects do not.
 _LEFT_BEHIND = frozenset({
