@@ -196,6 +196,12 @@ def test_matching_nothing_is_an_error(options, message):
         match_modules(net(), (nn.Bilinear,), where="prune")
 
 
+def test_known_modules_are_listed_as_far_as_a_line_is_read():
+    many = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100)))
+    with pytest.raises(MatchError, match=r"known: 0, 1, 10, .* and 70 more$"):
+        match_modules(many, (nn.Linear,), where="prune", skip=["zzz"])
+
+
 def test_compiled_modules_keep_their_names():
     compiled = nn.Sequential(torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager"))
     assert [found.name for found in match_modules(compiled, (nn.Linear,), where="prune", include=["0.0"])] == ["0.0"]
