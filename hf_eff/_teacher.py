@@ -64,9 +64,12 @@ def empty_model(name: str) -> nn.Module:
     """
     _check_path(name)
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)  # else a terminal is asked
     except Exception as error:  # transformers and the Hub client each raise their own
-        raise CheckpointError(f"distill: teacher must have a readable config.json, got {name!r}: {error}") from error
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"distill: teacher must have a readable config.json, got {name!r}: {first_line[:300]}"
+        ) from error
     with torch.device("meta"):
         model: nn.Module = _class_of(config, nn.Module(), name)._from_config(config)
     return model.to(config.dtype) if isinstance(config.dtype, torch.dtype) else model

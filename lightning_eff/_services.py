@@ -16,10 +16,11 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_eff._saved_weights import latent_weights
 from lightning_eff._sharding import through_root
 from shared_core.errors import CheckpointError, CompatibilityError, MissingExtraError, TrainingError
+from shared_core.plain_checkpoint import LIGHTNING_META
 from shared_core.ranks import is_main
 from shared_core.same_class_teacher import is_bare_weights, same_class_teacher, teacher_from_weights
 from shared_core.sharded import reshard_
-from shared_core.soup.sources import LIGHTNING_META, RUN_KEY, DistributedWeights, load_torch_file
+from shared_core.soup.sources import RUN_KEY, DistributedWeights, load_torch_file
 from shared_core.state_file import rng_state, set_rng_state
 from shared_core.technique import SavedCheckpoint
 

@@ -52,10 +52,12 @@ def atomic_write(path: Path | str) -> Iterator[Path]:
 def atomic_folder(path: Path | str) -> Iterator[Path]:
     """Yield a temporary folder beside `path`, which must not exist or be empty; on success it takes its place.
 
+    A link stays one, and the folder that it leads to is written: a folder cannot take the place of a link.
+
     Raises:
         CheckpointError: If `path` holds something already or cannot be written.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"write: {path} must not exist or be an empty folder; choose another one")
     make_folder(path.parent)

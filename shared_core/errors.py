@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 _LONGEST = 2000
+_LISTED = 30  # all techniques, formats and a technique's options; not all modules of a model
 
 
 class EffError(Exception):
@@ -51,7 +52,7 @@ class MissingExtraError(EffError, ImportError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the known name nearest to `name`, or the list of known names if any.
+    """Return ``"; did you mean 'x'?"`` for the known name nearest to `name`, or the first known names if any.
 
     Args:
         name: What was given.
@@ -64,7 +65,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
         '; known: a, b'
     """
     known = sorted(known)
-    return did_you_mean(name, known) or (f"; known: {', '.join(known)}" if known else "")
+    more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
+    return did_you_mean(name, known) or (f"; known: {', '.join(known[:_LISTED])}{more}" if known else "")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

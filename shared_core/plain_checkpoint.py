@@ -16,6 +16,7 @@ from shared_core.errors import CheckpointError, TrainingError
 
 DEPLOYMENT_FILE = "eff_deployment.json"
 DEPLOYMENT_KEY = "eff_deployment"
+LIGHTNING_META = "meta.pt"  # beside the shards of a folder that Lightning wrote
 
 
 class PlainKeys:
@@ -80,7 +81,7 @@ def write_deployment(folder: Path | str, values: Mapping[str, Any]) -> None:
 
 
 def read_deployment(path: Path | str) -> dict[str, Any]:
-    """Return what was written beside the weights: of a model's folder, or of a Lightning ``.ckpt``.
+    """Return what was written beside the weights: of a model's folder, or of a Lightning ``.ckpt``, sharded or not.
 
     Args:
         path: A folder, or a file that Lightning wrote.
@@ -90,6 +91,8 @@ def read_deployment(path: Path | str) -> dict[str, Any]:
     """
     path = Path(path)
     file = path / DEPLOYMENT_FILE if path.is_dir() else path
+    if path.is_dir() and not file.exists() and (path / LIGHTNING_META).is_file():
+        file = path / LIGHTNING_META
     try:
         if file.suffix == ".json":
             return dict(json.loads(file.read_text(encoding="utf-8")))

@@ -71,8 +71,14 @@ def export(
         raise ConfigError(f"eff export: --out must be a file, got the folder {out}; name a file in it")
     if not out.parent.is_dir():
         raise ConfigError(f"eff export: --out must lie in a folder that exists, got {out}; make it first")
-    check_writable(out, "eff export: --out")
     is_onnx = kind == "onnx"
+    suffix = ".onnx" if is_onnx else ".pte"
+    if out.exists() and out.suffix != suffix:  # such as the weights that are to be exported
+        raise ConfigError(
+            f"eff export: --out must be a new file, or a {suffix} file to write anew, got {out}, which exists; name "
+            "another"
+        )
+    check_writable(out, "eff export: --out")
     if dynamic_length and not is_onnx:
         raise ConfigError("eff export: --dynamic-length must come with --format onnx, got executorch; leave it out")
     network, example = _model_and_inputs(model, weights, length, _EXAMPLE_LENGTH if is_onnx else None)

@@ -29,7 +29,7 @@ def check_new(folder: Path, where: str) -> None:
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{where}: --out must be a new or empty folder, got {folder}")
-    check_writable(folder, f"{where}: --out")
+    check_writable(folder.resolve() if folder.is_symlink() else folder, f"{where}: --out")
 
 
 def load_folder(folder: Path, where: str) -> nn.Module:
@@ -66,7 +66,9 @@ def _from_folder(way: str, folder: Path, where: str, *student: nn.Module) -> nn.
             try:
                 loaded: nn.Module = load(str(folder), *student)
             except CheckpointError as error:
-                told = str(error).replace("distill: teacher", "it", 1)  # models to use are loaded as teachers are
+                # models to use are loaded as teachers are
+                told = str(error).replace("distill: teacher's", "its", 1).replace("distill: teacher", "it", 1)
+                told = told.removesuffix("; it would teach from random weights")
                 raise CheckpointError(f"{where}: {folder} must be a model that can be loaded: {told}") from error
             return loaded
     raise MissingExtraError(f"{where}: a model folder", "transformers", "hf")

@@ -58,12 +58,19 @@ def plan(
         if config is not None
         else ModelShape.of_params(params or 0, layers=layers, hidden=hidden, vocab=vocab)
     )
+    counted = None if config is None else _counted(config)
+    if counted is not None:
+        shape = dataclasses.replace(shape, params=counted)
     run = PlannedRun(
         ranks=gpus, strategy=strategy or ("fsdp2" if gpus > 1 else "single"),  # type: ignore[arg-type]
         precision=precision, optimizer=optimizer,  # type: ignore[arg-type]
         micro_batch=micro_batch, seq_len=seq_len, accumulate=accumulate, teacher_params=round(teacher_params),
     )  # fmt: skip
     techniques = Recipe.from_yaml(recipe) if recipe is not None else Recipe({})
+    if recipe is not None and not techniques:
+        raise ConfigError(
+            f"plan: {recipe} must switch on at least one technique; leave --recipe out for a run without any"
+        )
     compatibility.check(techniques, {run.strategy} & set(compatibility.SURROUNDINGS))
     needs = plan_run(shape, run, techniques)
     fits = memory is None or needs.peak <= memory * _GIB
@@ -73,16 +80,28 @@ def plan(
         parts = {"shape": dataclasses.asdict(shape), "run": dataclasses.asdict(run)}
         typer.echo(json.dumps({**parts, **figures, "costs": [dataclasses.asdict(c) for c in needs.costs]}, indent=2))
     else:
-        head = (
-            f"{shape.params:,} parameters, {shape.layers} blocks of width {shape.hidden}; {run.ranks} x {run.strategy}"
-        )
-        _show(needs, head)
+        how = "" if config is None else " (by formula)" if counted is None else " (counted)"
+        head = f"{shape.params:,} parameters{how}, {shape.layers} blocks of width {shape.hidden}"
+        _show(needs, f"{head}; {run.ranks} x {run.strategy}")
         if bandwidth is not None:
             typer.echo(f"sending takes {needs.sent / bandwidth / 1e9:.3g} s a step at least, at {bandwidth:g} GB/s")
         if memory is not None:
             typer.echo(f"{'fits' if fits else 'does not fit'} in {memory:g} GiB")
     if not fits:
         raise typer.Exit(1)
+
+
+def _counted(config: Path) -> int | None:
+    """Return the parameters of the model that a config describes, or None where no library builds it from it."""
+    from shared_core.cli.folders import empty_folder
+
+    folder = config if config.is_dir() else config.parent
+    if not config.is_dir() and config.name != "config.json":
+        return None
+    try:
+        return sum(parameter.numel() for parameter in empty_folder(folder, "plan").parameters())
+    except Exception:  # a class that transformers has not, or a config of sizes alone: the formula holds
+        return None
 
 
 def _show(needs: Plan, head: str) -> None:

@@ -20,7 +20,7 @@ from shared_core.cli.loading import function, score, user_batches
 from shared_core.cli.progress_bar import bar
 from shared_core.cli.quantize_report import notes_of_method, section_of_method, sections, tell
 from shared_core.cli.shrink import made_up_inputs
-from shared_core.errors import ConfigError
+from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.page import check_page, write_page
 from shared_core.strict_json import json_text
 
@@ -189,7 +189,14 @@ def quantize(
         raise ConfigError(f"eff quantize: {model} must return (model, example_inputs) for --latency, got a model alone")
     if by_torchao is not None:
         some = next((value for value in network.parameters() if value.is_floating_point()), torch.empty(0))
-        check_runs(by_torchao, some.device, some.dtype)  # before batches are loaded and quality is measured
+        try:
+            check_runs(by_torchao, some.device, some.dtype)  # before batches are loaded and quality is measured
+        except CompatibilityError as error:
+            if folder is None:
+                raise
+            raise CompatibilityError(
+                f"{error}; a folder's model is on the CPU, one of a module:function where that puts it"
+            ) from error
     models = {"float": network}
     if qat is not None:
         models["qat"] = copy.deepcopy(network)

@@ -32,7 +32,7 @@ def report(
     The page is one file that loads nothing; plots need matplotlib. What a run's folder does not hold is not shown.
     """
     from shared_core.cli.report_page import as_values, page_of
-    from shared_core.cli.run_folder import read_run
+    from shared_core.cli.run_folder import of_ours, read_run
     from shared_core.errors import ConfigError
     from shared_core.page import check_place, write_page
     from shared_core.receipt import Receipt
@@ -47,13 +47,14 @@ def report(
         home = Path() if len(runs) > 1 else runs[0] if runs[0].is_dir() else runs[0].parent
         out = home / PAGE
         check_place(out, "eff report: the page")
+    with of_ours(*found):
+        receipts = [Receipt(run.receipt).text() for run in found if run.receipt is not None]
     if out is not None:
         write_page(out, *page_of(found))
     if as_json:
         values = [{**(run.receipt or {}), "report": as_values(run)} for run in found]
         typer.echo(json_text(values[0] if len(values) == 1 else {"runs": values}))
         return
-    for run in found:
-        if run.receipt is not None:
-            typer.echo(Receipt(run.receipt).text())
+    for text in receipts:
+        typer.echo(text)
     typer.echo(f"wrote {out}, and .md with the same words beside it")

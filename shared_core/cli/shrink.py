@@ -72,9 +72,9 @@ def made_up_inputs(model: nn.Module, where: str = "eff shrink", length: int = 8)
     """Return random example inputs for a model of transformers, from its configuration.
 
     Args:
-        model: Whose ``main_input_name`` is token ids or pixels.
+        model: Whose ``main_input_name`` is token ids, pixels or speech: a wave, or Whisper's spectrogram.
         where: The command, for errors.
-        length: Of sequences of tokens.
+        length: Of sequences of tokens, of Whisper those that its decoder reads.
 
     Raises:
         ConfigError: If it is something else: then inputs must be given.
@@ -91,6 +91,12 @@ def made_up_inputs(model: nn.Module, where: str = "eff shrink", length: int = 8)
         inputs[name] = torch.randint(1, text.vocab_size, (2, length), generator=generator)
         if getattr(config, "is_encoder_decoder", False):
             inputs["decoder_input_ids"] = inputs[name][:, :5].clone()
+    elif name == "input_features" and hasattr(config, "max_source_positions"):  # Whisper halves the frames of 30 s
+        frames = 2 * config.max_source_positions
+        inputs[name] = torch.randn((2, config.num_mel_bins, frames), generator=generator)
+        inputs["decoder_input_ids"] = torch.randint(1, config.vocab_size, (2, length), generator=generator)
+    elif name == "input_values" and hasattr(config, "conv_stride"):  # wav2vec 2.0 and its kin: a second of sound
+        inputs[name] = torch.randn((2, 16_000), generator=generator)
     # a model of pairs, which has a loss of its own as CLIP has, reads both
     if name == "pixel_values" or (inputs and {"pixel_values", "return_loss"} <= taken.keys()):
         vision = getattr(config, "vision_config", config)
@@ -100,8 +106,8 @@ def made_up_inputs(model: nn.Module, where: str = "eff shrink", length: int = 8)
         inputs["pixel_values"] = torch.randn(shape, generator=generator)
     if not inputs:
         raise ConfigError(
-            f"{where}: model must read tokens or pixels, for which inputs are made up, got {name}; name a function "
-            "that returns them"
+            f"{where}: model must read tokens, pixels or speech, for which inputs are made up, got {name}; name a "
+            "function that returns them"
         )
     return inputs
 

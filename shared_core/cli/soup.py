@@ -98,7 +98,7 @@ def soup(
     from shared_core.soup.logged import rank_by_logged
     from shared_core.soup.path_report import check_plot
     from shared_core.soup.pruned import masked_ingredients
-    from shared_core.soup.saving import check_target
+    from shared_core.soup.saving import check_beside, check_target
     from shared_core.soup.sources import expand
     from shared_core.soup.uniform import check_weights
 
@@ -125,6 +125,7 @@ def soup(
         raise CheckpointError(f"eff soup: PATH must name at least two checkpoints, got {len(found)}; give more")
     if out is not None:
         check_target(out, opened[0])
+        check_beside(opened)
     if journal is not None:
         check_writable(journal, "eff soup: --journal")
     if plot is not None:

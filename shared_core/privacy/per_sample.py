@@ -16,6 +16,8 @@ from shared_core.privacy.accountant import opacus
 from shared_core.privacy.layer_hooks import ExampleGradients, layer_hooks, not_each
 from shared_core.sharded import shards, whole
 
+_NAMED = 3
+
 
 def check_model(model: nn.Module, functorch: bool = False) -> None:
     """Refuse a model in which gradients of single examples do not exist, or cannot be had.
@@ -25,44 +27,55 @@ def check_model(model: nn.Module, functorch: bool = False) -> None:
         functorch: Whether every layer is differentiated by vmap.
 
     Raises:
-        CompatibilityError: Naming every such module and what to put in its place.
+        CompatibilityError: Naming such modules and what to put in their place.
         MatchError: If nothing is trained.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise MatchError("dp: model must have a trainable parameter, got none; unfreeze what is to be trained")
     validators = opacus("validators").ModuleValidator.VALIDATORS
-    rules, wrong = opacus("grad_sample").GradSampleHooks.GRAD_SAMPLERS, []
+    rules = opacus("grad_sample").GradSampleHooks.GRAD_SAMPLERS
+    wrong: dict[str, list[str]] = {}  # a model often lacks one thing in all its layers
     for name, module in model.named_modules():
         kind = own_class(module).__name__
-        trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-        if isinstance(module, _BatchNorm):
-            wrong.append(
-                f"{name} ({kind}) normalises an example by the others of its batch; put "
-                f"torch.nn.GroupNorm(num_groups, {module.num_features}) in its place, or convert the model with "
-                "opacus.validators.ModuleValidator.fix"
-            )
-        elif trained and validators.get(own_class(module), lambda module: [])(module):
-            wrong.append(
-                f"{name} ({kind}) has no rule; opacus.validators.ModuleValidator.fix puts Opacus' own in its place"
-            )
-        elif trained and list(module.buffers(recurse=False)):
-            wrong.append(
-                f"{name} ({kind}) trains beside buffers, which hold what it saw without noise; freeze or replace it"
-            )
-        elif trained and type(module) is not own_class(module) and (functorch or own_class(module) not in rules):
-            wrong.append(
-                f"{name} ({kind}) is sharded by itself, and vmap differentiates a copy of it, which FSDP2 lets nobody "
-                "make; shard the block that it is in, or leave sharding to strategy eff_fsdp"
-            )
-        elif getattr(module, "_compiled_call_impl", None) is not None or kind == "OptimizedModule":
-            wrong.append(f"{name} ({kind}) is compiled, and hooks of single layers do not run; leave torch.compile out")
-    wrong += [
-        f"{name} is {parameter.dtype}, which would round the noise; load the model in float32"
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and torch.finfo(parameter.dtype).bits < 32
-    ]
+        reason = _reason(module, kind, validators.get(own_class(module)), functorch or own_class(module) not in rules)
+        if reason:
+            wrong.setdefault(reason, []).append(f"{name} ({kind})")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and torch.finfo(parameter.dtype).bits < 32:
+            reason = f"is {parameter.dtype}, which would round the noise; load the model in float32"
+            wrong.setdefault(reason, []).append(name)
     if wrong:
-        raise CompatibilityError("dp: model must give a gradient for each example, but\n" + "\n".join(wrong))
+        told = ". ".join(f"{names[0]} {reason}{_likewise(names[1:])}" for reason, names in wrong.items())
+        raise CompatibilityError(f"dp: model must give a gradient for each example, but {told}")
+
+
+def _reason(module: nn.Module, kind: str, validator: Callable[..., Any] | None, is_vmapped: bool) -> str:
+    """Return why a module gives no gradients of single examples, or nothing."""
+    trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    if isinstance(module, _BatchNorm):
+        return (
+            "normalises an example by the others of its batch; put torch.nn.GroupNorm in its place, or convert the "
+            "model with opacus.validators.ModuleValidator.fix"
+        )
+    if trained and validator is not None and validator(module):
+        return "has no rule; opacus.validators.ModuleValidator.fix puts Opacus' own in its place"
+    if trained and list(module.buffers(recurse=False)):
+        return "trains beside buffers, which hold what it saw without noise; freeze or replace it"
+    if trained and type(module) is not own_class(module) and is_vmapped:
+        return (
+            "is sharded by itself, and vmap differentiates a copy of it, which FSDP2 lets nobody make; shard the block "
+            "that it is in, or leave sharding to strategy eff_fsdp"
+        )
+    if getattr(module, "_compiled_call_impl", None) is not None or kind == "OptimizedModule":
+        return "is compiled, and hooks of single layers do not run; leave torch.compile out"
+    return ""
+
+
+def _likewise(names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f" (so too {', '.join(names[:_NAMED])}{more})"
 
 
 class PerSample:

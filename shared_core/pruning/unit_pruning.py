@@ -32,6 +32,8 @@ from shared_core.ranks import any_rank, broadcast_
 from shared_core.sharded import whole
 from shared_core.technique import Context
 
+_NAMED = 3
+
 
 class UnitPruning:
     """The units of a model that one granularity prunes, and the masks that say which are left.
@@ -103,8 +105,7 @@ class UnitPruning:
             if group not in groups
         }
         if not groups:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.left_out.items()) or "none were found"
-            raise MatchError(f"prune: must find at least one {granularity} to prune ({reasons})")
+            raise MatchError(_found_none(traced, granularity, self._modules))
         count = torch.tensor([len(groups), sum(group.units for group in groups)])
         if any_rank(not torch.equal(broadcast_(count.clone()), count)):
             raise CompatibilityError(
@@ -273,3 +274,15 @@ def _saved(group: ChannelGroup) -> dict[str, Any]:
 def _restored(saved: Mapping[str, Any]) -> ChannelGroup:
     slices = (Slice(**{**part, "positions": part["positions"].numpy()}) for part in saved["slices"])
     return ChannelGroup(**{**saved, "slices": tuple(slices)})
+
+
+def _found_none(traced: list[ChannelGroup], granularity: str, modules: Mapping[str, nn.Module]) -> str:
+    able = [other for other in TRACED if any(prunable_groups(traced, other, modules))]
+    found = f"its units in reach are of granularity {' and '.join(able)}" if able else "none are in reach"
+    kept = [f"{group.name}: {group.reason_kept}" for group in traced if group.reason_kept and group.kind == granularity]
+    more = [f"{len(kept) - _NAMED} more"] if len(kept) > _NAMED else []
+    why = f" ({'; '.join(kept[:_NAMED] + more)})" if kept else ""
+    return (
+        f"prune: must find at least one {granularity} to prune, got none: {found}{why}; give another granularity "
+        "(filter takes the outputs of any layer)"
+    )

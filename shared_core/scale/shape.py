@@ -13,6 +13,7 @@ from shared_core.journal_file import read_object
 
 _WIDTH_PER_LAYER = 128  # hidden units a layer of Llama 2 7B; 13B and 70B lie at 128 and 102
 _GATED = ("silu", "swish")  # Llama, Mistral, Qwen and their kin
+_GATED_GELU = ("gemma", "modernbert")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class ModelShape:
 
     @property
     def block(self) -> int:
-        """Parameters of one block."""
+        """Parameters of one block, if none share theirs."""
         return self.matrices // self.layers
 
     @classmethod
@@ -91,7 +92,8 @@ class ModelShape:
         """Return the shape that a Hugging Face ``config.json`` tells.
 
         Attention counts ``h²·(2 + 2·kv/heads)``, the MLP ``2·h·i``, or ``3·h·i`` where it is gated (SiLU); every
-        expert is counted, gated, and their router. Biases and norms are left out, some 0.1 %.
+        expert is counted, gated, and their router; blocks that share their weights (ALBERT) are counted once. Biases,
+        norms and tables of positions are left out: some 0.1 %, of small encoders 1 %.
 
         Args:
             source: The file, its folder, or the mapping.
@@ -116,16 +118,32 @@ class ModelShape:
         layers = _size(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
         vocab = _size(config, "vocab_size")
         heads = _size(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
-        inner = _size(config, "intermediate_size", "n_inner", "hidden_dim", "ffn_dim", default=4 * hidden)
+        inner = _size(
+            config, "intermediate_size", "n_inner", "hidden_dim", "ffn_dim", "ffn_hidden_size", default=4 * hidden
+        )
         head_size = _size(config, "head_dim", default=hidden // heads)
-        attention = 2 * hidden * head_size * (heads + _size(config, "num_key_value_heads", default=heads))
-        is_gated = config.get("hidden_act") in _GATED or str(config.get("model_type")).startswith("gemma")
+        attention = 2 * hidden * head_size * (heads + _key_value_heads(config, heads))
+        if config.get("model_type") == "deberta" and config.get("relative_attention"):
+            kinds = config.get("pos_att_type") or ()  # positions as keys, as queries: a list, or c2p|p2c in old files
+            attention += len(kinds.split("|") if isinstance(kinds, str) else kinds) * hidden * hidden
+        is_gated = config.get("hidden_act") in _GATED or str(config.get("model_type")).startswith(_GATED_GELU)
         dense = (3 if is_gated else 2) * hidden * inner
-        params_of_blocks = layers * attention + _mlps(config, layers, hidden, inner, dense)
-        embeddings = vocab * hidden * (1 if config.get("tie_word_embeddings", True) else 2)
+        different = layers
+        if "num_hidden_groups" in config:
+            different = _size(config, "num_hidden_groups") * _size(config, "inner_group_num", default=1)
+        params_of_blocks = different * attention + _mlps(config, different, hidden, inner, dense)
+        narrow = _size(config, "embedding_size", default=hidden)
+        embeddings = vocab * narrow * (1 if config.get("tie_word_embeddings", True) else 2)
+        embeddings += narrow * hidden if narrow != hidden else 0
         return cls(
             params=params_of_blocks + embeddings, layers=layers, hidden=hidden, vocab=vocab, embeddings=embeddings
         )
+
+
+def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):  # Falcon, StarCoder
+        return 1
+    return _size(config, "num_key_value_heads", "num_kv_heads", default=heads)
 
 
 def _mlps(config: Mapping[str, Any], layers: int, hidden: int, inner: int, dense: int) -> int:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shared_core.errors import CheckpointError
 from shared_core.packed_masks import packed_size, unpack_mask
+from shared_core.plain_checkpoint import LIGHTNING_META
 from shared_core.soup.sources import DISTRIBUTED, HF_FOLDER, LIGHTNING, Ingredient, load_torch_file
-from shared_core.soup.sources.distributed import LIGHTNING_META
 from shared_core.state_file import STATE_FILE, load_state
 
 

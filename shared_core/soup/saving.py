@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,13 @@ from torch import Tensor
 from shared_core.atomic import atomic_folder, atomic_write, check_writable, make_folder
 from shared_core.errors import CheckpointError
 from shared_core.file_list import LIST_FILE
-from shared_core.plain_checkpoint import DEPLOYMENT_FILE, DEPLOYMENT_KEY, read_deployment, write_deployment
+from shared_core.plain_checkpoint import (
+    DEPLOYMENT_FILE,
+    DEPLOYMENT_KEY,
+    LIGHTNING_META,
+    read_deployment,
+    write_deployment,
+)
 from shared_core.soup.adapter_average import AdapterWeights
 from shared_core.soup.sources import (
     ADAPTER,
@@ -29,7 +35,7 @@ from shared_core.soup.sources import (
     read_json,
 )
 from shared_core.soup.sources.adapter import ADAPTER_CONFIG
-from shared_core.soup.sources.distributed import LIGHTNING_META, index_folder, write_distributed
+from shared_core.soup.sources.distributed import index_folder, write_distributed
 
 # A folder's other files go along (config, tokenizer, processor); weights, training state and code objects do not.
 _LEFT_BEHIND = frozenset({
@@ -64,6 +70,17 @@ def check_target(target: str | Path, like: Ingredient) -> Path:
     return target
 
 
+def check_beside(ingredients: Iterable[Ingredient]) -> None:
+    """Refuse, before a search, ingredients whose file for deployments cannot be read: a soup may take theirs.
+
+    Raises:
+        CheckpointError: Naming the file.
+    """
+    for item in ingredients:
+        if item.path is not None and (item.path / DEPLOYMENT_FILE).exists():
+            read_deployment(item.path)
+
+
 def save_soup(
     state_dict: Mapping[str, Tensor],
     like: Ingredient,
@@ -96,9 +113,11 @@ def save_soup(
         )
     if like.kind in (HF_FOLDER, ADAPTER, DISTRIBUTED) and like.path is not None:
         with atomic_folder(target) as folder:
-            _write_folder(state_dict, like, like.path, folder)
+            had_ranges = _write_folder(state_dict, like, like.path, folder)
             if _lost_ranges(state_dict, like, like.path, folder):
                 say(_requantise(target, str(target)))
+            elif had_ranges:
+                say(_requantise(target, f"module:function --weights {target}"))
             if beside is not None:
                 beside(folder)
         return target
@@ -109,7 +128,7 @@ def save_soup(
         elif like.kind == LIGHTNING and like.path is not None:
             content = load_torch_file(like.path)
             torch.save({**_kept(content), "state_dict": dict(state_dict)}, temporary)
-            if "qat" in content.get(DEPLOYMENT_KEY, ()):
+            if _has_ranges(content):
                 say(_requantise(target, f"module:function --weights {target}"))
         else:
             torch.save(dict(state_dict), temporary)
@@ -126,7 +145,13 @@ def write_path(target: Path, path: str) -> None:
 
 
 def _kept(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: checkpoint[key] for key in _KEPT_KEYS if key in checkpoint}
+    kept = {key: checkpoint[key] for key in _KEPT_KEYS if key in checkpoint}
+    deployment = {key: value for key, value in (checkpoint.get(DEPLOYMENT_KEY) or {}).items() if key != "qat"}
+    return {**kept, DEPLOYMENT_KEY: deployment} if deployment else kept
+
+
+def _has_ranges(checkpoint: Mapping[str, Any]) -> bool:
+    return "qat" in (checkpoint.get(DEPLOYMENT_KEY) or ())
 
 
 def _lost_ranges(state_dict: Mapping[str, Tensor], like: Ingredient, source: Path, folder: Path) -> bool:
@@ -148,14 +173,16 @@ def _requantise(target: Path, model: str) -> str:
     )
 
 
-def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Path, folder: Path) -> None:
+def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Path, folder: Path) -> bool:
+    """Write the folder; return whether what Lightning keeps beside shards had ranges of qat."""
+    had_ranges = False
     for file in source.iterdir():
         left_behind = file.suffix in _LEFT_BEHIND or file.name in _TRAINING_FILES or file.name.startswith(".")
         is_report = file.name.startswith("eff_")  # of one run, not of the soup
         if file.is_file() and not (left_behind or is_report or file.name.endswith("_results.json")):
             shutil.copyfile(file, folder / file.name)
     if like.kind == DISTRIBUTED:
-        _write_distributed(state_dict, source, folder)
+        had_ranges = _write_distributed(state_dict, source, folder)
     if like.kind == ADAPTER:
         if not isinstance(state_dict, AdapterWeights):
             raise CheckpointError(f"{like.name}: soup of adapters must be `AdapterWeights`, got a plain dict")
@@ -169,6 +196,7 @@ def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Pa
         total = sum(state_dict[key].numel() * state_dict[key].itemsize for key in like.specs)
         content["metadata"] = {**content.get("metadata", {}), "total_size": total}
         (folder / like.index).write_text(json.dumps(content, indent=2), encoding="utf-8")
+    return had_ranges
 
 
 def _write_weights(weights: Mapping[str, Tensor], like: Ingredient, file: Path) -> None:
@@ -182,10 +210,13 @@ def _write_weights(weights: Mapping[str, Tensor], like: Ingredient, file: Path) 
         torch.save(dict(weights), file)
 
 
-def _write_distributed(state_dict: Mapping[str, Tensor], source: Path, folder: Path) -> None:
+def _write_distributed(state_dict: Mapping[str, Tensor], source: Path, folder: Path) -> bool:
     inner = index_folder(source)
     if inner is None:
         raise CheckpointError(f"{source}: folder must still hold its distributed checkpoint, got none; it was removed")
     write_distributed(state_dict, inner, folder / inner.relative_to(source))
-    if (inner / LIGHTNING_META).exists():
-        torch.save(_kept(load_torch_file(inner / LIGHTNING_META)), folder / LIGHTNING_META)
+    if not (inner / LIGHTNING_META).exists():
+        return False
+    content = load_torch_file(inner / LIGHTNING_META)
+    torch.save(_kept(content), folder / LIGHTNING_META)
+    return _has_ranges(content)

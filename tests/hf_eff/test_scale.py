@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -20,6 +21,41 @@ def test_the_shape_of_a_config_has_its_parameters(tied):
     )  # fmt: skip
     found = sum(parameter.numel() for parameter in LlamaForCausalLM(config).parameters())
     assert ModelShape.of_config(config.to_dict()).params == pytest.approx(found, rel=0.005)
+
+
+SIZES = {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 900}
+SMALL = {**SIZES, "intermediate_size": 256}
+NO_POSITIONS = {**SMALL, "max_position_embeddings": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Albert", {**NO_POSITIONS, "embedding_size": 32, "num_hidden_groups": 2}),
+        ("Electra", {**NO_POSITIONS, "embedding_size": 32}),
+        ("Deberta", {**NO_POSITIONS, "relative_attention": True, "pos_att_type": "c2p|p2c"}),
+        ("ModernBert", {**SMALL, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}),
+        ("Falcon", {**SIZES, "ffn_hidden_size": 288, "multi_query": True}),
+    ],
+)
+def test_shared_narrow_and_gated_parts_are_counted_as_they_are(kind, options):
+    config = getattr(transformers, f"{kind}Config")(**options)
+    model = getattr(transformers, f"{kind}Model")(config)
+    found = sum(parameter.numel() for name, parameter in model.named_parameters() if "pooler" not in name)
+    assert ModelShape.of_config({**config.to_dict(), **options}).params == pytest.approx(found, rel=0.03)
+
+
+def test_parameters_are_counted_where_transformers_builds_the_model(tmp_path):
+    config = transformers.BertConfig(**SMALL, architectures=["BertForSequenceClassification"])
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        found = sum(each.numel() for each in transformers.BertForSequenceClassification(config).parameters())
+    for path in (tmp_path, tmp_path / "config.json"):
+        told = CliRunner().invoke(app, ["plan", "--config", str(path), "--json"], catch_exceptions=False)
+        assert json.loads(told.stdout)["shape"]["params"] == found
+    (tmp_path / "config.json").rename(tmp_path / "bert.json")  # sizes alone
+    told = CliRunner().invoke(app, ["plan", "--config", str(tmp_path / "bert.json")], catch_exceptions=False)
+    assert "(by formula)" in told.stdout
 
 
 def test_a_folder_is_explained_without_its_weights(tmp_path):

@@ -11,7 +11,6 @@ from torch import nn
 from typer.testing import CliRunner
 
 from shared_core import Recipe, Session, compatibility
-from shared_core.atomic import atomic_folder, atomic_write, clean_strays, folder_aside, is_stray
 from shared_core.cli import app
 from shared_core.cli.run import recipe_of, take_flags
 from shared_core.errors import (
@@ -197,6 +196,12 @@ def test_matching_nothing_is_an_error(options, message):
         match_modules(net(), (nn.Bilinear,), where="prune")
 
 
+def test_known_modules_are_listed_as_far_as_a_line_is_read():
+    many = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100)))
+    with pytest.raises(MatchError, match=r"known: 0, 1, 10, .* and 70 more$"):
+        match_modules(many, (nn.Linear,), where="prune", skip=["zzz"])
+
+
 def test_compiled_modules_keep_their_names():
     compiled = nn.Sequential(torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager"))
     assert [found.name for found in match_modules(compiled, (nn.Linear,), where="prune", include=["0.0"])] == ["0.0"]
@@ -248,45 +253,6 @@ def test_every_random_generator_is_restored():
     again = torch.rand(2), random.random(), np.random.rand()
     assert torch.equal(drawn[0], again[0])
     assert drawn[1:] == again[1:]
-
-
-def test_atomic_write_keeps_the_old_file_when_the_writer_fails(tmp_path):
-    target = tmp_path / "file"
-    target.write_text("old")
-    with pytest.raises(RuntimeError, match="midway"), atomic_write(target) as temporary:
-        temporary.write_text("half")
-        raise RuntimeError("midway")
-    assert target.read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_atomic_folder_refuses_a_full_folder_and_leaves_nothing_on_failure(tmp_path):
-    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "out") as folder:
-        (folder / "a").write_text("half")
-        raise RuntimeError
-    assert list(tmp_path.iterdir()) == []
-    with atomic_folder(tmp_path / "out") as folder:
-        (folder / "a").write_text("whole")
-    assert (tmp_path / "out" / "a").read_text() == "whole"
-    with (
-        pytest.raises(CheckpointError, match="must not exist or be an empty folder"),
-        atomic_folder(tmp_path / "out"),
-    ):
-        pass
-
-
-def test_strays_are_those_of_ended_processes(tmp_path):
-    alive = folder_aside(tmp_path)
-    mark, host, process, started, _ = alive.name.rsplit("-", 4)
-    # a later process has the number of the one that was killed
-    reused = tmp_path / f"{mark}-{host}-{process}-{int(started) - 1}-x"
-    foreign, forgotten = tmp_path / f"{mark}-0-{process}-{started}-x", tmp_path / f"{mark}-1-{process}-{started}-x"
-    for folder in (reused, foreign, forgotten):
-        folder.mkdir()
-    os.utime(forgotten, (0, 0))
-    assert clean_strays(tmp_path) == 2
-    assert sorted(tmp_path.iterdir()) == sorted([alive, foreign])
-    assert is_stray(alive / "a.ckpt")
 
 
 def test_plain_keys_name_what_differs():

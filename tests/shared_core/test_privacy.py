@@ -164,6 +164,16 @@ def test_models_without_gradients_of_single_examples_are_refused_by_name(model, 
         check_model(model)
 
 
+def test_the_reason_of_many_layers_is_told_once_in_one_line():
+    norms = nn.Sequential(*(nn.BatchNorm1d(width) for width in range(1, 9)), nn.Linear(8, 8))
+    with pytest.raises(CompatibilityError) as refused:
+        check_model(norms)
+    told = str(refused.value)
+    assert told.count("GroupNorm") == 1
+    assert "\n" not in told
+    assert told.endswith("(so too 1 (BatchNorm1d), 2 (BatchNorm1d), 3 (BatchNorm1d) and 4 more)")
+
+
 def test_a_frozen_batch_norm_is_refused_too_and_frozen_layers_are_not():
     model = nn.Sequential(nn.Linear(3, 4).requires_grad_(False), nn.Linear(4, 2))
     check_model(model)

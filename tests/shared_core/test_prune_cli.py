@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from shared_core.cli import app
 from shared_core.cli.prune import REPORT_FILE
-from shared_core.errors import CheckpointError, ConfigError
+from shared_core.errors import CheckpointError, ConfigError, MatchError
 from shared_core.pruning import PruneConfig
 from shared_core.pruning.config import DURING_TRAINING
 from shared_core.pruning.post_training import prune
@@ -189,6 +189,13 @@ def test_a_folder_comes_out_as_a_folder(run, folder, tmp_path):
     assert report["sparsity"] == 0.5
     assert report["quality"]["pruned"] - report["quality"]["dense"] == report["pruned"]
     assert report["examples"] == 12
+
+
+def test_a_granularity_that_finds_nothing_names_those_that_do_in_a_readable_line(run, folder):
+    with pytest.raises(MatchError, match=r"at least one channel to prune, got none: .* of granularity neuron") as told:
+        run("bert", "--out", "out", "--sparsity", "0.5", "--granularity", "channel")
+    assert "and head" in str(told.value)
+    assert len(str(told.value)) < 400
 
 
 @pytest.mark.parametrize("calibrated", [True, False])

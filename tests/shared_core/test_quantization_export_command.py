@@ -9,6 +9,8 @@ import torch
 from quantization_export_runs import examples, expected, mlp, run, trained
 from reports import report_of, row
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 from typer.testing import CliRunner
 
 from shared_core.cli import app
@@ -67,6 +69,27 @@ def test_the_command_exports_what_either_trainer_saved(room):
     assert report["integer_nodes"] == {"QGemm": 3}
     assert report["largest_difference"] <= 1e-5
     assert row(report_of(room / "model.onnx"), "bytes of model.onnx")[1] == f"{report['bytes']:,}"
+
+
+def test_a_sharded_checkpoint_of_lightning_gives_its_baked_weights_and_ranges(room):
+    model, ranges = trained(mlp, finish=True)
+    baked = {"net." + key: value for key, value in model.state_dict().items()}
+    save({"state_dict": baked}, storage_writer=FileSystemWriter(room / "last.ckpt"), no_dist=True)
+    latent = {key: value + 1 for key, value in baked.items()}
+    inner = {"qat": {"ranges": {"net." + key: value for key, value in ranges.items()}}}
+    torch.save({"eff_raw_state_dict": latent, "eff_deployment": inner}, room / "last.ckpt" / "meta.pt")
+    assert "3 layers quantised" in eff("export_task:build", "--weights", "last.ckpt", "--out", "model.onnx").output
+    x = examples(mlp)
+    assert np.allclose(run("model.onnx", x), expected(apply_ranges(model, ranges), x), atol=1e-5)
+
+
+def test_the_command_writes_over_nothing_but_its_own_kind(room):
+    weights = room / "model.safetensors"
+    save_file(mlp().state_dict(), weights)
+    before = weights.read_bytes()
+    with pytest.raises(ConfigError, match=r"--out must be a new file, or a \.onnx file to write anew, got .*exists"):
+        eff("export_task:build", "--weights", weights, "--out", weights)
+    assert weights.read_bytes() == before
 
 
 def test_the_command_refuses(room):

@@ -149,5 +149,8 @@ def test_the_command_sums_fits_and_refuses_pairs(tmp_path):
     assert found["fits"] is True
     assert found["held"] == pytest.approx(sum(cost["held"] for cost in found["costs"]))
     assert CliRunner().invoke(app, [*line, "--memory", "1"]).exit_code == 1
+    recipe.write_text("# nothing yet\n")
+    with pytest.raises(ConfigError, match="must switch on at least one technique; leave --recipe out"):
+        CliRunner().invoke(app, line, catch_exceptions=False)
     recipe.write_text("lora: {rank: 8}\nprune: {sparsity: 0.5}\n")
     assert isinstance(CliRunner().invoke(app, line).exception, CompatibilityError)

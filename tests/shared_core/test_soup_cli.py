@@ -9,6 +9,8 @@ import pytest
 import torch
 from reports import report_of, row
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 from typer.testing import CliRunner
 
 from shared_core.cli import app
@@ -27,6 +29,8 @@ def nan(weights):
     return float("nan") if float(weights["w"][0, 0]) == 1.0 else 0.0
 def all_nan(weights):
     return float("nan")
+def never(weights):
+    raise AssertionError("the search has begun")
 number = 3
 """
 
@@ -331,6 +335,23 @@ def test_ranges_of_qat_stay_with_the_weights_they_belong_to(room):
     told = eff("1.0.ckpt", "2.0.ckpt", "--uniform", "--out", "soup.ckpt")
     assert DEPLOYMENT_KEY not in torch.load("soup.ckpt")
     assert "eff quantize module:function --weights soup.ckpt --out NEW" in told.stderr
+
+
+def test_a_sharded_soup_of_lightning_tells_of_ranges_and_keeps_what_else_its_weights_need(room):
+    for value in (1.0, 2.0):
+        folder = room / f"sharded-{value}"
+        save({"state_dict": {"w": torch.full((2,), value)}}, storage_writer=FileSystemWriter(folder), no_dist=True)
+        torch.save({"epoch": 1, DEPLOYMENT_KEY: {"qat": {"ranges": {}}, "low_rank": {"rank": 2}}}, folder / "meta.pt")
+    told = eff("sharded-1.0", "sharded-2.0", "--uniform", "--out", "soup.ckpt")
+    kept = torch.load("soup.ckpt/meta.pt", weights_only=True)
+    assert kept == {"epoch": 1, DEPLOYMENT_KEY: {"low_rank": {"rank": 2}}}
+    assert "eff quantize module:function --weights soup.ckpt --out NEW" in told.stderr
+
+
+def test_a_damaged_file_beside_the_weights_is_refused_before_the_search(room):
+    (room / "run" / "checkpoint-2" / DEPLOYMENT_FILE).write_text('{"qat": ')
+    with pytest.raises(CheckpointError, match=r"checkpoint-2.eff_deployment\.json must hold"):
+        eff("run/checkpoint-1", "run/checkpoint-2", "--eval", "soup_task:never", "--out", "soup")
 
 
 def test_a_soup_takes_the_config_of_the_member_that_has_one(room):

@@ -14,7 +14,7 @@ from shared_core import Recipe, Session
 from shared_core.cli import app
 from shared_core.cli.explain import run_length
 from shared_core.cli.run import front_ends
-from shared_core.errors import CompatibilityError, ConfigError, MissingExtraError
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MissingExtraError
 from shared_core.explanation import explain
 from shared_core.libraries import Library, libraries
 from shared_core.rooms import ROOMS
@@ -118,6 +118,16 @@ def test_init_writes_asks_and_never_overwrites(tmp_path, monkeypatch):
     assert asked.exit_code == 0, asked.output
     assert "EFF_RECIPE" in (tmp_path / "asked.yaml").read_text()
     assert {*Recipe.from_yaml(tmp_path / "asked.yaml")} == {"checkpointing"}
+
+
+def test_init_runs_no_code_of_a_folder_and_asks_nobody(tmp_path, monkeypatch):
+    told = {"model_type": "own", "auto_map": {"AutoConfig": "code.Config"}, "architectures": ["Own"]}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda *asked: "y")
+    with pytest.raises(CheckpointError, match=r"init: .* must be a model that can be loaded: [^\n]+$"):
+        run_through("init", "--goal", "smaller", "--model", tmp_path, "--out", tmp_path / "recipe.yaml")
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(

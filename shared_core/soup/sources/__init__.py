@@ -1,6 +1,5 @@
 """Where ingredients come from: Hugging Face folders, Lightning, distributed and plain checkpoints, adapters."""
 
-from shared_core.soup.sources.distributed import LIGHTNING_META as LIGHTNING_META
 from shared_core.soup.sources.distributed import DistributedWeights as DistributedWeights
 from shared_core.soup.sources.distributed import check_indexes as check_indexes
 from shared_core.soup.sources.files import load_torch_file as load_torch_file

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from shared_core.errors import CheckpointError
+from shared_core.plain_checkpoint import LIGHTNING_META
 from shared_core.soup.sources.files import load_torch_file, load_torch_stream, read_config
 from shared_core.soup.sources.ingredient import DISTRIBUTED, RAW_KEY, Ingredient, TensorSpec
 
-INDEX, LIGHTNING_META = ".metadata", "meta.pt"
+INDEX = ".metadata"
 # accelerate's folder for the model in a checkpoint of the Hugging Face Trainer under FSDP
 _ACCELERATE_FOLDER = "pytorch_model_fsdp_0"
 # Where trainers put the weights: accelerate and Lightning's FSDP, Lightning's FSDP2, DeepSpeed and plain loops.
