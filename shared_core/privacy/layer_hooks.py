@@ -118,11 +118,16 @@ def layer_hooks() -> Any:
         ) -> None:
             if not self.hooks_enabled:
                 return
+            kind, names = own_class(module), self._names[module]
+            by_rule = kind in self.GRAD_SAMPLERS and not self.force_functorch
+            if not by_rule and (len(outputs) > 1 or outputs[0] is None):
+                raise TrainingError(
+                    f"dp: {next(iter(names.values()))} must be of a layer with one tensor as output, got "
+                    f"{len(outputs)} from {kind.__name__}, which has no rule; freeze it"
+                )
             activations, backprops = self.rearrange_grad_samples(
                 module=module, backprops=outputs[0].detach(), loss_reduction=loss_reduction, batch_first=batch_first
             )
-            kind, names = own_class(module), self._names[module]
-            by_rule = kind in self.GRAD_SAMPLERS and not self.force_functorch
             joined = by_rule and kind in _JOINED
             rule = self.GRAD_SAMPLERS[kind] if by_rule else self._by_vmap
             samples = rule(module, activations, in_full(backprops) if joined else backprops)

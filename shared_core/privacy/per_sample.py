@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -66,9 +67,21 @@ def _reason(module: nn.Module, kind: str, validator: Callable[..., Any] | None, 
             "is sharded by itself, and vmap differentiates a copy of it, which FSDP2 lets nobody make; shard the block "
             "that it is in, or leave sharding to strategy eff_fsdp"
         )
+    if trained and is_vmapped and len(inputs := _inputs(module)) > 1:
+        return (
+            f"has no rule, and vmap differentiates layers of one input, got {', '.join(inputs)}; freeze it, or take a "
+            "model without such layers (stacked experts are among them)"
+        )
     if getattr(module, "_compiled_call_impl", None) is not None or kind == "OptimizedModule":
         return "is compiled, and hooks of single layers do not run; leave torch.compile out"
     return ""
+
+
+def _inputs(module: nn.Module) -> list[str]:
+    """Return the arguments that a layer's forward cannot do without."""
+    arguments = inspect.signature(module.forward).parameters.values()
+    in_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [each.name for each in arguments if each.kind in in_place and each.default is each.empty]
 
 
 def _likewise(names: list[str]) -> str:

@@ -120,6 +120,31 @@ def test_tied_weights_reused_layers_and_shared_positions_have_gradients_of_singl
             torch.testing.assert_close(found[index][name], parameter.grad)
 
 
+class Router(nn.Module):
+    """Returns two tensors, as a router of experts does, of which the first may not be used."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 4))
+
+    def forward(self, x):
+        scores = x @ self.weight.T
+        return scores, scores.softmax(1)
+
+
+class Routed(nn.Sequential):
+    def forward(self, x):
+        return self[1](x)[1] * self[0](x)
+
+
+def test_a_layer_without_a_rule_that_gives_several_tensors_is_refused_by_name():
+    model = Routed(nn.Linear(4, 2), Router())
+    per_sample = PerSample(model, False)
+    with pytest.raises(TrainingError, match=r"1\.weight must be of a layer with one tensor as output, got 2"):
+        model(torch.ones(3, 4)).sum().backward()
+    per_sample.remove()
+
+
 def test_nothing_is_left_on_the_model():
     model = net()
     before = {name: set(vars(module)) for name, module in model.named_modules()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -91,21 +92,24 @@ def step_and_tell(session: Session, optimizer: torch.optim.Optimizer, scaler: An
         session.skipped_optimizer_step() if skipped else session.after_optimizer_step()
 
 
-def run_bare(recipe: Any, *, accumulate: int = 1, batch_norm: bool = True, optim: str = "adamw_torch") -> Result:
+def run_bare(
+    recipe: Any, *, accumulate: int = 1, batch_norm: bool = True, optim: str = "adamw_torch", clip: float = CLIP
+) -> Result:
     """A plain loop that divides the loss by the number of micro-batches, as both trainers do."""
     model = make_net(batch_norm=batch_norm, recipe=recipe)
     services = LoopServices(model, batches(accumulate))
     session = Session(recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe), services=services)
     session.attach(model)
     optimizer = _optimizer(optim, model.parameters())
-    epochs: list[Any] = [batches(accumulate) for _ in range(NUM_STEPS // 4)]
+    steps_per_epoch = len(batches(accumulate)) // accumulate
+    epochs: list[Any] = [batches(accumulate) for _ in range(-(-NUM_STEPS // steps_per_epoch))]
     if (private := session.techniques.get("dp")) is not None:
         loader = private.loader(DataLoader(train_examples(), batch_size=BATCH // accumulate), accumulate)  # type: ignore
         epochs = [loader for _ in epochs]
-    session.begin([optimizer], total_steps=NUM_STEPS, steps_per_epoch=4)
+    session.begin([optimizer], total_steps=NUM_STEPS, steps_per_epoch=steps_per_epoch, clips_gradients=clip > 0)
     scaler = getattr(session.techniques.get("loss_scale"), "scaler", None)
     model.train()
-    micro = (batch for epoch in epochs for batch in epoch)
+    micro = itertools.islice((batch for epoch in epochs for batch in epoch), NUM_STEPS * accumulate)
     for index, batch in enumerate(micro, 1):
         with session.forward():
             loss = session.loss(model(**batch)["loss"]) / accumulate
@@ -116,7 +120,8 @@ def run_bare(recipe: Any, *, accumulate: int = 1, batch_norm: bool = True, optim
             scaler.unscale_(optimizer)
         session.before_optimizer_step()
         for student in (model, *getattr(session.techniques.get("distill"), "peers", ())):
-            torch.nn.utils.clip_grad_norm_(student.parameters(), CLIP)
+            if clip:
+                torch.nn.utils.clip_grad_norm_(student.parameters(), clip)
         step_and_tell(session, optimizer, scaler)
         optimizer.zero_grad()
     session.finish()

@@ -17,7 +17,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from shared_core.compatibility import ALLOWED_IF, refusal
+from shared_core.pruning import PruneConfig
 from shared_core.pruning.lottery import Ticket, write_ticket
+from shared_core.pruning.targets import find_targets
 from shared_core.recipe import Recipe
 
 NUM_STEPS = 8
@@ -197,9 +199,10 @@ def _ticket_folder() -> Path:
 
 def make_ticket(rewind: str, step: int) -> dict[str, str]:
     """A ticket that keeps half of the weights, and an output folder without a finished run, as options."""
-    folder, generator = _ticket_folder(), torch.Generator().manual_seed(0)
-    weights = dict(make_net(seed=7).state_dict())
-    pruned = [name for name, value in weights.items() if name.endswith("weight") and value.dim() > 1]
+    folder, generator, found_in = _ticket_folder(), torch.Generator().manual_seed(0), make_net(seed=7)
+    once = {name for name, _ in [*found_in.named_parameters(), *found_in.named_buffers()]}  # tied tensors too
+    weights = {name: value for name, value in found_in.state_dict().items() if name in once}
+    pruned = find_targets(found_in, PruneConfig(sparsity=0.5)).modules
     masks = {name: torch.rand(weights[name].shape, generator=generator) < 0.5 for name in pruned}
     rates = ((0.005,),) if rewind == "none" else ()
     path = write_ticket(folder / f"{rewind}.safetensors", Ticket(masks, weights, step, rewind, rates))

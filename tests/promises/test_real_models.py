@@ -1,0 +1,142 @@
+"""The promises on models as users train them: a mixture of experts, a tied language model, a ResNet with batch norm."""
+
+import promise_table
+import pytest
+import torch
+from promise_drivers import difference, run_bare, run_hf, run_lightning, saved_state
+from real_models import BATCH, MODELS, RECIPES, REFUSED, STEPS, recipe_for, use
+from stopped_runs import copied
+from torch import nn
+
+from shared_core.errors import EffError
+from shared_core.low_rank import load as load_factorised
+
+CELLS = [(model, recipe) for model in MODELS for recipe in RECIPES if (model, recipe) not in REFUSED]
+CLIP = 1.0  # the Hugging Face Trainer's default; Lightning's is not to clip
+
+
+@pytest.fixture
+def train(request, monkeypatch):
+    """Train a model with a recipe in one driver, clipped if it is told to be."""
+    model, recipe = request.param
+    use(model, monkeypatch.setattr)
+
+    def run(driver, folder=None, *, clips, **options):
+        clip, made = CLIP if clips else 0.0, recipe_for(model, recipe)
+        torch.manual_seed(3)
+        if driver == "bare":
+            return run_bare({key: made[key] for key in made if key != "soup"}, clip=clip)
+        options |= {"max_steps": STEPS, "batch": BATCH}
+        if driver == "hf":
+            return run_hf(made, folder, seed=0, max_grad_norm=clip, **options)
+        return run_lightning(made, folder, gradient_clip_val=clip or None, **options)
+
+    run.model, run.recipe = request.param
+    run.clips = request.param in CELLS and CELLS.index(request.param) % 2 == 0
+    return run
+
+
+cells = pytest.mark.parametrize("train", CELLS, ids="-".join, indirect=True)
+
+
+def layers_of(*kinds):
+    return [module for module in promise_table.make_net().modules() if isinstance(module, kinds)]
+
+
+def num_weights():
+    return sum(parameter.numel() for parameter in promise_table.make_net().parameters())
+
+
+def check_prune(told, weights):
+    assert told["pruned"] == sum(one["pruned"] for one in told["tensors"]) >= 0.1 * told["numel"]
+    for one in told["tensors"]:
+        assert int((weights[one["name"].removeprefix("net.")] == 0).sum()) >= one["pruned"]
+
+
+def check_share(told, weights):
+    assert told["tensors"]
+    for one in told["tensors"]:
+        values = weights[one["name"].removeprefix("net.")].unique()
+        assert one["values"] <= len(values) <= 9  # 2³, and the zeros of pruned ones
+
+
+COUNTED = {
+    "prune": check_prune,
+    "share": check_share,
+    "qat": lambda told, weights: told["layers"] == len(layers_of(nn.Linear, nn.Conv2d, nn.Embedding)),
+    "lora": lambda told, weights: told["layers"] == len(layers_of(nn.Linear)) - 1,
+    "distill": lambda told, weights: told["batches"] == STEPS,
+    "checkpointing": lambda told, weights: told["recomputations"] == STEPS * told["blocks"] > 0,
+    "primary_weights": lambda told, weights: (
+        told["elements"] == sum(one.numel() for one in promise_table.make_net().parameters())
+    ),
+    "average": lambda told, weights: told["updates"] > 0,
+    "activations": lambda told, weights: told["bytes_after"] < told["bytes_before"],
+    "fp8": lambda told, weights: told["layers"] > 0,
+    "low_rank": lambda told, weights: told["parameters_after"] < told["parameters_before"],
+    "dp": lambda told, weights: told["steps"] == STEPS,
+    "ticket": lambda told, weights: 0 < told["kept"] < told["numel"],
+    "loss_scale": lambda told, weights: told["steps"] == STEPS,
+}
+
+
+@cells
+def test_three_drivers_train_the_same_weights_and_their_receipts_say_what_happened(train, tmp_path):
+    ends = {} if "soup" in RECIPES[train.recipe] else {"bare": train("bare", clips=not train.clips)}
+    ends |= {name: train(name, tmp_path / name, clips=not train.clips) for name in ("hf", "lightning")}
+    first = next(iter(ends.values()))
+    for name, end in ends.items():
+        assert difference(first.weights, end.weights) is None, name
+        assert end.receipt["finished"]
+        assert end.receipt["steps"]["applied"] == STEPS
+        told = end.receipt["techniques"]
+        by_plugin = {"loss_scale"} if name == "lightning" else set()
+        assert told.keys() | by_plugin == recipe_for(train.model, train.recipe).keys() | by_plugin
+        for key in told.keys() & COUNTED.keys():
+            assert COUNTED[key](told[key], end.weights) in (True, None), (name, key)
+
+
+def check_plain(front_end, path, factorised):
+    net = promise_table.make_net()
+    if factorised and front_end == "hf":
+        load_factorised(net, path)
+    elif front_end == "hf":
+        _, info = type(net).from_pretrained(path, output_loading_info=True)
+        assert not any(info.values())
+    else:
+        content = torch.load(path, weights_only=True)["state_dict"]
+        net.load_state_dict({name.removeprefix("net."): tensor for name, tensor in content.items()}, strict=True)
+
+
+@pytest.mark.parametrize("front_end", ["hf", "lightning"])
+@cells
+def test_stopped_at_an_epochs_last_batch_and_within_one_is_never_stopped(train, front_end, tmp_path):
+    options = {"clips": train.clips, "dropout": 0.3, "shuffle": True, "save_every": 1}
+    whole = train(front_end, tmp_path / "whole", **options)
+    for step in (1, STEPS):
+        check_plain(front_end, whole.checkpoints[step], "low_rank" in RECIPES[train.recipe])
+    for stop in (2, 4) if front_end == "hf" else (4,):  # Lightning within an epoch: below
+        folder = tmp_path / f"from{stop}"
+        again = train(front_end, folder, resume=copied(whole, stop, folder), **options)
+        for step in (stop + 1, STEPS):
+            assert difference(saved_state(whole.checkpoints[step]), saved_state(again.checkpoints[step])) is None
+        assert difference(whole.weights, again.weights) is None
+
+
+# a soup's ingredients are whole steps of one folder
+@pytest.mark.parametrize("train", [c for c in CELLS if "soup" not in RECIPES[c[1]]], ids="-".join, indirect=True)
+def test_stopped_within_an_accumulation_window_is_never_stopped(train, tmp_path):
+    batch, last = 3 + 2 * (CELLS.index((train.model, train.recipe)) % 3), 2 * STEPS
+    options = {"clips": train.clips, "dropout": 0.3, "shuffle": True, "accumulate": 2, "save_at_batches": (batch, last)}
+    whole = train("lightning", tmp_path / "whole", **options)
+    again = train("lightning", tmp_path / "again", resume=whole.checkpoints[batch], **options)
+    assert difference(saved_state(whole.checkpoints[last]), saved_state(again.checkpoints[last])) is None
+    assert difference(whole.weights, again.weights) is None
+
+
+@pytest.mark.parametrize("driver", ["bare", "hf", "lightning"])
+@pytest.mark.parametrize("train", REFUSED, ids="-".join, indirect=True)
+def test_what_a_model_cannot_be_trained_with_is_refused_by_name(train, driver, tmp_path):
+    with pytest.raises(EffError, match=f"(?s){REFUSED[train.model, train.recipe]}"):
+        train(driver, tmp_path, clips=True)
+    assert not list(tmp_path.glob("**/*.safetensors"))
