@@ -65,7 +65,7 @@ COUNTED = {
     "share": check_share,
     "qat": lambda told, weights: told["layers"] == len(layers_of(nn.Linear, nn.Conv2d, nn.Embedding)),
     "lora": lambda told, weights: told["layers"] == len(layers_of(nn.Linear)) - 1,
-    "distill": lambda told, weights: told["batches"] == STEPS,
+    "distill": lambda told, weights: told["batches"] == STEPS and "warning" not in told,
     "checkpointing": lambda told, weights: told["recomputations"] == STEPS * told["blocks"] > 0,
     "primary_weights": lambda told, weights: (
         told["elements"] == sum(one.numel() for one in promise_table.make_net().parameters())
