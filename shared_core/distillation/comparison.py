@@ -224,7 +224,7 @@ def _told(modules: list[nn.Module], student: nn.Module, context: Context) -> dic
 
 
 def _size(module: nn.Module) -> int:
-    # adapters change a model's weights and are none of its own; bitsandbytes packs two weights of 4 bits into one number
+    # adapters are none of a model's own weights; bitsandbytes packs two weights of 4 bits into one number
     own = [weight for name, weight in module.named_parameters() if ".lora_" not in name]
     shapes = [getattr(getattr(weight, "quant_state", None), "shape", weight.shape) for weight in own]
     return sum(shape.numel() for shape in shapes)
