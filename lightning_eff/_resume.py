@@ -6,8 +6,6 @@ a plain data loader over at batch 0 in the middle of an epoch, and it drops grad
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,9 +14,10 @@ import torch.distributed as dist
 
 from lightning_eff._loader_random import random_state, set_random_state
 from lightning_eff._namespaces import callback_kinds
+from lightning_eff._own_parts import differing, own_state, with_own_state
 from lightning_eff._poisson import replay
 from lightning_eff._wrapped import Wrapped
-from shared_core.ranks import from_main, local_part, rank, world_size
+from shared_core.ranks import local_part, rank, world_size
 from shared_core.state_file import rng_state, set_rng_state
 
 
@@ -80,10 +79,10 @@ class ExactResume:
             self._iter_rng = self._random()
 
     def state_dict(self, session: Mapping[str, Any], skipped: bool) -> dict[str, Any]:
-        """Return the generators of every process, and in the middle of an accumulation window what only it has seen.
+        """Return the generators of every process, and what else only it has; Lightning writes the main one's state.
 
-        That is its gradients, buffers that are not the main process's, and its session's state (ranges observed on its
-        own micro-batches); Lightning writes the main process's state alone.
+        That is its gradients in the middle of an accumulation window, and what differs in its buffers and its session's
+        state (a teacher's batch norms, ranges observed on its own micro-batches).
         """
         gradients = None
         if self._is_inside_window():
@@ -102,27 +101,22 @@ class ExactResume:
         }
         if world_size() == 1:
             return {"ranks": [mine]}
-        if gradients is not None:
-            mine["session"] = session
+        mine |= own_state(session)
         mine["buffers"] = self._own_buffers(is_inside_window=gradients is not None)
         everyone: list[Any] = [None] * world_size()
         dist.all_gather_object(everyone, mine)
         return {"ranks": everyone}
 
     def _own_buffers(self, *, is_inside_window: bool) -> dict[str, torch.Tensor]:
-        """Return what is not as on the main process, unless the next forward of DDP sends that process's to all.
+        """Return what differs between processes, unless the next forward of DDP sends the main one's to all.
 
         Inside a window it does not (torch 2.13): running statistics of a batch norm are each process's until the step.
+        In a folder of shards a buffer may be any process's.
         """
         if not is_inside_window and getattr(self._trainer.strategy.model, "broadcast_buffers", False):
             return {}
-        buffers = {name: local_part(one).cpu() for name, one in self._trainer.lightning_module.named_buffers()}
-        digests = {
-            name: hashlib.sha256(one.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-            for name, one in buffers.items()
-        }
-        of_main = json.loads(from_main(json.dumps(digests)))
-        return {name: one for name, one in buffers.items() if digests[name] != of_main.get(name)}
+        named = self._trainer.lightning_module.named_buffers()
+        return differing({name: local_part(one).cpu() for name, one in named})
 
     def _put_buffers(self, saved: Mapping[str, Any]) -> None:
         buffers = dict(self._trainer.lightning_module.named_buffers())
@@ -165,10 +159,15 @@ class ExactResume:
                 type(module).lr_scheduler_step(module, config.scheduler, value)
                 loop.scheduler_progress.increment_completed()
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """Keep a saved state until training reaches its place; return this process's session, if saved."""
+    def load_state_dict(self, state: Mapping[str, Any] | None, of_main: Any) -> Any:
+        """Keep a saved state until training reaches its place; return this process's session.
+
+        Args:
+            state: What `state_dict` returned, None if nothing is saved.
+            of_main: The main process's session.
+        """
         if state is None:
-            return None
+            return of_main
         ranks = state["ranks"]
         if where := ranks[0].get("cut_short"):
             self._note(
@@ -177,7 +176,7 @@ class ExactResume:
             )
         if len(ranks) == world_size():
             self._saved = ranks[rank()]
-            return self._saved.get("session")
+            return with_own_state(of_main, self._saved)
         of_its_own = {"rng": rng_state(), "gradients": self._mean_gradients(ranks), "buffers": {}}
         self._saved = {**ranks[rank() % len(ranks)], **of_its_own}
         self._note(
@@ -185,7 +184,7 @@ class ExactResume:
             "epoch goes on after as many batches as were seen; keep processes times batch size, and these are the same "
             "examples"
         )
-        return None
+        return of_main
 
     def mark_train_start(self) -> None:
         """Put back where the run was among its epochs: Lightning (2.6) has only now read its progress."""

@@ -290,7 +290,7 @@ class EffCallback(Callback):
         """Keep the saved state until training starts; an evaluation after `fit` loads weights alone."""
         if self.session is None or self._resume is None or trainer.state.fn != "fit":
             return
-        self._saved = self._resume.load_state_dict(checkpoint.get(_RESUME_KEY)) or checkpoint.get(_STATE_KEY)
+        self._saved = self._resume.load_state_dict(checkpoint.get(_RESUME_KEY), checkpoint.get(_STATE_KEY))
         self._run_id = checkpoint.get(RUN_KEY, {}).get("id", self._run_id)
         self._services.run = self._run_id
         if self._saved is None:
