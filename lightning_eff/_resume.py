@@ -17,7 +17,9 @@ from lightning_eff._namespaces import callback_kinds
 from lightning_eff._own_parts import differing, own_state, with_own_state
 from lightning_eff._poisson import replay
 from lightning_eff._wrapped import Wrapped
+from shared_core import session_state
 from shared_core.ranks import local_part, rank, world_size
+from shared_core.session import Session
 from shared_core.state_file import rng_state, set_rng_state
 
 
@@ -29,11 +31,11 @@ class ExactResume:
 
     Args:
         trainer: A Lightning Trainer that is about to fit.
-        note: Tells the user one line.
+        session: Of the techniques.
     """
 
-    def __init__(self, trainer: Any, note: Callable[[str], None]) -> None:
-        self._trainer, self._note = trainer, note
+    def __init__(self, trainer: Any, session: Session) -> None:
+        self._trainer, self._session, self._note = trainer, session, session.note
         self._saved: Mapping[str, Any] | None = None
         self._iter_rng: dict[str, Any] = self._random()
         self._fetch_rng: dict[str, Any] | None = None
@@ -93,6 +95,7 @@ class ExactResume:
             "iter_rng": self._iter_rng,
             "fetch_rng": self._fetch_rng,
             "gradients": gradients,
+            "windows": {} if gradients is None else session_state.windows(self._session.techniques),
             "cut_short": self._where_cut_short(),
             "frozen": self._frozen(),
             "loaded_in_epoch": self._trainer.fit_loop._last_train_dl_reload_epoch,
@@ -177,7 +180,7 @@ class ExactResume:
         if len(ranks) == world_size():
             self._saved = ranks[rank()]
             return with_own_state(of_main, self._saved)
-        of_its_own = {"rng": rng_state(), "gradients": self._mean_gradients(ranks), "buffers": {}}
+        of_its_own = {"rng": rng_state(), "gradients": self._mean_gradients(ranks), "windows": {}, "buffers": {}}
         self._saved = {**ranks[rank() % len(ranks)], **of_its_own}
         self._note(
             f"saved by {len(ranks)} processes and resumed by {world_size()}: random numbers are not restored, and the "
@@ -365,6 +368,7 @@ class ExactResume:
             saved, self._at_next_fetch = self._at_next_fetch, None
             self._set_random(saved["rng"])
             self._put_gradients(saved["gradients"])
+            session_state.restore_windows(saved.get("windows", {}), self._session.techniques)
         if self._capture_fetch:
             self._capture_fetch = False
             self._fetch_rng = self._random()

@@ -108,7 +108,7 @@ class EffCallback(Callback):
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self.session = Session(recipe, front_end="lightning", services=services, seed=seed)
         self._saved = self._final if trains_on else None  # on the same Trainer, what was pruned stays pruned
-        self._resume = ExactResume(trainer, self.session.note)
+        self._resume = ExactResume(trainer, self.session)
         check(recipe, _surroundings.surroundings(trainer, pl_module))
         if (scaling := recipe.get("loss_scale")) is not None:
             self._stock_precision = use_scaling_precision(trainer, scaling)
