@@ -86,7 +86,7 @@ class ExactResume:
         That is its gradients in the middle of an accumulation window, and what differs in its buffers and its session's
         state (a teacher's batch norms, ranges observed on its own micro-batches).
         """
-        gradients = None
+        gradients, epochs = None, self._trainer.fit_loop.epoch_progress.current
         if self._is_inside_window():
             named = self._trainer.lightning_module.named_parameters()
             gradients = {name: local_part(parameter.grad) for name, parameter in named if parameter.grad is not None}
@@ -97,6 +97,7 @@ class ExactResume:
             "gradients": gradients,
             "windows": {} if gradients is None else session_state.windows(self._session.techniques),
             "cut_short": self._where_cut_short(),
+            "epoch_begins": epochs.ready > epochs.started,
             "frozen": self._frozen(),
             "loaded_in_epoch": self._trainer.fit_loop._last_train_dl_reload_epoch,
             "metrics": self._epoch_metrics(),
@@ -197,6 +198,8 @@ class ExactResume:
         self._put_buffers(self._saved)
         fit_loop, loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
         fit_loop._last_train_dl_reload_epoch = self._saved.get("loaded_in_epoch", fit_loop._last_train_dl_reload_epoch)
+        if self._saved.get("epoch_begins"):  # Lightning would take the batches of the epoch before for this one's
+            loop.batch_progress.reset_on_run()
         ended_batch = fit_loop.restarted_mid_epoch and loop.restarted_on_train_batch_end
         if ended_batch and loop.batch_progress.is_last_batch and not any(map(_is_stateful, self._loaders())):
             # Lightning has counted the epoch as over, and would leave out its validation, its end and the next one's
@@ -295,7 +298,8 @@ class ExactResume:
         plateau = (saved or {}).get("plateau", {})
         self._trainer._logger_connector._callback_metrics.update(plateau.get("metrics", {}))
         only_closes = consumed > 0 and loop._num_ready_batches_reached()
-        if saved is not None and not only_closes and (consumed or saved.get("cut_short")):
+        has_iterator = consumed or not loop.batch_progress.total.ready  # a run's first is made before it starts
+        if saved is not None and not only_closes and (has_iterator or saved.get("cut_short")):
             self._first_epoch = False
             original(fetcher)
             self._go_on_within_epoch(fetcher, saved, consumed)

@@ -49,6 +49,8 @@ def train(
         # Epochs of 6 batches: 5 and 11 are their last ones; with 4 to a step, 0, 4 and 6 lie inside a window.
         ("on_train_batch_end", (0, 3, 4, 5, 6, 11, 13)),
         ("on_train_epoch_end", (0, 1)),
+        ("on_train_epoch_start", (0, 1, 2)),
+        ("on_train_start", (0,)),
     ],
 )
 def test_a_resumed_run_is_the_run_that_was_never_stopped(accumulate, val, hook, points, tmp_path):
