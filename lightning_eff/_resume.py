@@ -6,8 +6,6 @@ a plain data loader over at batch 0 in the middle of an epoch, and it drops grad
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,9 +14,12 @@ import torch.distributed as dist
 
 from lightning_eff._loader_random import random_state, set_random_state
 from lightning_eff._namespaces import callback_kinds
+from lightning_eff._own_parts import differing, own_state, with_own_state
 from lightning_eff._poisson import replay
 from lightning_eff._wrapped import Wrapped
-from shared_core.ranks import from_main, local_part, rank, world_size
+from shared_core import session_state
+from shared_core.ranks import local_part, rank, world_size
+from shared_core.session import Session
 from shared_core.state_file import rng_state, set_rng_state
 
 
@@ -30,11 +31,11 @@ class ExactResume:
 
     Args:
         trainer: A Lightning Trainer that is about to fit.
-        note: Tells the user one line.
+        session: Of the techniques.
     """
 
-    def __init__(self, trainer: Any, note: Callable[[str], None]) -> None:
-        self._trainer, self._note = trainer, note
+    def __init__(self, trainer: Any, session: Session) -> None:
+        self._trainer, self._session, self._note = trainer, session, session.note
         self._saved: Mapping[str, Any] | None = None
         self._iter_rng: dict[str, Any] = self._random()
         self._fetch_rng: dict[str, Any] | None = None
@@ -80,12 +81,12 @@ class ExactResume:
             self._iter_rng = self._random()
 
     def state_dict(self, session: Mapping[str, Any], skipped: bool) -> dict[str, Any]:
-        """Return the generators of every process, and in the middle of an accumulation window what only it has seen.
+        """Return the generators of every process, and what else only it has; Lightning writes the main one's state.
 
-        That is its gradients, buffers that are not the main process's, and its session's state (ranges observed on its
-        own micro-batches); Lightning writes the main process's state alone.
+        That is its gradients in the middle of an accumulation window, and what differs in its buffers and its session's
+        state (a teacher's batch norms, ranges observed on its own micro-batches).
         """
-        gradients = None
+        gradients, epochs = None, self._trainer.fit_loop.epoch_progress.current
         if self._is_inside_window():
             named = self._trainer.lightning_module.named_parameters()
             gradients = {name: local_part(parameter.grad) for name, parameter in named if parameter.grad is not None}
@@ -94,7 +95,9 @@ class ExactResume:
             "iter_rng": self._iter_rng,
             "fetch_rng": self._fetch_rng,
             "gradients": gradients,
+            "windows": {} if gradients is None else session_state.windows(self._session.techniques),
             "cut_short": self._where_cut_short(),
+            "epoch_begins": epochs.ready > epochs.started,
             "frozen": self._frozen(),
             "loaded_in_epoch": self._trainer.fit_loop._last_train_dl_reload_epoch,
             "metrics": self._epoch_metrics(),
@@ -102,27 +105,22 @@ class ExactResume:
         }
         if world_size() == 1:
             return {"ranks": [mine]}
-        if gradients is not None:
-            mine["session"] = session
+        mine |= own_state(session)
         mine["buffers"] = self._own_buffers(is_inside_window=gradients is not None)
         everyone: list[Any] = [None] * world_size()
         dist.all_gather_object(everyone, mine)
         return {"ranks": everyone}
 
     def _own_buffers(self, *, is_inside_window: bool) -> dict[str, torch.Tensor]:
-        """Return what is not as on the main process, unless the next forward of DDP sends that process's to all.
+        """Return what differs between processes, unless the next forward of DDP sends the main one's to all.
 
         Inside a window it does not (torch 2.13): running statistics of a batch norm are each process's until the step.
+        In a folder of shards a buffer may be any process's.
         """
         if not is_inside_window and getattr(self._trainer.strategy.model, "broadcast_buffers", False):
             return {}
-        buffers = {name: local_part(one).cpu() for name, one in self._trainer.lightning_module.named_buffers()}
-        digests = {
-            name: hashlib.sha256(one.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-            for name, one in buffers.items()
-        }
-        of_main = json.loads(from_main(json.dumps(digests)))
-        return {name: one for name, one in buffers.items() if digests[name] != of_main.get(name)}
+        named = self._trainer.lightning_module.named_buffers()
+        return differing({name: local_part(one).cpu() for name, one in named})
 
     def _put_buffers(self, saved: Mapping[str, Any]) -> None:
         buffers = dict(self._trainer.lightning_module.named_buffers())
@@ -165,10 +163,15 @@ class ExactResume:
                 type(module).lr_scheduler_step(module, config.scheduler, value)
                 loop.scheduler_progress.increment_completed()
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """Keep a saved state until training reaches its place; return this process's session, if saved."""
+    def load_state_dict(self, state: Mapping[str, Any] | None, of_main: Any) -> Any:
+        """Keep a saved state until training reaches its place; return this process's session.
+
+        Args:
+            state: What `state_dict` returned, None if nothing is saved.
+            of_main: The main process's session.
+        """
         if state is None:
-            return None
+            return of_main
         ranks = state["ranks"]
         if where := ranks[0].get("cut_short"):
             self._note(
@@ -177,15 +180,15 @@ class ExactResume:
             )
         if len(ranks) == world_size():
             self._saved = ranks[rank()]
-            return self._saved.get("session")
-        of_its_own = {"rng": rng_state(), "gradients": self._mean_gradients(ranks), "buffers": {}}
+            return with_own_state(of_main, self._saved)
+        of_its_own = {"rng": rng_state(), "gradients": self._mean_gradients(ranks), "windows": {}, "buffers": {}}
         self._saved = {**ranks[rank() % len(ranks)], **of_its_own}
         self._note(
             f"saved by {len(ranks)} processes and resumed by {world_size()}: random numbers are not restored, and the "
             "epoch goes on after as many batches as were seen; keep processes times batch size, and these are the same "
             "examples"
         )
-        return None
+        return of_main
 
     def mark_train_start(self) -> None:
         """Put back where the run was among its epochs: Lightning (2.6) has only now read its progress."""
@@ -195,6 +198,8 @@ class ExactResume:
         self._put_buffers(self._saved)
         fit_loop, loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
         fit_loop._last_train_dl_reload_epoch = self._saved.get("loaded_in_epoch", fit_loop._last_train_dl_reload_epoch)
+        if self._saved.get("epoch_begins"):  # Lightning would take the batches of the epoch before for this one's
+            loop.batch_progress.reset_on_run()
         ended_batch = fit_loop.restarted_mid_epoch and loop.restarted_on_train_batch_end
         if ended_batch and loop.batch_progress.is_last_batch and not any(map(_is_stateful, self._loaders())):
             # Lightning has counted the epoch as over, and would leave out its validation, its end and the next one's
@@ -293,7 +298,8 @@ class ExactResume:
         plateau = (saved or {}).get("plateau", {})
         self._trainer._logger_connector._callback_metrics.update(plateau.get("metrics", {}))
         only_closes = consumed > 0 and loop._num_ready_batches_reached()
-        if saved is not None and not only_closes and (consumed or saved.get("cut_short")):
+        has_iterator = consumed or not loop.batch_progress.total.ready  # a run's first is made before it starts
+        if saved is not None and not only_closes and (has_iterator or saved.get("cut_short")):
             self._first_epoch = False
             original(fetcher)
             self._go_on_within_epoch(fetcher, saved, consumed)
@@ -366,6 +372,7 @@ class ExactResume:
             saved, self._at_next_fetch = self._at_next_fetch, None
             self._set_random(saved["rng"])
             self._put_gradients(saved["gradients"])
+            session_state.restore_windows(saved.get("windows", {}), self._session.techniques)
         if self._capture_fetch:
             self._capture_fetch = False
             self._fetch_rng = self._random()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import sys
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_eff._sharded_optimizers import load_optimizers_apart
 from lightning_eff._wrapped import Wrapped
 from shared_core.errors import CheckpointError
 from shared_core.plain_checkpoint import DEPLOYMENT_KEY
@@ -54,20 +56,26 @@ def wrap_loading(strategy: Any, session: Session) -> list[Wrapped]:
     are of the layers in training.
     """
     checked = Wrapped(strategy, "load_checkpoint", load_checked)
-    load = getattr(sys.modules[type(strategy).load_checkpoint.__module__], "_load_checkpoint", None)
+    owner = sys.modules[type(strategy).load_checkpoint.__module__]
+    load = getattr(owner, "_load_checkpoint", None)
     if load is None:
         return [checked]
+    fabric = sys.modules[load.__module__]
 
     def load_weights(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         with loading(session):
             original(*args, **kwargs)
 
     def load_all(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        weights = Wrapped(sys.modules[load.__module__], "_load_raw_module_state", load_weights)
+        parts = (
+            Wrapped(fabric, "_load_raw_module_state", load_weights),
+            Wrapped(owner, "_load_checkpoint", functools.partial(load_optimizers_apart, fabric)),
+        )
         try:
             return original(*args, **kwargs)
         finally:
-            weights.undo()
+            for part in parts:
+                part.undo()
 
     return [checked, Wrapped(strategy, "load_checkpoint", load_all)]
 

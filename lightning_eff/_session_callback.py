@@ -108,7 +108,7 @@ class EffCallback(Callback):
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self.session = Session(recipe, front_end="lightning", services=services, seed=seed)
         self._saved = self._final if trains_on else None  # on the same Trainer, what was pruned stays pruned
-        self._resume = ExactResume(trainer, self.session.note)
+        self._resume = ExactResume(trainer, self.session)
         check(recipe, _surroundings.surroundings(trainer, pl_module))
         if (scaling := recipe.get("loss_scale")) is not None:
             self._stock_precision = use_scaling_precision(trainer, scaling)
@@ -290,7 +290,7 @@ class EffCallback(Callback):
         """Keep the saved state until training starts; an evaluation after `fit` loads weights alone."""
         if self.session is None or self._resume is None or trainer.state.fn != "fit":
             return
-        self._saved = self._resume.load_state_dict(checkpoint.get(_RESUME_KEY)) or checkpoint.get(_STATE_KEY)
+        self._saved = self._resume.load_state_dict(checkpoint.get(_RESUME_KEY), checkpoint.get(_STATE_KEY))
         self._run_id = checkpoint.get(RUN_KEY, {}).get("id", self._run_id)
         self._services.run = self._run_id
         if self._saved is None:

@@ -22,6 +22,17 @@ def of(
     }  # fmt: skip
 
 
+def windows(techniques: Mapping[str, Technique]) -> dict[str, dict[str, Any]]:
+    """Return what each technique has gathered in an accumulation window that is not over."""
+    return {key: state for key, technique in techniques.items() if (state := technique.window_state())}
+
+
+def restore_windows(state: Mapping[str, Any], techniques: Mapping[str, Technique]) -> None:
+    """Put back what `windows` returned, with the gradients of the same window."""
+    for key in state.keys() & techniques.keys():
+        techniques[key].load_window_state(state[key])
+
+
 def restore(
     state: Mapping[str, Any], context: Context, techniques: Mapping[str, Technique], history: History
 ) -> tuple[Mapping[str, Any], int]:

@@ -211,6 +211,14 @@ class GradientCompression(Technique):
         self._total, self._last = dict(state["total"]), dict(state["last"])
         self._discarded = int(state["discarded"])
 
+    def window_state(self) -> dict[str, Any]:
+        """Return the bytes of the step that is not over."""
+        return dict(self._step) if any(self._step.values()) else {}
+
+    def load_window_state(self, state: Mapping[str, Any]) -> None:
+        """Take them back."""
+        self._step.update(state)
+
     def report(self) -> dict[str, Any]:
         """Return how many tensors were sent in which form, and the bytes that each process put into collectives."""
         report: dict[str, Any] = {

@@ -242,12 +242,10 @@ class Pruning(Technique):
         """
         masks = dict(state["masks"])
         weights = self._targets.weights()
-        missing = sorted(set(weights) - set(masks) if self._units is None else set()) if masks else []
-        strange = [name for name in masks if name not in weights and self._units is None]
-        if missing or strange:
+        if strange := sorted(weights.keys() ^ masks.keys()) if masks and self._units is None else []:
             raise CheckpointError(
                 f"prune: saved masks must be those of this model's weights, got a difference at "
-                f"{(missing + strange)[0]}; resume with the model and recipe that wrote the checkpoint"
+                f"{strange[0]}; resume with the model and recipe that wrote the checkpoint"
             )
         for name in (name for name in weights if name in masks):
             packed, num_bytes = masks[name], packed_size(weights[name].shape)
@@ -263,6 +261,14 @@ class Pruning(Technique):
         if state.get("scorer"):
             self._scorer.load_state_dict(state["scorer"])
         self._scorer.costs = dict(state.get("costs", {})) or None
+
+    def window_state(self) -> dict[str, Any]:
+        """Return what the criterion has gathered in this window."""
+        return self._scorer.window_state()
+
+    def load_window_state(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        self._scorer.load_window_state(state)
 
     def metrics(self) -> dict[str, float]:
         """Return ``prune/sparsity``, the share of the weights within reach that the masks prune."""
@@ -295,12 +301,8 @@ class Pruning(Technique):
             raise CheckpointError(f"prune: saved masks must be those of this model, got one of {strange[0]}")
         if self._units:
             self._units.load_state_dict(self._saved.get("units", {}))
-        self._set_masks(
-            {
-                name: unpack_mask(packed, weights[name].shape, weights[name].device)
-                for name, packed in self._saved["masks"].items()
-            }
-        )
+        packed = self._saved["masks"].items()
+        self._set_masks({name: unpack_mask(mask, weights[name].shape, weights[name].device) for name, mask in packed})
         self._straight_through.load(self._saved.get("hidden", {}), self._weights)
         self._saved = {}
         self._store.apply()

@@ -14,6 +14,7 @@ from shared_core.quantization.folds import folded_weight
 from shared_core.quantization.layers import as_rows, from_rows
 from shared_core.quantization.learned import lsq_grad_scale, lsq_init_scale
 from shared_core.quantization.schemes import LayerScheme
+from shared_core.ranks import broadcast_
 from shared_core.sharded import fill_, whole
 
 
@@ -68,8 +69,9 @@ class WeightScale:
         _learn(module, "weight_scale", self._initial(module))
 
     def start(self, module: nn.Module) -> None:
-        """Set the scale from the weight that the layer has now."""
-        self.set(module, self._initial(module))
+        """Set the scale from the weight that the layer has now, a folded one's from the main process's statistics."""
+        scale = self._initial(module)
+        self.set(module, scale if getattr(module, "fold", None) is None else broadcast_(scale))
 
     def set(self, module: nn.Module, scale: Tensor) -> None:
         """Set the scale, (channels,)."""

@@ -49,6 +49,8 @@ def train(
         # Epochs of 6 batches: 5 and 11 are their last ones; with 4 to a step, 0, 4 and 6 lie inside a window.
         ("on_train_batch_end", (0, 3, 4, 5, 6, 11, 13)),
         ("on_train_epoch_end", (0, 1)),
+        ("on_train_epoch_start", (0, 1, 2)),
+        ("on_train_start", (0,)),
     ],
 )
 def test_a_resumed_run_is_the_run_that_was_never_stopped(accumulate, val, hook, points, tmp_path):
@@ -61,6 +63,21 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(accumulate, val, hook, 
         for key, technique in callback.session.techniques.items():
             mine, other = technique.state_dict(), again.session.techniques[key].state_dict()
             assert str(mine) == str(other), (point, key)
+
+
+@pytest.mark.parametrize("criterion", ["wanda", "fisher"])
+def test_what_hooks_gather_in_a_window_is_resumed(criterion, tmp_path):
+    recipe = {"prune": {"sparsity": 0.5, "criterion": criterion, "begin": 3, "end": 6}}
+    options = {"recipe": recipe, "accumulate_grad_batches": 4}
+    train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)], **options)
+    again = tmp_path / "again"
+    train(tmp_path, ckpt_path=tmp_path / "4.ckpt", seed=9, callbacks=[saver(NAMESPACE, again)], **options)
+    first, second = (
+        torch.load(path, weights_only=True)["eff_state"]["techniques"]["prune"]["scorer"]
+        for path in (tmp_path / "5.ckpt", again / "0.ckpt")
+    )
+    assert first["counts"] == second["counts"]
+    assert difference(first["totals"], second["totals"]) == []
 
 
 @pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_end"])

@@ -79,10 +79,14 @@ class BackwardWatch:
         self._generation += 1
         self._expected, self._arrived = {}, {}
 
-    def flush(self) -> None:
-        """Hand over what arrived: the step is complete, and no more gradients come."""
+    def hand_over(self) -> None:
+        """Hand over what arrived, as the next forward would."""
         for name in list(self._arrived):
             self._flush(name)
+
+    def flush(self) -> None:
+        """Hand over what arrived: the step is complete, and no more gradients come."""
+        self.hand_over()
         self._expected = {}
 
     def _hook(self, name: str) -> Callable[..., None]:

@@ -111,6 +111,18 @@ class GatheringScorer(Scorer):
         self._totals = saved_tensors(state, "totals", shapes, f"prune {self.criterion}")
         self._counts = {name: int(state["counts"][name]) for name in self._totals}
 
+    def window_state(self) -> dict[str, Any]:
+        """Return the sums of the step that is not over, and what they are sums over."""
+        sums = {name: window.clone() for name, window in self._window.items()}
+        return {"sums": sums, "counts": dict(self._window_counts)} if sums else {}
+
+    def load_window_state(self, state: Mapping[str, Any]) -> None:
+        """Take back the sums."""
+        shapes = {name: self._like(name).shape for name in state["sums"] if name in self.modules}
+        sums = saved_tensors(state, "sums", shapes, f"prune {self.criterion}")
+        self._window = {name: total.to(self._like(name).device) for name, total in sums.items()}
+        self._window_counts = {name: int(state["counts"][name]) for name in sums}
+
 
 class BackwardScorer(GatheringScorer):
     """Gathers in the user's own backward, from what layers saw in forward and the gradients of their outputs."""
@@ -140,6 +152,11 @@ class BackwardScorer(GatheringScorer):
     def _take(self, name: str, calls: list[Call]) -> None:
         """Gather from what was held and the gradients of the output."""
         raise NotImplementedError
+
+    def window_state(self) -> dict[str, Any]:
+        """Return the sums of the step that is not over, and what they are sums over."""
+        self._watch.hand_over()
+        return super().window_state()
 
     def _commit(self, loss_scale: float) -> None:
         self._watch.flush()

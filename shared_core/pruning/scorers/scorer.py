@@ -160,6 +160,13 @@ class Scorer:
             )
         self.num_observed, self.num_left_out = int(state["num_observed"]), int(state["num_left_out"])
 
+    def window_state(self) -> dict[str, Any]:
+        """Return what was gathered since the last `observe_step`, on this rank."""
+        return {}
+
+    def load_window_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `window_state` returned."""
+
     def _set_up(self, generator: torch.Generator | None) -> None:
         """Check the modules and make what this criterion keeps: the end of `__init__`."""
         self._forget()
