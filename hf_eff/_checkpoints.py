@@ -182,6 +182,7 @@ def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) ->
             raise CheckpointError(
                 f"resume: {resume} must be a whole checkpoint of a run with these techniques, but {broken}"
             )
+        _tell_missing(Path(resume), session)
         return str(resume)
     run = trainer._get_output_dir(trial)
     newest, damaged = newest_whole(run)
@@ -189,7 +190,16 @@ def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) ->
         session.note(f"not resumed from {folder}, because {reason}; resumed from {newest} instead")
     if newest is None:
         raise CheckpointError(f"resume: {run} must hold a checkpoint to resume from, got none")
+    _tell_missing(newest, session)
     return str(newest)
+
+
+def _tell_missing(folder: Path, session: Session) -> None:
+    if not any(folder.glob("optimizer*")) and not any(folder.glob("global_step*")):  # the latter is DeepSpeed's
+        session.note(
+            f"resumed from {folder}, which holds no optimizer (save_only_model): its state, the learning "
+            "rate's schedule and random numbers begin anew, so the run is not the one that was stopped"
+        )
 
 
 class ModelWeights(Mapping[str, Tensor]):

@@ -131,6 +131,19 @@ def test_a_checkpoint_without_state_is_refused(make, tmp_path):
         trainer.train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("path", ["checkpoint-4", None])
+def test_a_checkpoint_of_the_model_alone_is_gone_on_from_and_told(make, tmp_path, whole, path):
+    trainer = make.trainer(tmp_path, save_strategy="steps", save_steps=4, save_only_model=not whole)
+    attach(trainer, {"prune": {"sparsity": 0.5}})
+    trainer.train()
+    trainer = make.trainer(tmp_path)
+    session = attach(trainer, {"prune": {"sparsity": 0.5}})
+    trainer.train(resume_from_checkpoint=str(tmp_path / path) if path else True)
+    told = [note for note in session.receipt()["notes"] if "holds no optimizer (save_only_model)" in note]
+    assert len(told) == (not whole)
+
+
 def test_no_checkpoint_to_resume_from(make, tmp_path):
     trainer = make.trainer(tmp_path)
     attach(trainer, {"prune": {"sparsity": 0.5}})
