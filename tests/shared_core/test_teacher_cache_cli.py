@@ -57,6 +57,9 @@ def pairs():
 def batches():
     return pairs().tensors[0].split(2)
 
+def wide():
+    return [torch.ones(2, 9)]
+
 def nothing():
     return 3
 
@@ -230,6 +233,11 @@ def test_wrong_arguments_are_refused_with_nothing_written(room, arguments, match
     with pytest.raises(ConfigError, match=match):
         eff(*arguments)
     assert not (room / "c").exists()
+
+
+def test_batches_that_the_teacher_does_not_take_are_refused_by_number(room):
+    with pytest.raises(ConfigError, match=r"batches must hold what the teacher takes, got Tensor as number 1 .Runtime"):
+        eff("cache_task:classifier", "--data", "cache_task:wide", "--out", "c")
 
 
 def test_a_folder_without_a_model_is_refused(room):
