@@ -241,10 +241,13 @@ class Peers(Teachers):
             for name, parameter in module.named_parameters():
                 if parameter not in self._optimizer_of:
                     continue
-                kept = each["optimizer"].get(name, {})
-                self._optimizer_of[parameter].state[parameter] = {
-                    key: _placed(value, parameter.device, parameter in on_device) for key, value in kept.items()
-                }
+                states = self._optimizer_of[parameter].state
+                states.pop(parameter, None)
+                if name in each["optimizer"]:  # plain SGD keeps none, Adam none of what had no gradient yet
+                    kept = each["optimizer"][name]
+                    states[parameter] = {
+                        key: _placed(value, parameter.device, parameter in on_device) for key, value in kept.items()
+                    }
                 gradient = each["gradients"].get(name)
                 parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 

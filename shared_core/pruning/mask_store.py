@@ -9,8 +9,8 @@ import torch
 from eff_kernels.pruning import apply_mask_
 from torch import Tensor
 
-from shared_core.errors import CompatibilityError
-from shared_core.packed_masks import pack_mask, unpack_mask
+from shared_core.errors import CheckpointError, CompatibilityError
+from shared_core.packed_masks import pack_mask, packed_size, unpack_mask
 from shared_core.ranks import local_part
 from shared_core.sharded import part_of
 
@@ -110,3 +110,30 @@ def refuse_sparse(gradients: Iterable[Tensor]) -> None:
     """
     if not {gradient.layout for gradient in gradients} <= {torch.strided}:
         raise CompatibilityError("prune: gradients must be dense, got a sparse one; use sparse=False")
+
+
+def check_saved(masks: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, of_units: bool) -> None:
+    """Refuse saved masks that are not those of these weights.
+
+    Args:
+        masks: Packed, by name.
+        weights: Those that are pruned.
+        of_units: Whether there may be masks of other tensors too, and of some weights none.
+
+    Raises:
+        CheckpointError: Naming one that does not fit.
+    """
+    missing = sorted(set(weights) - set(masks)) if masks and not of_units else []
+    strange = [name for name in masks if name not in weights and not of_units]
+    if missing or strange:
+        raise CheckpointError(
+            f"prune: saved masks must be those of this model's weights, got a difference at "
+            f"{(missing + strange)[0]}; resume with the model and recipe that wrote the checkpoint"
+        )
+    for name in (name for name in weights if name in masks):
+        packed, num_bytes = masks[name], packed_size(weights[name].shape)
+        if packed.dtype != torch.uint8 or packed.numel() != num_bytes:
+            raise CheckpointError(
+                f"prune: saved mask of {name} must be {num_bytes} bytes, got {packed.numel()} of "
+                f"{packed.dtype}; resume with the model that wrote the checkpoint"
+            )

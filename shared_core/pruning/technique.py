@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from eff_kernels.pruning import apply_mask_
 from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.lbfgs import refuse_lbfgs
-from shared_core.packed_masks import packed_size, unpack_mask
+from shared_core.packed_masks import unpack_mask
 from shared_core.preview import Event, Touched
 from shared_core.pruning.config import UNITS, PruneConfig
 from shared_core.pruning.cost_watch import CostWatch
-from shared_core.pruning.mask_store import MaskStore, refuse_sparse
+from shared_core.pruning.mask_store import MaskStore, check_saved, refuse_sparse
 from shared_core.pruning.moments import moments_told, resolve_moments
 from shared_core.pruning.optimizer_state import SLOW_ON_ZEROS, clear_moments_, is_slow_on_zeros
 from shared_core.pruning.penalty import Penalty
@@ -106,10 +106,18 @@ class Pruning(Technique):
         self._restore(context)
         if self._units and not self._is_final:
             self._units.listen(context.model)
+        if self.config.criterion != "shapley":
+            context.done_with(self.key, "forward")
         if context.clips_gradients and any(map(is_slow_on_zeros, context.optimizers)):
             context.services.say(SLOW_ON_ZEROS)
         if self._last_update < 0 and context.step >= self._begin and not self.config.needs_a_step:
             self._update(context, self._scheduled(context.step))
+
+    def forward(self, context: Context) -> contextlib.AbstractContextManager[None]:
+        """Look at the last micro-batch of a step, which a run stopped inside of it comes to as well."""
+        if self._units:
+            self._units.end_step()
+        return contextlib.nullcontext()
 
     def before_optimizer_step(self, context: Context) -> None:
         """Read what the criterion needs of the gradients; then dead ones must not enter a norm that is clipped."""
@@ -240,20 +248,7 @@ class Pruning(Technique):
         Raises:
             CheckpointError: If the state belongs to other weights.
         """
-        masks = dict(state["masks"])
-        weights = self._targets.weights()
-        if strange := sorted(weights.keys() ^ masks.keys()) if masks and self._units is None else []:
-            raise CheckpointError(
-                f"prune: saved masks must be those of this model's weights, got a difference at "
-                f"{strange[0]}; resume with the model and recipe that wrote the checkpoint"
-            )
-        for name in (name for name in weights if name in masks):
-            packed, num_bytes = masks[name], packed_size(weights[name].shape)
-            if packed.dtype != torch.uint8 or packed.numel() != num_bytes:
-                raise CheckpointError(
-                    f"prune: saved mask of {name} must be {num_bytes} bytes, got {packed.numel()} of "
-                    f"{packed.dtype}; resume with the model that wrote the checkpoint"
-                )
+        check_saved(dict(state["masks"]), self._targets.weights(), of_units=self._units is not None)
         self._saved = dict(state)
         self._last_update = int(state["last_update"])
         self._sparsity = float(state["sparsity"])

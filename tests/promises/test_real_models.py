@@ -134,6 +134,20 @@ def test_stopped_within_an_accumulation_window_is_never_stopped(train, tmp_path)
     assert difference(whole.weights, again.weights) is None
 
 
+@pytest.mark.parametrize("criterion", ["shapley", "neuron_taylor"])
+def test_what_a_window_has_shown_of_units_is_kept_where_it_is_stopped(criterion, tmp_path, monkeypatch):
+    use("tied", monkeypatch.setattr)
+    recipe = {"prune": {"criterion": criterion, "granularity": "neuron", "sparsity": 0.5, "begin": 1, "end": 3}}
+
+    def run(folder, **options):
+        torch.manual_seed(3)
+        options |= {"accumulate": 2, "save_at_batches": (5,), "max_steps": 3, "shuffle": True, "dropout": 0.3}
+        return run_lightning(recipe, folder, batch=BATCH, gradient_clip_val=None, **options)
+
+    whole = run(tmp_path / "whole")
+    assert difference(whole.weights, run(tmp_path / "again", resume=whole.checkpoints[5]).weights) is None
+
+
 @pytest.mark.parametrize("driver", ["bare", "hf", "lightning"])
 @pytest.mark.parametrize("train", REFUSED, ids="-".join, indirect=True)
 def test_what_a_model_cannot_be_trained_with_is_refused_by_name(train, driver, tmp_path):

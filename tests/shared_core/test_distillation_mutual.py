@@ -216,7 +216,7 @@ class TestOptimizer:
 
 
 @pytest.mark.parametrize("stop", [1, 3])
-@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "Adafactor"])
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam", "Adafactor", "SGD"])
 def test_resume_is_exact(kind, stop):
     def optimizer(parameters):
         return getattr(torch.optim, kind)(parameters, lr=0.01)
@@ -232,6 +232,8 @@ def test_resume_is_exact(kind, stop):
         again.step()
     for ours, theirs in zip((whole.model, *whole.technique.peers), (again.model, *again.technique.peers), strict=True):
         assert equal(ours, theirs)
+    for ours, theirs in zip(*(run.technique.state_dict()["teachers"]["peers"] for run in (whole, again)), strict=True):
+        assert ours["optimizer"].keys() == theirs["optimizer"].keys()
     assert whole.session.receipt()["techniques"] == again.session.receipt()["techniques"]
 
 
