@@ -165,6 +165,7 @@ class ActivationCheckpointing(Technique):
         if self.handle is None:
             return {"policy": self.config.policy, **budget}
         tally = self.handle.tally
+        uncounted = [name for name in self.handle.names if name not in tally.blocks]
         return {
             "policy": self.config.policy,
             "blocks": len(self.handle.names),
@@ -173,7 +174,7 @@ class ActivationCheckpointing(Technique):
             "recomputations": tally.recomputations,
             "recomputations_per_step": tally.recomputations / max(self._steps, 1),
             "modules_recomputed": tally.blocks.total(),
-            "never_recomputed": [name for name in self.handle.names if name not in tally.blocks],
+            "uncounted" if tally.compiled else "never_recomputed": uncounted,  # a compiled graph does not tell
             "saved_bytes": tally.saved_bytes,
             **budget,
             **({"compiled": tally.compiled} if tally.compiled or tally.uncompiled else {}),

@@ -145,3 +145,18 @@ def test_options():
     with pytest.raises(CompatibilityError, match="activations cannot be combined with a budget of checkpointing"):
         recipe = {"checkpointing": {"policy": "budget:0.5"}, "activations": {"pack": "exact"}}
         Session(Recipe.from_dict(recipe)).attach(blocks())
+
+
+def test_blocks_of_a_compiled_graph_are_uncounted_and_not_told_as_never_recomputed():
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    session = Session(Recipe.from_dict({"checkpointing": {"policy": "block"}}))
+    session.attach(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    session.begin([optimizer], total_steps=1)
+    with session.forward():
+        session.loss(torch.compile(net, backend="aot_eager")(torch.ones(2, 4)).sum()).backward()
+    session.before_optimizer_step()
+    told = session.receipt()["techniques"]["checkpointing"]
+    assert told["compiled"]
+    assert told["uncounted"] == ["0", "1"]
+    assert "never_recomputed" not in told
