@@ -1,4 +1,4 @@
-"""Whether what techniques work on is still part of the model."""
+"""Whether what techniques work on is still part of the model, and frozen where it must be."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ LOOKS = ("before_eval", "before_save")
 """The verbs before which it is asked; not in every step: to go through a model takes long."""
 
 
-def refuse_replaced(techniques: Mapping[str, Technique], context: Context) -> None:
-    """Refuse a model some of whose modules or parameters were replaced: a technique would work on what is left over.
+def refuse_changed(techniques: Mapping[str, Technique], context: Context) -> None:
+    """Refuse a model of which something was replaced or unfrozen: a technique would work on what is left over.
 
     Args:
         techniques: By their keys.
         context: With the model.
 
     Raises:
-        TrainingError: If something that a technique holds is no longer in the model.
+        TrainingError: If something that a technique holds is no longer in the model, or trains and must not.
     """
+    for key, technique in techniques.items():
+        for name, tensor in technique.frozen().items():
+            if tensor.requires_grad:
+                raise TrainingError(
+                    f"{key}: {name} must stay frozen until the end of training, got it trainable by step "
+                    f"{context.step}; leave out what unfreezes whole modules, such as Lightning's BackboneFinetuning"
+                )
     held = [(key, *one) for key, technique in techniques.items() for one in technique.holds().items()]
     if held and _gone(held, context.model):
         reshard_(context.model)  # FSDP2's gathered parameters were in the places of its parts

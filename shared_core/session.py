@@ -288,7 +288,7 @@ class Session:
         if self._finished or self.context is None:
             return
         if self._begun:
-            held.refuse_replaced(self.techniques, self.context)
+            held.refuse_changed(self.techniques, self.context)
             for key in to_finish(self.techniques):
                 with self._timed(key):
                     self.techniques[key].finish(self.context.model, self.context)
@@ -385,7 +385,7 @@ class Session:
     def _drive(self, verb: str, *told: Any) -> None:
         if self._begun and not self._finished:
             if verb in held.LOOKS:
-                held.refuse_replaced(self.techniques, self._attached(verb))
+                held.refuse_changed(self.techniques, self._attached(verb))
             for key, technique in self._driven[verb]:
                 start = time.perf_counter()
                 getattr(technique, verb)(self.context, *told)

@@ -261,6 +261,10 @@ class Technique:
         """Return by name what of the model this technique goes on to work on: if it is replaced, the run ends."""
         return {}
 
+    def frozen(self) -> Mapping[str, Tensor]:
+        """Return by name what must not train: if somebody unfreezes it, the run ends."""
+        return {}
+
     def before_attach(self, model: nn.Module, context: Context) -> None:
         """No technique has touched the model yet: the moment to copy it."""
 

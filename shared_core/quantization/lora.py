@@ -171,6 +171,10 @@ class LoraTraining(Technique):
         """Return the layers."""
         return self.layers
 
+    def frozen(self) -> Mapping[str, Tensor]:
+        """Return the layers' own weights."""
+        return {f"{name}.weight": layer.base_layer.weight for name, layer in self.layers.items()}
+
     def touched(self, model: nn.Module) -> Touched:
         """Return the layers that get adapters, without what those add."""
         return Touched(

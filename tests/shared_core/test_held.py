@@ -76,3 +76,11 @@ def test_a_parameter_that_was_replaced_is_named(key):
     step(session, optimizer, model, torch.ones(2, 16))
     with pytest.raises(TrainingError, match=rf"{key}: 0\.weight must stay .* by step 2; .* without assign=True"):
         session.finish()
+
+
+@pytest.mark.parametrize("where", ["evaluating", "saving", "baked", "finish"])
+def test_a_base_that_was_unfrozen_under_adapters_is_named(where):
+    session, _, model = run("lora")
+    model.requires_grad_(True)
+    with pytest.raises(TrainingError, match=r"^lora: .*weight must stay frozen .* trainable by step 1; leave out"):
+        look(session, where)
