@@ -19,10 +19,11 @@ _PLACES = ("first", "last")
 # and penalties on weights
 _READ = re.compile(
     r"(?<!isinstance\()\bself\.(\w+)\.weight\b"
-    r"(?!\.(?:dtype|device|shape|size|numel|data|grad|requires_grad|detach|chunk|abs|norm|pow|square|sum|mean)\b|\[|\s*=[^=])"
+    r"(?!\.(?:dtype|device|shape|size|numel|data|grad|requires_grad|detach|cpu|chunk|abs|norm|pow|square|sum|mean|std|var"
+    r"|min|max)\b|\[|\s*=[^=])"
 )
 # not Lightning's hooks, which look at a weight to log it or to give it a group of its own
-_NO_FORWARD = re.compile(r"init|reset|tie|configure|optimizer|^on_|_step$")
+_NO_FORWARD = re.compile(r"init|reset|tie|configure|optimizer|^on_|_step$|^log_|plot|save|load|export|histogram")
 
 
 @dataclass(frozen=True)

@@ -356,6 +356,12 @@ class Looked(nn.Module):
     def configure_optimizers(self):
         return [self.first.weight, self.third.weight]
 
+    def plot_weights(self, axes):
+        axes.imshow(self.first.weight)
+
+    def largest(self):
+        return self.third.weight.max(), self.third.weight.cpu().numpy()
+
 
 def test_layers_that_are_looked_at_are_adapted_and_those_whose_weights_are_used_are_not():
     layers, _, _ = select_linear(Looked(), LoraConfig(rank=2, base="none", include=("first", "third")))
