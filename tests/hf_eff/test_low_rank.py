@@ -153,13 +153,11 @@ def resumes_and_loads(make, data, tmp_path):
         assert difference(dict(whole.state_dict()), dict(fresh.state_dict())) is None
 
 
-def test_the_command_factorises_a_model_of_sounds_for_which_no_inputs_are_made_up(tmp_path):
-    from transformers import Wav2Vec2Config, Wav2Vec2Model
+def test_the_command_factorises_a_model_for_which_no_inputs_are_made_up(tmp_path):
+    from transformers import PatchTSTConfig, PatchTSTModel
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    convolutions = {"conv_dim": (8,), "conv_stride": (5,), "conv_kernel": (10,), "num_conv_pos_embeddings": 2}
-    config = Wav2Vec2Config(**sizes, **convolutions, num_feat_extract_layers=1, num_conv_pos_embedding_groups=1)
-    Wav2Vec2Model(config).save_pretrained(tmp_path / "model")
+    sizes = {"d_model": 16, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    PatchTSTModel(PatchTSTConfig(**sizes, context_length=8, patch_length=4)).save_pretrained(tmp_path / "model")
     arguments = ["low-rank", str(tmp_path / "model"), "--out", str(tmp_path / "small"), "--rank", "2"]
     result = CliRunner().invoke(app, [*arguments, "--min-size", "1", "--json"], catch_exceptions=False)
     values = json.loads(result.stdout)

@@ -93,9 +93,10 @@ def step_and_tell(session: Session, optimizer: torch.optim.Optimizer, scaler: An
 
 
 def run_bare(
-    recipe: Any, *, accumulate: int = 1, batch_norm: bool = True, optim: str = "adamw_torch", clip: float = CLIP
+    recipe: Any, *, accumulate: int = 1, batch_norm: bool = True, optim: str = "adamw_torch", clip: float | None = None
 ) -> Result:
     """A plain loop that divides the loss by the number of micro-batches, as both trainers do."""
+    clip = CLIP if clip is None else clip
     model = make_net(batch_norm=batch_norm, recipe=recipe)
     services = LoopServices(model, batches(accumulate))
     session = Session(recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe), services=services)
