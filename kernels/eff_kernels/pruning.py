@@ -16,7 +16,7 @@ from eff_kernels.tensor_table import runs_in_one_launch
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # torch widens a bool operand into a temporary of the other's type; in pieces of 2 MiB that stays in cache
-_APPLY_PIECE = 1 << 19
+_PIECE = 1 << 19
 _NUMPY_FROM = 1 << 16
 _HISTOGRAM_PIECE = 1 << 18
 _DIGIT = 16
@@ -71,15 +71,12 @@ def _numpy_is_faster(bits: Tensor, mask: Tensor) -> bool:
 
     numpy widens by the few kilobytes: 1.3 times as fast with 32 bits, 1.5 times with 16, 2.5 times with 64.
     """
-    return (
-        bits.numel() > _NUMPY_FROM
-        and bits.is_cpu
-        and type(bits) is Tensor
-        and bits.shape == mask.shape
-        and bits.is_contiguous()
-        and mask.is_contiguous()
-        and not torch.compiler.is_compiling()
-    )
+    is_eager = type(bits) is Tensor and not torch.compiler.is_compiling()
+    return bits.numel() > _NUMPY_FROM and is_eager and _lie_alike(bits, mask)
+
+
+def _lie_alike(bits: Tensor, mask: Tensor) -> bool:
+    return bits.is_cpu and bits.shape == mask.shape and bits.is_contiguous() and mask.is_contiguous()
 
 
 def fit_masks(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> bool:
@@ -140,9 +137,8 @@ def rank_below_(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def _pieces(bits: Tensor, mask: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    is_large = bits.numel() > _APPLY_PIECE and bits.is_cpu
-    if is_large and bits.shape == mask.shape and bits.is_contiguous() and mask.is_contiguous():
-        return zip(torch.split(bits.view(-1), _APPLY_PIECE), torch.split(mask.view(-1), _APPLY_PIECE), strict=True)
+    if bits.numel() > _PIECE and _lie_alike(bits, mask):
+        return zip(torch.split(bits.view(-1), _PIECE), torch.split(mask.view(-1), _PIECE), strict=True)
     return [(bits, mask)]
 
 
@@ -188,8 +184,8 @@ def keep_largest_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor],
     places: list[tuple[np.ndarray, np.ndarray]] = []
     for i, mask in enumerate(masks):
         flat = mask.view(-1).numpy()
-        for start in range(0, flat.size, _APPLY_PIECE):
-            piece = part(i, slice(start, start + _APPLY_PIECE)).numpy()
+        for start in range(0, flat.size, _PIECE):
+            piece = part(i, slice(start, start + _PIECE)).numpy()
             kept = flat[start : start + piece.size]
             np.greater(piece, high, out=kept)
             reached = above(piece, low)
@@ -224,8 +220,8 @@ def _keep_first_(masks: Sequence[Tensor], part: Callable[[int, slice], Tensor], 
     """Set the masks of the first so many equal scores; return whether there are so many."""
     for i, mask in enumerate(masks):
         flat = mask.view(-1).numpy()
-        for start in range(0, flat.size if number else 0, _APPLY_PIECE):
-            index = np.flatnonzero(part(i, slice(start, start + _APPLY_PIECE)).numpy() == score)[:number]
+        for start in range(0, flat.size if number else 0, _PIECE):
+            index = np.flatnonzero(part(i, slice(start, start + _PIECE)).numpy() == score)[:number]
             flat[start + index] = True
             number -= index.size
     return not number

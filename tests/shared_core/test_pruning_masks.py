@@ -169,7 +169,7 @@ def test_a_large_tensor_is_masked_as_a_small_one_and_autograd_notices(dtype):
 
 
 def test_rank_below_covers_the_last_piece():
-    scores = torch.ones(kernels._APPLY_PIECE + 3)
+    scores = torch.ones(kernels._PIECE + 3)
     assert kernels.rank_below_(scores, torch.zeros(scores.shape, dtype=torch.bool)).isneginf().all()
 
 
