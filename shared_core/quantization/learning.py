@@ -61,10 +61,22 @@ class Learned:
 
     def begin(self) -> None:
         """The optimizer exists, and FSDP2 has put its own parameters in the place of those that were registered."""
+        self._refuse_other_dtypes()
         # PACT's clip is meant to decay (Choi et al. 2018, section 3.1)
         self._decay = NoDecay(
             value for layer in self.layers.values() for name, value in _parameters(layer) if name != "input_clip"
         )
+
+    def _refuse_other_dtypes(self) -> None:
+        for name, layer in self.layers.items():
+            learned = {value.dtype for _, value in _parameters(layer) if is_sharded(value)}
+            other = {weight.dtype for weight in weights_of(layer).values() if weight.requires_grad} - learned
+            if learned and other:
+                raise CompatibilityError(
+                    f"qat: range must be an observed one, such as ema, for 16-bit weights under FSDP2, got {name} in "
+                    f"{other.pop()} with learned scales in {learned.pop()}: FSDP2 takes parameters of one dtype "
+                    "together; observe ranges, or load the model in float32 and let FSDP2 compute in 16 bits"
+                )
 
     def _quantizers(self) -> Iterable[tuple[nn.Module, LayerQuantizer]]:
         return ((layer, layer.quantizer) for layer in self.layers.values())  # type: ignore[misc]

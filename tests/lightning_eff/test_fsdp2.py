@@ -99,10 +99,11 @@ def test_gradients_travel_in_16_bits(runs, hook):
 
 def test_what_is_not_proven_on_shards_is_refused(runs):
     for told in runs["told"]:
-        prune, flush, parallel = told["refused"]
+        prune, flush, parallel, learned = told["refused"]
         assert "prune cannot be combined with FSDP version 2: criterion fisher keeps" in prune
         assert "loss_scale with flush_every cannot be combined with FSDP version 2" in flush
         assert "fp8 cannot be combined with tensor parallelism" in parallel
+        assert "got net.0 in torch.bfloat16 with learned scales in torch.float32" in learned
 
 
 def test_a_second_round_replays_the_first_bit_for_bit(runs):

@@ -258,6 +258,10 @@ def sharded_only(folder):
         train(folder / "refused", FP8["tensorwise"], strategy=ModelParallelStrategy(1, 2))
     except CompatibilityError as error:
         told["refused"].append(str(error))
+    try:
+        train(folder / "refused", LSQ, module=Plain().bfloat16(), strategy=EffFSDPStrategy())
+    except CompatibilityError as error:
+        told["refused"].append(str(error))
     return tensors, told
 
 
