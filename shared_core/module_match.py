@@ -63,6 +63,13 @@ def own_class(module: nn.Module) -> type[nn.Module]:
     return others[0] if others and first.__name__ == "FSDPModule" else type(module)
 
 
+def is_transformers_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is GPT-2's linear layer, whose weight is (in, out); transformers is not imported."""
+    return not isinstance(module, nn.Linear) and any(
+        base.__name__ == "Conv1D" and base.__module__ == "transformers.pytorch_utils" for base in type(module).__mro__
+    )
+
+
 def change_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:
     """Give a layer of class `old` the class `new`, and leave what a wrapper made of it in place."""
     kind = type(module)

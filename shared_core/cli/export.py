@@ -53,6 +53,13 @@ def export(
     calibration: Annotated[
         str | None, typer.Option(help="module:function that returns batches of inputs: codes between convolutions too.")
     ] = None,
+    weight_codes: Annotated[
+        str,
+        typer.Option(
+            help="Of onnx: signed, the fastest with VNNI or AMX; unsigned, for x86 without, where products with signed "
+            "ones saturate; auto: as this processor needs it."
+        ),
+    ] = "auto",
     no_verify: Annotated[
         bool, typer.Option("--no-verify", help="Do not run the file in its runtime and compare.")
     ] = False,
@@ -97,7 +104,7 @@ def export(
         report = export_onnx(
             network, example, out,
             opset=opset, dynamic_batch=not static_batch, dynamic_length=dynamic_length, verify=not no_verify,
-            calibration=batches,
+            calibration=batches, weight_codes=weight_codes,  # type: ignore[arg-type]
         )  # fmt: skip
     keep_report(out, dataclasses.asdict(report))
     if as_json:
@@ -114,6 +121,8 @@ def export(
         typer.echo(f"codes between layers change the outputs by {report.relative_change:.2%}")
     nodes = ", ".join(f"{count} {name}" for name, count in report.integer_nodes.items())
     typer.echo(f"integer kernels of onnxruntime here: {nodes or 'none'}")
+    if report.unsigned_weights and nodes:
+        typer.echo("weights as unsigned codes: exact without VNNI; --weight-codes signed is faster with it")
 
 
 def _model_and_inputs(

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from shared_core.module_match import is_transformers_conv1d
+
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-
-def is_transformers_conv1d(module: nn.Module) -> bool:
-    """Return whether a module is GPT-2's linear layer, whose weight is (in, out); transformers is not imported."""
-    return any(
-        base.__name__ == "Conv1D" and base.__module__ == "transformers.pytorch_utils" for base in type(module).__mro__
-    )
 
 
 def output_axis(module: nn.Module) -> int:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shared_core.errors import CompatibilityError, MatchError
-from shared_core.module_match import match_modules, own_class, plain_name
-from shared_core.pruning.axes import input_axis, is_transformers_conv1d, output_axis
+from shared_core.module_match import is_transformers_conv1d, match_modules, own_class, plain_name
+from shared_core.pruning.axes import input_axis, output_axis
 from shared_core.pruning.config import UNITS, PruneConfig
 
 _TYPES: tuple[type[nn.Module], ...] = (

@@ -15,7 +15,7 @@ from shared_core.module_match import check_model
 from shared_core.quantization.fast_convert import ON_INTEGERS, to_torchao, wants_kernels
 from shared_core.quantization.integer_embedding import IntEmbedding
 from shared_core.quantization.integer_modules import INTEGER, CodeModule
-from shared_core.quantization.modules import STOCK, layer_entry, restore
+from shared_core.quantization.modules import STOCK, conv1d_as_linear, layer_entry, restore
 from shared_core.quantization.ranges import apply_ranges, check_range, find_layers, merge_folds_, saved_scheme
 from shared_core.quantization.weights import bake_
 
@@ -63,7 +63,7 @@ def convert(
     """
     check_model(model, "convert")
     fast = wants_kernels(backend)
-    converted = copy.deepcopy(model)
+    converted = conv1d_as_linear(copy.deepcopy(model))
     merge_folds_(converted, ranges)
     layers: dict[str, nn.Module] = {}
     if ranges is None:

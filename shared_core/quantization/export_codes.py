@@ -127,9 +127,10 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
             f"{'with zero points ' if scheme.affine else ''}that are not; bake them, or take fewer bits"
         )
     codes, scale = found
-    if not block and bits < 8:
-        # The same values on a finer grid, for it is that of the bias too; −2^(b−1) becomes −128.
-        factor = 2 ** (8 - bits)
+    if not block and bits < 7:
+        # The same values on a finer grid, for it is that of the bias too; −2^(b−1) becomes −64: with codes of 8 bits
+        # products saturate on processors without VNNI
+        factor = 2 ** (7 - bits)
         codes, scale = codes * factor, scale / factor
     codes = codes.view(rows.shape)
     if block:

@@ -29,6 +29,7 @@ from shared_core.quantization.export_source import (
     quantized_reference,
     quiet,
 )
+from shared_core.quantization.export_unsigned import WeightCodes, make_unsigned, wants_unsigned
 
 _LARGEST_FILE = 2**31 - 2**20  # protobuf's limit, less room for the graph
 _OPSETS = range(21, 24)
@@ -52,6 +53,7 @@ class ExportReport:
         relative_change: What those codes, and biases on the grid of the sums, change in the outputs for the example
             inputs, relative to the largest output; None without `calibration`.
         inputs: Name → shape of what the file takes; an open axis has a name.
+        unsigned_weights: Whether weights were written as unsigned codes.
     """
 
     path: Path
@@ -64,6 +66,7 @@ class ExportReport:
     quantized_activations: tuple[str, ...] = ()
     relative_change: float | None = None
     inputs: dict[str, tuple[int | str, ...]] = dataclasses.field(default_factory=dict)
+    unsigned_weights: bool = False
 
 
 def export_onnx(
@@ -76,6 +79,7 @@ def export_onnx(
     dynamic_length: bool = False,
     verify: bool = True,
     calibration: Iterable[Any] | None = None,
+    weight_codes: WeightCodes = "auto",
 ) -> ExportReport:
     """Write `model` to an ONNX file that computes what it computes in evaluation; return what was written.
 
@@ -100,11 +104,14 @@ def export_onnx(
         dynamic_length: Leave the second axis open as well: of all inputs whose second axis is as long as that of the
             first, and, with a length of its own, of those whose names begin with ``decoder_``.
         verify: Run the file in onnxruntime, without optimisation, and compare. Codes that float rounding moves to
-            the next step are set to the file's before outputs are compared, to 1e-5 of their size (at least of 1; 1e-2
-            where inputs have a range for each token). With `dynamic_length` the same for inputs that are shorter by
-            one. Without onnxruntime nothing is compared.
+            the next step are set to the file's before outputs are compared, to 1e-5 of their size, at least of 1; to
+            1e-2 of it where inputs have a range for each token. With `dynamic_length` the same for inputs that are
+            shorter by one. Without onnxruntime nothing is compared.
         calibration: Batches of inputs, each as `example_inputs`, for ranges of activations between layers. What is
             compared is the file before it gets them; how far it moves then is in the report.
+        weight_codes: ``signed`` is fastest on processors with VNNI or AMX. Without them onnxruntime's products of
+            unsigned inputs and signed 8-bit weights saturate, far off on some; ``unsigned`` weights are exact there.
+            ``auto``: what is right for the processor that exports. Weights of 7 bits are exact either way.
 
     Raises:
         MissingExtraError: If onnx or onnxscript is not installed, or with `calibration` onnxruntime.
@@ -128,6 +135,7 @@ def export_onnx(
     _check_arguments(example_inputs, opset, calibration is not None)
     if dynamic_length:
         check_length(plain(example_inputs))
+    unsigned = wants_unsigned(weight_codes)
     reference, names = quantized_reference(model, "export_onnx")
     if calibration is not None and not names:
         raise MatchError(
@@ -143,6 +151,7 @@ def export_onnx(
         for exact_bias in (False, True):
             exported, left = _exportable(reference, names, example_inputs, exact_bias)
             shapes = _export(exported, example_inputs, file, opset, dynamic_batch, dynamic_length)
+            unsigned = unsigned and make_unsigned(file)
             if not (runs and verify):
                 break
             try:
@@ -162,7 +171,7 @@ def export_onnx(
             temporary.write_bytes(file.read_bytes())
     path = Path(path)
     size = path.stat().st_size
-    return ExportReport(path, size, names, left, nodes, difference, moved, activations, change, shapes)
+    return ExportReport(path, size, names, left, nodes, difference, moved, activations, change, shapes, unsigned)
 
 
 def _check_arguments(example_inputs: Any, opset: int, calibrates: bool) -> None:

@@ -18,7 +18,7 @@ from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.quantization.export_layers import check_begun, check_exportable, input_qparams
 from shared_core.quantization.fusion import fuse_batch_norm
 from shared_core.quantization.layers import weights_of
-from shared_core.quantization.modules import FAKE_QUANT, STOCK, is_quantized, layer_entry, restore
+from shared_core.quantization.modules import FAKE_QUANT, STOCK, conv1d_as_linear, is_quantized, layer_entry, restore
 from shared_core.quantization.ranges import apply_ranges, merge_folds_
 from shared_core.quantization.schemes import LayerScheme
 from shared_core.quantization.weights import bake_
@@ -52,7 +52,7 @@ def quantized_reference(model: nn.Module, where: str) -> tuple[nn.Module, tuple[
     Raises:
         CompatibilityError: If a layer cannot be exported, or a parameter is of 16 bits.
     """
-    reference = copy.deepcopy(model).eval().cpu()
+    reference = conv1d_as_linear(copy.deepcopy(model)).eval().cpu()
     for name, module in reference.named_modules():
         if is_quantized(module):
             check_begun(name, module, where)

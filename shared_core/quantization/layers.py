@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shared_core.module_match import is_transformers_conv1d
 from shared_core.quantization.group import output_channels_first
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -33,7 +35,8 @@ def as_rows(module: nn.Module, weight: Tensor) -> Tensor:
     """Return a weight with one row for each output channel (or embedding vector); a view where that can be.
 
     Args:
-        module: The layer; a transposed convolution keeps its output channels on the second axis, group by group.
+        module: The layer; transformers' Conv1D keeps its outputs on the second axis, and a transposed convolution its
+            output channels, group by group.
         weight: Its weight.
 
     Example:
@@ -43,11 +46,13 @@ def as_rows(module: nn.Module, weight: Tensor) -> Tensor:
     """
     if isinstance(module, TRANSPOSED):
         weight = output_channels_first(weight, module.groups)
-    return weight.flatten(1)
+    return weight.t() if is_transformers_conv1d(module) else weight.flatten(1)
 
 
 def from_rows(module: nn.Module, rows: Tensor, like: Tensor) -> Tensor:
     """Return `rows`, as `as_rows` made them, in the shape of the weight `like`."""
+    if is_transformers_conv1d(module):
+        return rows.t()
     if not isinstance(module, TRANSPOSED):
         return rows.view(like.shape)
     shape = len(rows), like.shape[0] // module.groups, *like.shape[2:]
@@ -55,7 +60,7 @@ def from_rows(module: nn.Module, rows: Tensor, like: Tensor) -> Tensor:
 
 
 def compute(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: list[int] | None = None) -> Tensor:
-    """Return what a Linear, convolution or transposed convolution computes with another weight and bias.
+    """Return what a Linear, Conv1D, convolution or transposed convolution computes with another weight and bias.
 
     Args:
         layer: Its geometry is used.
@@ -65,12 +70,13 @@ def compute(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, output_s
         output_size: As a transposed convolution's forward takes it.
 
     Example:
-        >>> import torch
         >>> compute(nn.Linear(2, 1), torch.ones(1, 2), torch.tensor([[1.0, 2.0]]), None)
         tensor([[3.]])
     """
     if isinstance(layer, nn.Linear):
         return F.linear(x, weight, bias)
+    if is_transformers_conv1d(layer):
+        return torch.addmm(bias, x.view(-1, x.shape[-1]), weight).view(*x.shape[:-1], layer.nf)  # type: ignore[arg-type]
     if not layer.transposed:
         return layer._conv_forward(x, weight, bias)  # type: ignore[no-any-return]
     dims = len(layer.kernel_size)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shared_core.module_match import change_class, own_class
+from shared_core.module_match import change_class, is_transformers_conv1d, own_class
 from shared_core.quantization.batch_norm_folding import STOCK as STOCK_OF_FOLDED
 from shared_core.quantization.batch_norm_folding import fold_pair_, unfold_pair_
 from shared_core.quantization.layer_quantizer import LayerQuantizer
@@ -107,6 +107,41 @@ FAKE_QUANT: dict[type[nn.Module], type[nn.Module]] = {
     nn.GRU: FakeQuantGRU,
 }
 STOCK: dict[type[nn.Module], type[nn.Module]] = {fake: stock for stock, fake in FAKE_QUANT.items()}
+
+
+def know_conv1d(model: nn.Module) -> None:
+    """Add transformers' Conv1D, GPT-2's linear layer, to the layers known if a model has it: it is not imported."""
+    for kind in {type(module) for module in model.modules() if is_transformers_conv1d(module)}:
+        if kind.__name__ == "Conv1D" and kind not in FAKE_QUANT:
+            about = {"__doc__": "transformers' Conv1D on fake-quantised weight and input.", "__module__": __name__}
+            FAKE_QUANT[kind] = type("FakeQuantConv1D", (_FakeQuant, kind), about)
+            STOCK[FAKE_QUANT[kind]] = kind
+
+
+def conv1d_as_linear(model: nn.Module) -> nn.Module:
+    """Return a model whose layers of transformers' Conv1D are linear layers, (out, in), for integer kernels; in place.
+
+    Layers that share a weight go on sharing it.
+    """
+    know_conv1d(model)
+    weights: dict[int, nn.Parameter] = {}
+    made: dict[int, nn.Module] = {}
+    for module in [*model.modules()]:
+        if not is_transformers_conv1d(module) or not {type(module)} & {*FAKE_QUANT, *STOCK}:
+            continue
+        layer: Any = nn.Linear(module.nx, module.nf, device="meta")  # type: ignore[arg-type]
+        layer.__class__ = FakeQuantLinear if is_quantized(module) else nn.Linear
+        vars(layer).update({name: value for name, value in vars(module).items() if name not in ("nx", "nf")})
+        layer._parameters = dict(module._parameters)
+        old = module.weight
+        new = weights.setdefault(id(old), nn.Parameter(old.detach().t().contiguous(), old.requires_grad))  # type: ignore
+        layer._parameters["weight"] = new
+        made[id(module)] = layer
+    for parent in [*model.modules()]:
+        for name, child in parent._modules.items():
+            if id(child) in made:
+                parent._modules[name] = made[id(child)]
+    return made.get(id(model), model)
 
 
 def swap(module: nn.Module, quantizer: LayerQuantizer) -> None:

@@ -16,7 +16,16 @@ from shared_core.module_match import plain_name
 from shared_core.quantization.folds import batch_norm_of, folded_weight
 from shared_core.quantization.fusion import fuse_pair_
 from shared_core.quantization.layer_quantizer import LayerQuantizer
-from shared_core.quantization.modules import FAKE_QUANT, STOCK, fold_and_swap, is_quantized, layer_entry, restore, swap
+from shared_core.quantization.modules import (
+    FAKE_QUANT,
+    STOCK,
+    fold_and_swap,
+    is_quantized,
+    know_conv1d,
+    layer_entry,
+    restore,
+    swap,
+)
 from shared_core.quantization.observers import RangeBank
 from shared_core.quantization.schemes import Input, LayerScheme, Weight
 
@@ -78,6 +87,7 @@ def find_layers(model: nn.Module, names: Iterable[str], where: str) -> dict[str,
     Raises:
         MatchError: If there is no name, or one that is no such layer.
     """
+    know_conv1d(model)
     known = {plain_name(name): module for name, module in model.named_modules()}
     able = [name for name, module in known.items() if type(module) in FAKE_QUANT or is_quantized(module)]
     layers: dict[str, nn.Module] = {}

@@ -12,7 +12,7 @@ from torch import nn
 from shared_core.errors import CompatibilityError, MatchError
 from shared_core.module_match import PAST_FORWARD, Matched, match_modules, own_class, plain_name, weights_read_by
 from shared_core.quantization.layers import weights_of
-from shared_core.quantization.modules import FAKE_QUANT, is_quantized
+from shared_core.quantization.modules import FAKE_QUANT, is_quantized, know_conv1d
 
 _BASE = ".base_layer"
 _ADAPTER = "a LoRA adapter, trained in float over a quantised base"
@@ -39,6 +39,7 @@ def select_layers(
         CompatibilityError: If a layer that was asked for by name or type cannot be quantised, a matched one holds
             codes of bitsandbytes, or the model already has quantisers.
     """
+    know_conv1d(model)
     if any(is_quantized(module) for module in model.modules()):
         raise CompatibilityError("qat: model must have no quantisers yet; detach or finish the earlier run first")
     adapted = {plain_name(name): module for name, module in model.named_modules() if hasattr(module, "get_base_layer")}

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
 from shared_core.model_calls import call_model
+from shared_core.module_match import is_transformers_conv1d
 from shared_core.quantization.graph import LAYERS, evaluating, output_tensor
 from shared_core.quantization.schemes import LayerScheme
 from shared_core.quantization.weight_quantizers import quantize_weight
@@ -293,7 +294,7 @@ def weighted_layers(model: nn.Module, layers: Sequence[str] | None, where: str) 
     able: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
-        known = isinstance(module, (*LAYERS, nn.Embedding))
+        known = isinstance(module, (*LAYERS, nn.Embedding)) or is_transformers_conv1d(module)
         if known and weight is not None and weight.is_floating_point() and weight.numel():
             able[name] = module
     for name in layers or ():

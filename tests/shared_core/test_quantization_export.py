@@ -83,7 +83,7 @@ def test_relu_folds_because_codes_of_what_is_not_negative_start_at_zero(tmp_path
 
 def test_weights_are_stored_as_the_codes_that_were_trained(tmp_path):
     model, _ = trained(mlp)
-    export_onnx(model, examples(mlp), tmp_path / "model.onnx")
+    export_onnx(model, examples(mlp), tmp_path / "model.onnx", weight_codes="signed")
     found = constants(tmp_path / "model.onnx")
     for name in ("0", "2", "4"):
         weight = model.get_submodule(name).weight.detach()
@@ -153,7 +153,7 @@ def test_transposed_convolutions_with_groups(tmp_path):
 
 def test_a_tied_weight_is_stored_once_and_embeddings_dequantise_rows(tmp_path):
     tied, _ = trained(Tokens)
-    export_onnx(tied, examples(Tokens), tmp_path / "model.onnx")
+    export_onnx(tied, examples(Tokens), tmp_path / "model.onnx", weight_codes="signed")
     found = constants(tmp_path / "model.onnx")
     assert [value.shape for value in found.values()].count((50, 32)) == 1
     nodes = onnx.load(tmp_path / "model.onnx").graph.node

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torchao.quantization import Int8Tensor
+from vnni import WIDEST
 
 from shared_core.errors import ConfigError, MissingExtraError
 from shared_core.quantization import conversion_report, convert, fast_convert, quantize
@@ -48,7 +49,7 @@ def decibels(exact, other):
     return 10 * torch.log10(exact.double().square().mean() / noise).item()
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", [WIDEST, 4, 2])
 def test_static_int8_has_the_references_codes_and_output(bits):
     quantized, reference, fast = both({"scheme": "int8", "weight_bits": bits})
     for name in ("0", "2", "4"):
@@ -79,7 +80,7 @@ def test_one_static_layer_equals_its_formula_in_float64():
 
 
 def test_dynamic_int8_has_the_weights_codes_and_quantises_each_row_by_its_own_largest_value():
-    quantized, _, fast = both("int8_dynamic")
+    quantized, _, fast = both({"scheme": "int8_dynamic", "weight_bits": WIDEST})
     for name in ("0", "2", "4"):
         weight, baked = fast.get_submodule(name).weight, quantized.get_submodule(name).weight.detach()
         assert isinstance(weight.data, Int8Tensor)
@@ -181,7 +182,7 @@ def test_a_fused_encoder_layer_runs_the_converted_layers():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
     x = torch.randn(4, 6, 32)
-    quantized = quantize(layer, "int8_dynamic")
+    quantized = quantize(layer, {"scheme": "int8_dynamic", "weight_bits": WIDEST})
     fast = convert(quantized, backend="torchao")
     assert type(fast.linear1) is TorchaoLinear
     assert decibels(run(quantized, x), run(fast, x)) > 35

@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 from torch import nn
+from vnni import WIDEST
 
 from shared_core.quantization import conversion_report, convert, fast_convert, quantize
 from shared_core.quantization.integer_modules import IntConv2d
@@ -26,7 +27,7 @@ def images(batch=5, dtype=torch.float32):
 
 def both(model, dtype=torch.float32, **options):
     torch.manual_seed(0)
-    quantized = quantize(model().to(dtype), {"scheme": "int8", **options}, [images(dtype=dtype)])
+    quantized = quantize(model().to(dtype), {"scheme": "int8", "weight_bits": WIDEST, **options}, [images(dtype=dtype)])
     return convert(quantized), convert(quantized, backend="torchao")
 
 
@@ -46,7 +47,7 @@ def exact_sums(layer, x):
     return y if layer.bias is None else y + layer.bias.double().view(-1, 1, 1)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [WIDEST, 4])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sums_are_those_of_the_reference(shape, bits):
     reference, fast = both(
@@ -134,4 +135,4 @@ def test_the_report_says_what_runs_and_why_not(monkeypatch):
     reference = both(net)[0]
     torch.testing.assert_close(run(fast, images()), run(reference, images()), rtol=1e-3, atol=1e-2)
     monkeypatch.setattr(fast_convert, "_cpu", lambda instructions: False)
-    assert all("no VNNI" in entry["why"] for entry in conversion_report(both(net)[1]).values())
+    assert all("no VNNI" in entry["why"] for entry in conversion_report(both(net, weight_bits=8)[1]).values())

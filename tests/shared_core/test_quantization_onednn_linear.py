@@ -7,12 +7,14 @@ import io
 import pytest
 import torch
 from torch import nn
+from vnni import WIDEST
 
 from shared_core.quantization import conversion_report, convert, fast_convert, onednn_layer, quantize
 from shared_core.quantization.integer_modules import IntLinear
 from shared_core.quantization.onednn_linear import OneDnnLinear, OneDnnTokenLinear
 
 SCHEMES = {"int8": OneDnnLinear, "int8_dynamic": OneDnnTokenLinear}
+DYNAMIC = {"scheme": "int8_dynamic", "weight_bits": WIDEST}
 
 
 def make_net():
@@ -25,7 +27,7 @@ def inputs(rows=24, dtype=torch.float32):
 
 
 def three(scheme, dtype=torch.float32, net=make_net, **options):
-    quantized = quantize(net().to(dtype), {"scheme": scheme, **options}, [inputs(dtype=dtype)])
+    quantized = quantize(net().to(dtype), {"scheme": scheme, "weight_bits": WIDEST, **options}, [inputs(dtype=dtype)])
     return quantized, convert(quantized), convert(quantized, backend="torchao")
 
 
@@ -54,7 +56,7 @@ def by_token_in_float64(layer, x):
 EXACT = {"int8": static_in_float64, "int8_dynamic": by_token_in_float64}
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", [WIDEST, 4, 2])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_layer_equals_its_formula_in_float64(scheme, bits):
     _, _, fast = three(scheme, weight_bits=bits, activation_bits=bits, net=lambda: make_net()[:1])
@@ -85,7 +87,7 @@ def test_all_codes_of_both_signs_add_up(scheme):
     net = nn.Linear(256, 2, bias=False)
     net.weight.data = torch.stack([torch.arange(-127.0, 129).clamp(max=127), torch.full((256,), -127.0)]) / 127
     x = torch.stack([torch.full((256,), 1.0), torch.full((256,), -1.0), torch.linspace(-1, 1, 256)])
-    fast = convert(quantize(net, scheme, [x]), backend="torchao")
+    fast = convert(quantize(net, {"scheme": scheme, "weight_bits": WIDEST}, [x]), backend="torchao")
     expected = EXACT[scheme](fast, x)
     assert (run(fast, x) - expected).abs().max() <= 1e-6 * expected.abs().max()
 
@@ -177,7 +179,7 @@ def test_the_report_says_what_runs_and_why_not(scheme, monkeypatch):
         assert entry["kernel"].startswith(f"oneDNN int8 {kind}: int8 x int8 -> int32 (onednn.qlinear, ")
         assert entry["why"] == ""
     monkeypatch.setattr(fast_convert, "_cpu", lambda instructions: False)
-    assert all("no VNNI" in entry["why"] for entry in conversion_report(three(scheme)[2]).values())
+    assert all("no VNNI" in entry["why"] for entry in conversion_report(three(scheme, weight_bits=8)[2]).values())
     assert all(entry["why"] == "" for entry in conversion_report(three(scheme, weight_bits=7)[2]).values())
 
 
@@ -198,14 +200,14 @@ def test_a_model_in_float64_stays_on_the_reference_and_says_so():
 def test_sums_that_could_overflow_stay_on_the_reference_and_say_so():
     net = nn.Linear(2**31 // (255 * 128) + 1, 1, bias=False)
     nn.init.constant_(net.weight, -1.0)
-    quantized = quantize(net, "int8_dynamic")
+    quantized = quantize(net, DYNAMIC)
     fast = convert(quantized, backend="torchao")
     x = torch.ones(2, net.in_features)
     assert torch.equal(run(fast, x), run(quantized, x))
     assert "overflow 32 bits" in conversion_report(fast)[""]["why"]
     fewer = nn.Linear(net.in_features - 1, 1, bias=False)
     nn.init.constant_(fewer.weight, -1.0)
-    fast = convert(quantize(fewer, "int8_dynamic"), backend="torchao")
+    fast = convert(quantize(fewer, DYNAMIC), backend="torchao")
     assert type(fast) is OneDnnTokenLinear
     torch.testing.assert_close(run(fast, x[:, 1:]), torch.full((2, 1), -float(fewer.in_features)))
 
@@ -222,7 +224,10 @@ def test_without_torchao_auto_takes_what_onednn_has(monkeypatch):
         importlib.util, "find_spec", lambda name, *rest: None if name == "torchao" else find(name, *rest)
     )
     for scheme, kernel in {"int8": "oneDNN", "int8_dynamic": "oneDNN", "int8_weight": "", "int4_weight": ""}.items():
-        quantized = quantize(nn.Sequential(nn.Linear(128, 32)), scheme, [torch.randn(4, 128)])
+        bits = WIDEST if kernel else None
+        quantized = quantize(
+            nn.Sequential(nn.Linear(128, 32)), {"scheme": scheme, "weight_bits": bits}, [torch.randn(4, 128)]
+        )
         entry = conversion_report(convert(quantized, backend="auto"))["0"]
         assert entry["kernel"].startswith(kernel or "reference")
         assert ("pip install 'efftrain[torchao]'" in entry["why"]) == (not kernel)
@@ -232,7 +237,7 @@ def test_a_fused_encoder_layer_runs_the_converted_layers():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
     x = torch.randn(4, 6, 32)
-    quantized = quantize(layer, "int8_dynamic")
+    quantized = quantize(layer, DYNAMIC)
     fast = convert(quantized, backend="torchao")
     assert type(fast.linear1) is OneDnnTokenLinear
     torch.testing.assert_close(run(fast, x), run(quantized, x), rtol=0, atol=0.02)

@@ -59,7 +59,7 @@ def test_equalisation_saves_a_network_of_uneven_channels_and_keeps_its_function(
     assert errors[1] < errors[0] / 2
     assert "2 chains of layers equalised" in report.notes
     left, report = quantize_with_report(trained("attention"), "int8", batches(), equalize=True)
-    assert accuracy(left) > accuracy(trained("attention")) - 0.5
+    assert accuracy(left) > accuracy(trained("attention")) - 1
     assert any("equalis" in note for note in report.notes)
 
 

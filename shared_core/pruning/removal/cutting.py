@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shared_core.pruning.axes import is_transformers_conv1d
+from shared_core.module_match import is_transformers_conv1d
 from shared_core.pruning.removal.groups import ChannelGroup, Traced
 from shared_core.pruning.removal.selection import Mask
 

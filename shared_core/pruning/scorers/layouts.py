@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import ConfigError
-from shared_core.pruning.axes import is_transformers_conv1d
+from shared_core.module_match import is_transformers_conv1d
 
 _Conv = nn.modules.conv._ConvNd
 _Transposed = nn.modules.conv._ConvTransposeNd

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shared_core.pruning.axes import is_transformers_conv1d
+from shared_core.module_match import is_transformers_conv1d
 
 _BUDGET = 1 << 24
 
