@@ -214,14 +214,17 @@ class UnitPruning:
         return torch.stack([row.sum(1).cpu() for row in rows]).sum(0)
 
     def _cost(self, group: ChannelGroup, scorer: Scorer) -> float:
-        """Return what one unit costs, 1 without costs: the weights that go with it, each at its layer's cost."""
+        """Return what one unit costs, 1 without costs: the weights that go with it, each at its layer's cost.
+
+        A layer that nothing has reached yet (an expert's) costs nothing, so that units of such layers alone go last.
+        """
         if scorer.costs is None:
             return 1.0
         parts = [part for part in masked_slices(group) if part.tensor in self._modules]
         tensors = self._tensors
         sizes = [tensors[part.tensor].numel() // tensors[part.tensor].shape[part.axis] for part in parts]
-        costs = [scorer.costs[part.tensor] * part.positions.shape[1] for part in parts]
-        return float(sum(size * cost for size, cost in zip(sizes, costs, strict=True)))
+        costs = [scorer.costs.get(part.tensor, 0.0) * part.positions.shape[1] for part in parts]
+        return float(sum(size * cost for size, cost in zip(sizes, costs, strict=True))) or 1e-30
 
     def close(self) -> None:
         """Stop listening."""
