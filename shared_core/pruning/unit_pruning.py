@@ -28,7 +28,7 @@ from shared_core.pruning.units import (
     masks_of_units,
     prunable_groups,
 )
-from shared_core.ranks import any_rank, broadcast_
+from shared_core.ranks import any_rank, from_main
 from shared_core.sharded import whole
 from shared_core.technique import Context
 
@@ -106,8 +106,9 @@ class UnitPruning:
         }
         if not groups:
             raise MatchError(_found_none(traced, granularity, self._modules))
-        count = torch.tensor([len(groups), sum(group.units for group in groups)])
-        if any_rank(not torch.equal(broadcast_(count.clone()), count)):
+        found = repr([(group.name, group.units, [part.tensor for part in masked_slices(group)]) for group in groups])
+        # on every process, where one that differs would not come to the next collective
+        if any_rank(from_main(found) != found, next(iter(self._tensors.values())).device):
             raise CompatibilityError(
                 f"prune: every process must find the same {granularity}s, but their first micro-batches took different "
                 "paths through the model; use granularity filter"
