@@ -42,14 +42,31 @@ def call_model(
         >>> call_model(nn.Identity(), (torch.ones(1),))
         tensor([1.])
     """
-    try:
+    with naming(inputs, where, remedy):
         return call(model, inputs)
+
+
+@contextmanager
+def naming(inputs: Any, where: str, remedy: str) -> Iterator[None]:
+    """Surround the call of a user's model with inputs, so that its errors name these.
+
+    Args:
+        inputs: What it is called with.
+        where: Who asks and what for.
+        remedy: What the user may do about an error.
+
+    Raises:
+        ConfigError: If the model raises; its own error is the cause.
+    """
+    try:
+        yield
     except (EffError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # the user's code may raise anything
+        names = f" of {', '.join(map(str, inputs))}" if isinstance(inputs, Mapping) else ""
         raise ConfigError(
             f"{where} must hold what the model takes: a tensor, a tuple of arguments or a mapping of keyword "
-            f"arguments, got {type(inputs).__name__} ({type(error).__name__}: {error}); {remedy}"
+            f"arguments, got {type(inputs).__name__}{names} ({type(error).__name__}: {error}); {remedy}"
         ) from error
 
 

@@ -18,6 +18,7 @@ from shared_core.plain_checkpoint import PlainKeys
 from shared_core.receipt import Receipt, environment
 from shared_core.recipe import Recipe
 from shared_core.rooms import ROOMS
+from shared_core.step_watch import StepWatch
 from shared_core.technique import BareServices, Context, Services, Technique, mean_over_micro_batch
 from shared_core.turns import driven, leave_out, to_finish
 
@@ -61,16 +62,14 @@ class Session:
             key: ROOMS[key].technique_class(config) for key, config in self.recipe.items()
         }
         self.context: Context | None = None
-        self.skipped = 0
+        self.skipped = self._eval_depth = 0
         self.notes: list[str] = []
         self._seconds = dict.fromkeys(self.techniques, 0.0)
-        self._eval_depth = 0
         self._plain: PlainKeys | None = None
         self._begun = self._finished = self._is_saving = False
         self._final_reports: dict[str, Any] = {}
-        self._history = History()
-        self._started = time.perf_counter()
-        self._driven = driven(self.techniques)
+        self._history, self._steps = History(), StepWatch()
+        self._started, self._driven = time.perf_counter(), driven(self.techniques)
 
     @property
     def is_attached(self) -> bool:
@@ -149,8 +148,7 @@ class Session:
         """Show the optimizers to the techniques before their saved state is loaded; needed for a resume alone."""
         context = self._attached("prepare_optimizers")
         context.optimizers = tuple(optimizers)
-        for technique in self.techniques.values():
-            technique.prepare_optimizers(context)
+        self._tell_all("prepare_optimizers", context)
 
     def begin(
         self,
@@ -176,9 +174,9 @@ class Session:
             raise TrainingError(
                 "session: begin must have a list of optimizers, got one; pass session.begin([optimizer])"
             )
-        context.optimizers = tuple(optimizers)
+        context.optimizers, context.clips_gradients = tuple(optimizers), clips_gradients
         context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
-        context.clips_gradients = clips_gradients
+        self._steps.watch(context.optimizers if self._front_end == "bare" else ())  # trainers look after theirs
         self._started = time.perf_counter()
         for key, technique in self.techniques.items():
             with self._timed(key):
@@ -227,11 +225,12 @@ class Session:
                 optimizer.zero_grad()  # to None: without gradients it leaves weights and state alone, fused too
 
     def after_optimizer_step(self) -> bool:
-        """Return whether the optimizer step was applied; one that a technique had discarded counts as skipped."""
+        """Return whether the step was applied: a discarded one counts as skipped, another optimizer's is refused."""
         context = self._attached("after_optimizer_step")
         if context.discard_step:
             self.skipped_optimizer_step()
             return False
+        self._steps.check()
         context.step += 1
         self._drive("after_optimizer_step")
         return True
@@ -298,6 +297,7 @@ class Session:
         """Leave stock modules behind without baking: the run was cut short."""
         if self.context is None or self._finished:
             return
+        self._steps.close()
         try:
             self._final_reports = self._reports()  # stock layers have nothing left to tell
         finally:
@@ -353,14 +353,14 @@ class Session:
 
     def receipt(self) -> Receipt:
         """Return what was asked, touched and run so far, and what it cost."""
-        planned = self.context.total_steps if self.context else None
+        steps = {"applied": self.step, "skipped": self.skipped, "planned": self.context and self.context.total_steps}
         return Receipt(
             {
                 "recipe": self.recipe.to_dict(),
                 "front_end": self._front_end,
                 "finished": self._finished,
                 "environment": environment(),
-                "steps": {"applied": self.step, "skipped": self.skipped, "planned": planned},
+                "steps": steps,
                 "wall_seconds": round(time.perf_counter() - self._started, 3),
                 "seconds": {key: round(spent, 4) for key, spent in self._seconds.items()},
                 "techniques": self._final_reports or self._reports(),

@@ -38,6 +38,8 @@ def masked_adamw_(
     where the mask is applied after the optimizer. One launch reads and writes everything once, 29 bytes a float32
     weight instead of 37 in two.
 
+    For loops that step by themselves: ``prune`` leaves the user's optimizer, whatever it is, and masks after it.
+
     Args:
         params: float32, bfloat16 or float16, all of one device.
         grads: Of the same shapes, strides and dtypes; divided by `grad_scale` in place, where it is given.

@@ -59,6 +59,8 @@ def unscale_with_largest_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale:
 def unscale_and_count_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor, threshold: float) -> Magnitudes:
     """Multiply gradients in place and return `count_magnitudes` of the products.
 
+    For loops that count in every step: ``loss_scale`` counts once in `telemetry_every` steps, by `count_magnitudes`.
+
     Args:
         grads: Floating point, any shapes, at least one, all on one device and of one dtype.
         found_inf: float32 ``[1]``, set to 1 where an element is not finite before, else left.

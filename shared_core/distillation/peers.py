@@ -153,7 +153,12 @@ class Peers(Teachers):
 
     def average_gradients(self) -> None:
         """Average every gradient over the processes, as DDP does for the student."""
-        gradients = [parameter.grad for parameter in self._optimizer_of if parameter.grad is not None]
+        peers = [*self._optimizer_of]
+        reached = torch.tensor([each.grad is not None for each in peers], dtype=torch.uint8, device=peers[0].device)
+        for parameter, anywhere in zip(peers, all_reduce_(reached, "max").tolist(), strict=True):
+            if anywhere and parameter.grad is None:  # an expert that has tokens on another process alone
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in peers if parameter.grad is not None]
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             alike = [gradient for gradient in gradients if gradient.dtype == dtype]
             flat = all_reduce_(torch.cat([gradient.flatten() for gradient in alike]), "sum").div_(world_size())

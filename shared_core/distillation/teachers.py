@@ -104,7 +104,7 @@ class StudentAverage(Teachers):
                 "distill: teacher must not be ema for a model that is sharded already, which FSDP2 does not let be "
                 "copied; use strategy eff_fsdp or the Hugging Face Trainer, which shard later, or DDP"
             )
-        super().__init__([copy.deepcopy(student)])
+        super().__init__([_copied(student)])
         self._decay = decay
         self._gathered: dict[str, Tensor] | None = None
 
@@ -149,7 +149,7 @@ class StudentAverage(Teachers):
         (average,) = self.modules
         for path, module in list(student.named_modules()):
             if any(map(_is_codes, module._parameters.values())):
-                average.set_submodule(path, copy.deepcopy(module))
+                average.set_submodule(path, _copied(module))
         self._freeze(self.modules)  # the copies are in the student's mode
         tensors = self._tensors()
         if set(state) != set(tensors) or any(state[name].shape != tensor.shape for name, tensor in tensors.items()):
@@ -164,6 +164,12 @@ class StudentAverage(Teachers):
         reshard_(average)  # its forward leaves the outermost module gathered
         parameters = {name: mean for name, mean in average.named_parameters() if not _is_codes(mean)}
         return {**parameters, **dict(average.named_buffers())}
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """Return a copy that shares the codes of a frozen base, which no training changes."""
+    codes = [parameter for parameter in module.parameters() if _is_codes(parameter)]
+    return copy.deepcopy(module, {id(parameter): parameter for parameter in codes})
 
 
 def _is_codes(parameter: Tensor | None) -> bool:

@@ -14,8 +14,7 @@ from shared_core.errors import ConfigError, TrainingError
 from shared_core.finite import all_finite
 from shared_core.model_calls import call_on_batch
 from shared_core.pruning.config import PruneConfig
-from shared_core.pruning.cost_watch import CostWatch
-from shared_core.pruning.scorers import Scorer
+from shared_core.pruning.scorers import Scorer, layer_costs, observe_positions
 from shared_core.pruning.unit_pruning import UnitPruning
 
 _OF_GRADIENTS = ("taylor", "fisher", "neuron_taylor")
@@ -53,22 +52,26 @@ class Calibration:
 
     def look_at(self, config: PruneConfig, batch: Any) -> None:
         """Run one batch to see what each layer costs and which units there are."""
-        costs = CostWatch(config.cost, self._scorer.modules) if config.cost != "none" else None
+        modules = self._scorer.modules
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
         def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             calls.append((args, kwargs))
 
         handle = self._model.register_forward_pre_hook(keep, with_kwargs=True)
+        # relative to the calls of one layer: which module `loss` calls is not known
+        first = next(iter(modules.values()))
+        positions: dict[str, float] = {}
         try:
-            with self._prepared(gradients=False):
+            with contextlib.ExitStack() as stack:
+                if config.cost in ("flops", "energy"):
+                    positions = stack.enter_context(observe_positions(first, modules))
+                stack.enter_context(self._prepared(gradients=False))
                 self._run(batch)
-            if costs:
-                self._scorer.costs = costs.read()
         finally:
             handle.remove()
-            if costs:
-                costs.close()
+        if config.cost != "none":
+            self._scorer.costs = layer_costs(modules, config.cost, positions=positions)
         if config.criterion == "shapley":
             self._count(batch)
         if self._units:

@@ -16,10 +16,9 @@ from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.module_match import check_model
 from shared_core.pruning.calibration import Calibration, Loss
 from shared_core.pruning.config import DURING_TRAINING, GATHERED, TRACED, UNITS, PruneConfig
-from shared_core.pruning.cost_watch import CostWatch
 from shared_core.pruning.mask_store import MaskStore
 from shared_core.pruning.report import NOTES, UNITS_NOTE, weights_report
-from shared_core.pruning.scorers import make_scorer
+from shared_core.pruning.scorers import layer_costs, make_scorer
 from shared_core.pruning.selection import RankedScores, select_weights
 from shared_core.pruning.targets import find_targets
 from shared_core.pruning.unit_pruning import UnitPruning
@@ -136,7 +135,7 @@ def prune(
     ):
         calibrating.look_at(config, batches[0])
     elif config.cost == "bytes":
-        scorer.costs = CostWatch("bytes", targets.modules).read()
+        scorer.costs = layer_costs(targets.modules, "bytes")
     if config.criterion in GATHERED and config.criterion != "shapley":
         calibrating.run(config, batches, progress)
     if units:

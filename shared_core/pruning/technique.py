@@ -61,7 +61,7 @@ class Pruning(Technique):
         self._dense_gradients: dict[str, Tensor] = {}
         self._counted: dict[str, int] = {}
         self._scorer = make_scorer("magnitude", {})
-        self._costs: CostWatch | None = None
+        self._costs = CostWatch("none", {})
         self._units: UnitPruning | None = None
         self._penalty: Penalty | None = None
 
@@ -77,8 +77,9 @@ class Pruning(Technique):
         self._scorer = make_scorer(config.weight_criterion, modules, generator=context.generator)
         if config.granularity in UNITS:
             self._units = UnitPruning(config, modules)
+        self._costs = CostWatch(config.cost, modules)
         if config.cost != "none":
-            self._costs = CostWatch(config.cost, modules)
+            self._scorer.costs = self._costs.costs
         if config.regularizer != "none":
             self._penalty = Penalty(config.regularizer, config.regularizer_strength, model, modules)
         self._scorer.attach()
@@ -104,8 +105,10 @@ class Pruning(Technique):
         self._refuse_sharded()
         self._store.weights = self._units.tensors(context.model) if self._units else self._weights
         self._restore(context)
-        if self._units and not self._is_final:
-            self._units.listen(context.model)
+        if not self._is_final:
+            self._costs.watch()
+            if self._units:
+                self._units.listen(context.model)
         if self.config.criterion != "shapley":
             context.done_with(self.key, "forward")
         if context.clips_gradients and any(map(is_slow_on_zeros, context.optimizers)):
@@ -133,8 +136,7 @@ class Pruning(Technique):
         """Read what the first micro-batches have shown: which units there are, and what each layer costs."""
         if self._units:
             self._units.find(context.model)
-        if self._costs and self._scorer.costs is None:
-            self._scorer.costs = self._costs.read()
+        self._costs.end_step()
 
     def _observe(self, context: Context, gradients: dict[str, Tensor]) -> None:
         config = self.config
@@ -222,8 +224,7 @@ class Pruning(Technique):
             self._saved = self.state_dict()
         if self._units:
             self._units.close()
-        if self._costs:
-            self._costs.close()
+        self._costs.close()
         self._scorer.detach()
         self._weights, self._store = {}, MaskStore()
 
@@ -235,7 +236,7 @@ class Pruning(Technique):
             "masks": self._store.packed(),
             "hidden": self._straight_through.whole(self._weights),
             "scorer": self._scorer.state_dict(),
-            "costs": dict(self._scorer.costs or {}),
+            "costs": dict(self._costs.costs),
             "units": self._units.state_dict() if self._units else {},
             "last_update": self._last_update,
             "sparsity": self._sparsity,
@@ -255,15 +256,18 @@ class Pruning(Technique):
         self._is_final = bool(state.get("is_final", False))
         if state.get("scorer"):
             self._scorer.load_state_dict(state["scorer"])
-        self._scorer.costs = dict(state.get("costs", {})) or None
+        self._costs.costs.update(state.get("costs", {}))
 
     def window_state(self) -> dict[str, Any]:
-        """Return what the criterion has gathered in this window."""
-        return self._scorer.window_state()
+        """Return what criterion and costs have gathered in this window."""
+        found = {"scorer": self._scorer.window_state(), "costs": self._costs.window_state()}
+        return {name: state for name, state in found.items() if state}
 
     def load_window_state(self, state: Mapping[str, Any]) -> None:
         """Take it back."""
-        self._scorer.load_window_state(state)
+        for name, gathering in (("scorer", self._scorer), ("costs", self._costs)):
+            if name in state:
+                gathering.load_window_state(state[name])
 
     def metrics(self) -> dict[str, float]:
         """Return ``prune/sparsity``, the share of the weights within reach that the masks prune."""
@@ -387,6 +391,7 @@ class Pruning(Technique):
         self._scorer.detach()
         if self._units:
             self._units.close()
+        self._costs.close()
 
     def _set_masks(self, masks: Mapping[str, Tensor]) -> None:
         self._store.set(masks)

@@ -28,7 +28,7 @@ from shared_core.pruning.units import (
     masks_of_units,
     prunable_groups,
 )
-from shared_core.ranks import any_rank, broadcast_
+from shared_core.ranks import any_rank, from_main
 from shared_core.sharded import whole
 from shared_core.technique import Context
 
@@ -106,8 +106,9 @@ class UnitPruning:
         }
         if not groups:
             raise MatchError(_found_none(traced, granularity, self._modules))
-        count = torch.tensor([len(groups), sum(group.units for group in groups)])
-        if any_rank(not torch.equal(broadcast_(count.clone()), count)):
+        found = repr([(group.name, group.units, [part.tensor for part in masked_slices(group)]) for group in groups])
+        # on every process, where one that differs would not come to the next collective
+        if any_rank(from_main(found) != found, next(iter(self._tensors.values())).device):
             raise CompatibilityError(
                 f"prune: every process must find the same {granularity}s, but their first micro-batches took different "
                 "paths through the model; use granularity filter"
@@ -214,14 +215,17 @@ class UnitPruning:
         return torch.stack([row.sum(1).cpu() for row in rows]).sum(0)
 
     def _cost(self, group: ChannelGroup, scorer: Scorer) -> float:
-        """Return what one unit costs, 1 without costs: the weights that go with it, each at its layer's cost."""
+        """Return what one unit costs, 1 without costs: the weights that go with it, each at its layer's cost.
+
+        A layer that nothing has reached yet (an expert's) costs nothing, so that units of such layers alone go last.
+        """
         if scorer.costs is None:
             return 1.0
         parts = [part for part in masked_slices(group) if part.tensor in self._modules]
         tensors = self._tensors
         sizes = [tensors[part.tensor].numel() // tensors[part.tensor].shape[part.axis] for part in parts]
-        costs = [scorer.costs[part.tensor] * part.positions.shape[1] for part in parts]
-        return float(sum(size * cost for size, cost in zip(sizes, costs, strict=True)))
+        costs = [scorer.costs.get(part.tensor, 0.0) * part.positions.shape[1] for part in parts]
+        return float(sum(size * cost for size, cost in zip(sizes, costs, strict=True))) or 1e-30
 
     def close(self) -> None:
         """Stop listening."""

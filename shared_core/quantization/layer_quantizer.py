@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shared_core.quantization.folds import folded_weight, unfolded_weight
 from shared_core.quantization.input_quantizers import quantize_input
 from shared_core.quantization.layers import as_rows
-from shared_core.quantization.learned_ranges import InputRange, WeightScale, learned_value, stay_in_graph
+from shared_core.quantization.learned_ranges import InputRange, WeightScale, stay_in_graph
 from shared_core.quantization.observers import RangeBank
 from shared_core.quantization.schemes import LayerScheme
 from shared_core.quantization.weight_quantizers import on_grid, quantize_weight
@@ -82,7 +82,7 @@ class LayerQuantizer:
         if self.fixed_scale is not None:
             return on_grid(module, weight, self.fixed_scale)
         if not self.bank.quantizing:
-            return weight if self.learned_weight is None else stay_in_graph(weight, module.weight_scale)
+            return weight if self.learned_weight is None else stay_in_graph(weight, module.weight_magnitude)
         if self.learned_weight is not None:
             return self.learned_weight.quantize(module, weight)
         noise = self.bank.noise(weight, self.number) if module.training else None
@@ -109,7 +109,7 @@ class LayerQuantizer:
         if self.saved is not None:
             return {**entry, **self.saved}
         if self.learned_weight is not None:
-            entry["weight_scale"] = learned_value(module, "weight_scale").detach().tolist()
+            entry["weight_scale"] = self.learned_weight.scale(module).tolist()
         elif self.batch_norm is not None:
             rows = as_rows(module, folded_weight(module, module.weight.detach()))  # type: ignore[operator, union-attr]
             entry["weight_scale"] = kernels.symmetric_scale(rows, 0, self.scheme.weight_qmax).tolist()

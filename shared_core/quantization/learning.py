@@ -14,10 +14,11 @@ from shared_core.quantization.config import QatConfig
 from shared_core.quantization.estimator_bank import EstimatorBank
 from shared_core.quantization.layer_quantizer import LayerQuantizer
 from shared_core.quantization.layers import weights_of
-from shared_core.quantization.learned_ranges import InputRange, WeightScale, learned_value
+from shared_core.quantization.learned_ranges import SMALLEST_MAGNITUDE, InputRange, WeightScale, learned_value
 from shared_core.quantization.observers import RangeBank
 from shared_core.quantization.plain_state import LEARNED
 from shared_core.quantization.weight_decay import NoDecay
+from shared_core.ranks import local_part
 from shared_core.sharded import fill_, is_sharded, whole
 
 _STOCK_WEIGHTS = (nn.Embedding, nn.RNNBase)
@@ -38,6 +39,7 @@ class Learned:
         self.layers: dict[str, nn.Module] = {}
         self._closed: dict[str, Any] | None = None
         self._decay = NoDecay([])
+        self._positive: list[nn.Parameter] = []
         if config.range not in ("lsq", "lsq_plus", "pact"):
             return
         if any(map(is_sharded, (weight for layer in layers.values() for weight in weights_of(layer).values()))):
@@ -66,6 +68,9 @@ class Learned:
         self._decay = NoDecay(
             value for layer in self.layers.values() for name, value in _parameters(layer) if name != "input_clip"
         )
+        self._positive = [
+            value for layer in self.layers.values() for name, value in _parameters(layer) if name != "input_offset"
+        ]
 
     def _refuse_other_dtypes(self) -> None:
         for name, layer in self.layers.items():
@@ -132,10 +137,12 @@ class Learned:
         if self.layers:
             self._decay.before_step(optimizers)
 
+    @torch.no_grad()
     def after_step(self) -> None:
-        """The step was applied."""
+        """The step was applied: keep positive what must be."""
         if self.layers:
             self._decay.after_step()
+            torch._foreach_clamp_min_([local_part(value) for value in self._positive], SMALLEST_MAGNITUDE)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is learned, by layer; empty if nothing is. Readable after `close` too."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-LEARNED = ("weight_scale", "input_scale", "input_zero_point", "input_clip")
+LEARNED = ("weight_magnitude", "input_magnitude", "input_offset", "input_clip")
 """Names of the parameters that a layer learns beside its own."""
 
 

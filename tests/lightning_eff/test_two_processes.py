@@ -38,7 +38,7 @@ def test_what_each_rank_alone_holds_is_resumed(own_state):
 
 def test_scales_learned_for_folded_weights_are_equal_on_all_ranks(own_state):
     first, second = (cases["learned, 4"][0] for cases in own_state)
-    learned = [name for name in first if name.endswith("weight_scale")]
+    learned = [name for name in first if name.endswith("weight_magnitude")]
     assert learned
     for name in learned:
         assert torch.equal(first[name], second[name]), name

@@ -84,3 +84,28 @@ def test_a_base_that_was_unfrozen_under_adapters_is_named(where):
     model.requires_grad_(True)
     with pytest.raises(TrainingError, match=r"^lora: .*weight must stay frozen .* trainable by step 1; leave out"):
         look(session, where)
+
+
+def test_an_optimizer_made_anew_in_mid_run_is_refused():
+    session, optimizer, model = run("prune")
+    step(session, optimizer, model, torch.ones(4, 16))
+    anew = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pytest.raises(TrainingError, match="steps must be those of the optimizers that begin was given"):
+        step(session, anew, model, torch.ones(4, 16))
+    session.finish()
+
+
+def test_steps_of_a_loop_that_makes_its_own_are_not_watched():
+    model = nn.Linear(16, 16)
+    session = Session(Recipe.from_dict({"prune": RECIPES["prune"]}))
+    session.attach(model)
+    session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=9)
+    for _ in range(3):
+        session.loss(model(torch.ones(4, 16)).square().mean()).backward()
+        session.before_optimizer_step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(0.1 * parameter.grad)
+        session.after_optimizer_step()
+        model.zero_grad()
+    assert session.step == 3

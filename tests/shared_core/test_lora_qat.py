@@ -8,6 +8,7 @@ from torch import nn
 
 from shared_core.quantization import apply_ranges, convert
 from shared_core.quantization.lora_layers import adapters
+from shared_core.quantization.plain_state import LEARNED
 
 SCHEMES = [
     {"scheme": "int8"},
@@ -60,9 +61,7 @@ def test_adapters_the_head_and_learned_scales_alone_are_trained(qat):
     model.train()
     model(X).square().mean().backward()
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-    learned = {
-        name for name in trained if name.rpartition(".")[2] in ("weight_scale", "input_scale", "input_zero_point")
-    }
+    learned = {name for name in trained if name.rpartition(".")[2] in LEARNED}
     ends = ("lora_A.default.weight", "lora_B.default.weight")
     assert trained - learned == {f"{layer}.{end}" for layer in (0, 2) for end in ends} | {"4.weight", "4.bias"}
     assert bool(learned) == ("lsq" in qat.get("range", ""))

@@ -75,7 +75,7 @@ def test_detached_before_and_in_the_middle_the_model_is_plain():
 def test_bf16_models_stay_bf16_and_their_learned_scales_float32():
     model = net(torch.bfloat16)
     ours = run(model, range="lsq")
-    assert model[0].base_layer.weight_scale.dtype == torch.float32
+    assert model[0].base_layer.weight_magnitude.dtype == torch.float32
     baked = ours.bake(model.state_dict())
     ours.finish()
     assert {value.dtype for value in model.state_dict().values()} == {torch.bfloat16}

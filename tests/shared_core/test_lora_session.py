@@ -9,6 +9,7 @@ from lora_runs import BASES, X, net, run, session
 from torch import nn
 
 from shared_core.compatibility import check
+from shared_core.distillation.teachers import StudentAverage
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.quantization import LoraConfig
 from shared_core.quantization.lora_base import frozen_tensors, on_grid
@@ -92,6 +93,21 @@ def test_an_average_that_teaches_is_resumed_in_a_model_with_other_frozen_weights
     train(again, second, fresh, 5)
     for name, value in whole.state_dict().items():
         assert torch.equal(value, fresh.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("base", [base for base in BASES if base != "none"])
+def test_an_average_that_teaches_shares_the_codes_of_the_base(base):
+    student = net()
+    ours = Session(Recipe.from_dict({"lora": {"rank": 2, "base": base}}))
+    ours.attach(student)
+    average = StudentAverage(student, 0.5)
+    for _ in range(2):
+        pairs = [*zip(average.modules[0].parameters(), student.parameters(), strict=True)]
+        codes = [mean is now for mean, now in pairs if not now.is_floating_point()]
+        assert codes
+        assert all(codes)
+        assert not any(mean is now for mean, now in pairs if now.is_floating_point())
+        average.load_state_dict(average.state_dict(), student)
 
 
 def test_weights_loaded_alone_become_the_base():

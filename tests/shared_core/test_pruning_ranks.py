@@ -18,6 +18,7 @@ GROWING = {"sparsity": 0.5, "begin": 1, "end": 5, "every": 2}
 RECIPES = {
     "taylor": {"criterion": "taylor", **GROWING},
     "fisher": {"criterion": "fisher", "cost": "flops", **GROWING},
+    "flops": {"cost": "flops", **GROWING},
     "wanda": {"criterion": "wanda", **GROWING},
     "random": {"criterion": "random", **GROWING},
     "rigl": {"dynamic": "rigl", "criterion": "random", **GROWING, "schedule": "one_shot"},
@@ -50,7 +51,7 @@ def train(options, rank):
     network = DistributedDataParallel(model)
     generator = torch.Generator().manual_seed(10 + rank)
     for _ in range(8):
-        x, y = torch.randn(4, 1, 6, 6, generator=generator), torch.randint(3, (4,), generator=generator)
+        x, y = torch.randn(4, 1, 6, 6 + 4 * rank, generator=generator), torch.randint(3, (4,), generator=generator)
         session.loss(nn.functional.cross_entropy(network(x), y)).backward()
         session.before_optimizer_step()
         optimizer.step()

@@ -131,3 +131,52 @@ def test_the_output_of_attention_is_pruned_by_what_needs_no_call():
     session = Session(Recipe.from_dict({"prune": {"sparsity": 0.5}}))
     session.attach(nn.Sequential(nn.MultiheadAttention(8, 2)))
     assert list(session.techniques["prune"]._targets.modules) == ["0.out_proj.weight"]
+
+
+COSTS = {"sparsity": 0.5, "cost": "flops", "begin": 1, "end": 9, "every": 2}
+
+
+def test_an_expert_without_tokens_is_dense_until_its_cost_is_known_and_resumes_exactly(tmp_path, capsys):
+    whole, weights = Run(COSTS), {}
+    for step in range(STEPS):
+        (tmp_path / str(step)).mkdir()
+        save_state(tmp_path / str(step), whole.session.state_dict())
+        weights[step] = copy.deepcopy(whole.model.state_dict())
+        zeros = {name: int((value == 0).sum()) for name, value in weights[step].items() if "experts" in name}
+        if step in (3, 4):  # the first expert is called from the fifth step on
+            assert zeros["experts.0.weight"] == 0 < zeros["experts.1.weight"]
+        whole.step()
+    whole.session.finish()
+    sparsity = {tensor["name"]: tensor["sparsity"] for tensor in whole.told()["tensors"]}
+    assert sparsity["experts.0.weight"] > 0 == sparsity["experts.2.weight"]
+    assert "experts.2.weight stay dense: no input has reached them" in capsys.readouterr().out
+    for stop in (0, 1, 4, 5, 8):
+        resumed = Run(COSTS, tmp_path / str(stop), weights[stop])
+        for _ in range(stop, STEPS):
+            resumed.step()
+        resumed.session.finish()
+        for name, value in whole.model.state_dict().items():
+            assert torch.equal(value, resumed.model.state_dict()[name]), (stop, name)
+    assert not any(module._forward_hooks for module in whole.model.modules())
+
+
+def test_costs_are_those_of_all_micro_batches_of_the_step_that_a_run_was_stopped_in():
+    def run(stopped):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.AdaptiveAvgPool2d((1, 8)), nn.Linear(8, 8))
+        session = Session(Recipe.from_dict({"prune": COSTS}))
+        session.attach(model)
+        session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=STEPS)
+        prune = session.techniques["prune"]
+        if stopped is None:
+            model(torch.randn(2, 12, 8))
+        else:
+            prune.load_window_state(stopped)
+        found = prune.window_state()
+        model(torch.randn(2, 4, 8))
+        session.before_optimizer_step()
+        return prune.state_dict()["costs"], found
+
+    costs, window = run(None)
+    assert costs == {"0.weight": 2 * 8.0, "2.weight": 2.0}
+    assert run(window)[0] == costs

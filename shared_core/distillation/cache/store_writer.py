@@ -29,7 +29,8 @@ from shared_core.distillation.cache.shards import (
 )
 from shared_core.distillation.cache.targets import to_stored, top_k_targets
 from shared_core.distillation.unlabelled import IGNORED
-from shared_core.errors import CheckpointError, ConfigError, EffError
+from shared_core.errors import CheckpointError, ConfigError
+from shared_core.model_calls import naming
 
 TOP_K = 64
 """Classes kept of a position where nothing else is said; of an example's only output all are."""
@@ -170,16 +171,8 @@ class StoreWriter:
         return Forward(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}, None)
 
     def _ask(self, batch: Any, number: int) -> Any:
-        try:
+        with naming(batch, f"cached teacher: batch {number}", "return others from the function of the data"):
             return ask_teacher(self._teacher.eval(), self._teacher, self._call(batch))
-        except (EffError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # the user's model may raise anything
-            names = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
-            raise ConfigError(
-                f"cached teacher: batches must hold what the teacher takes, got {type(batch).__name__}{names} as "
-                f"number {number} ({type(error).__name__}: {error}); return others from the function of the data"
-            ) from error
 
     def _labelled_positions(self, batch: Any) -> Array:
         labels = batch.get("labels") if isinstance(batch, Mapping) else None

@@ -31,6 +31,41 @@ HOROWITZ_45NM: dict[str, float] = {
 al. 2016, arXiv:1602.01528, table I). bfloat16 is not in it and counts as float16."""
 
 
+class LayerUses:
+    """Counts in forwards of layers, until `close`, how often each is called and at how many positions of an example.
+
+    Args:
+        modules: Weight name to layer.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.positions: dict[str, float] = {}
+        """Weight name to the positions of all calls."""
+        self.calls: dict[str, int] = {}
+        """Weight name to the number of calls."""
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_hook(self._count(name), with_kwargs=True) for name, module in modules.items()
+        ]
+
+    def _count(self, name: str) -> Callable[..., None]:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            used = args[0] if args else next(iter(kwargs.values()))
+            used = used if getattr(module, "transposed", False) else output
+            examples = num_examples(module, used)
+            channels = used.shape[channel_axis(module, used)]
+            if used.numel() and torch._C._current_graph_task_id() == -1:
+                self.positions[name] = self.positions.get(name, 0.0) + used.numel() / channels / examples
+                self.calls[name] = self.calls.get(name, 0) + 1
+
+        return hook  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
 @contextlib.contextmanager
 def observe_positions(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[dict[str, float]]:
     """Count, in forwards of the model inside, at how many positions of an example each layer's weights are used.
@@ -57,7 +92,6 @@ def observe_positions(model: nn.Module, modules: Mapping[str, nn.Module]) -> Ite
         {'weight': 12.0}
     """
     found: dict[str, float] = {}
-    totals: dict[str, float] = {}
     forwards: list[None] = []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -65,32 +99,20 @@ def observe_positions(model: nn.Module, modules: Mapping[str, nn.Module]) -> Ite
         if torch._C._current_graph_task_id() == -1:
             forwards.append(None)
 
-    def count(name: str) -> Callable[..., None]:
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            used = args[0] if args else next(iter(kwargs.values()))
-            used = used if getattr(module, "transposed", False) else output
-            examples = num_examples(module, used)
-            channels = used.shape[channel_axis(module, used)]
-            if used.numel() and torch._C._current_graph_task_id() == -1:
-                totals[name] = totals.get(name, 0.0) + used.numel() / channels / examples
-
-        return hook  # type: ignore[no-any-return]
-
-    handles: list[RemovableHandle] = [model.register_forward_pre_hook(called)]
-    handles += [module.register_forward_hook(count(name), with_kwargs=True) for name, module in modules.items()]
+    handle = model.register_forward_pre_hook(called)
+    uses = LayerUses(modules)
     try:
         yield found
     finally:
-        for handle in handles:
-            handle.remove()
-    missing = [name for name in modules if name not in totals]
+        handle.remove()
+        uses.close()
+    missing = [name for name in modules if name not in uses.positions]
     if missing:
         raise TrainingError(
             f"observe_positions: every layer must have been called, got no call of {', '.join(missing[:5])}; run the "
             "model on a batch that reaches them"
         )
-    found.update({name: totals[name] / len(forwards) for name in modules})
+    found.update({name: uses.positions[name] / len(forwards) for name in modules})
 
 
 def layer_costs(

@@ -105,7 +105,7 @@ class Scorer:
 
     def has_seen(self, name: str) -> bool:
         """Return whether there is something to score this weight by, where there is of any."""
-        return True
+        return self.costs is None or name in self.costs
 
     @torch.no_grad()
     def scores(self, name: str, weight: Tensor) -> Tensor:
