@@ -28,7 +28,8 @@ from shared_core.cli.report import report
 from shared_core.cli.run import run
 from shared_core.cli.shrink import shrink
 from shared_core.cli.soup import soup
-from shared_core.errors import CheckpointError, ConfigError, EffError
+from shared_core.cli.user_code import user_error, wants_traceback
+from shared_core.errors import CheckpointError, EffError
 
 app = typer.Typer(
     name="eff",
@@ -85,12 +86,20 @@ app.command()(soup)
 
 
 def main() -> None:
-    """Run the command line; an error of ours is one line, not a traceback."""
+    """Run the command line; an error of ours, or of the user's functions, is one line, not a traceback."""
     try:
         app()
-    except EffError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2 if isinstance(error, ConfigError | CheckpointError | ValueError) else 1)
-    except OSError as error:  # a name too long for the file system, a full disk, a folder of somebody else's
-        typer.echo(f"error: {EffError(str(error))}", err=True)
-        sys.exit(1)
+    except Exception as error:
+        told = None if wants_traceback() else _told(error)
+        if told is None:
+            raise
+        typer.echo(f"error: {EffError(told)}", err=True)
+        sys.exit(2 if isinstance(error, EffError) and isinstance(error, CheckpointError | ValueError) else 1)
+
+
+def _told(error: Exception) -> str | None:
+    """Return an error in a line, or None where its traceback is needed to understand it."""
+    if isinstance(error, EffError):
+        return str(error)
+    # a name too long for the file system, a full disk, a folder of somebody else's
+    return user_error(error) or (str(error) if isinstance(error, OSError) else None)

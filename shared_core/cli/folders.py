@@ -67,7 +67,8 @@ def _from_folder(way: str, folder: Path, where: str, *student: nn.Module) -> nn.
                 loaded: nn.Module = load(str(folder), *student)
             except CheckpointError as error:
                 # models to use are loaded as teachers are
-                told = str(error).replace("distill: teacher's", "its", 1).replace("distill: teacher", "it", 1)
+                told = str(error).replace(f"distill: teacher {str(folder)!r}: ", "", 1)
+                told = told.replace("distill: teacher's", "its", 1).replace("distill: teacher", "it", 1)
                 told = told.removesuffix("; it would teach from random weights")
                 raise CheckpointError(f"{where}: {folder} must be a model that can be loaded: {told}") from error
             return loaded

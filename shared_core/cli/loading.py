@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared_core.errors import CheckpointError, ConfigError, nearest
+from shared_core.cli.user_code import broken_module, remember
+from shared_core.errors import CheckpointError, ConfigError, EffError, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn  # `eff --help` must not wait for torch
@@ -40,6 +42,14 @@ def function(name: str, where: str, *arguments: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{where} must name an importable module, got {name!r}: {error}; {what}, and run where it can be imported"
         ) from error
+    except EffError:
+        raise
+    except Exception as error:  # what a module does when it is imported raises what it likes
+        spec = importlib.util.find_spec(module_name)
+        file = Path(spec.origin) if spec is not None and spec.origin else None
+        raise ConfigError(
+            f"{where} must name an importable module, got {name!r}: {broken_module(error, file)}; mend it"
+        ) from error
     found: Any = getattr(module, function_name, None)
     if not callable(found):
         own = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
@@ -55,6 +65,7 @@ def function(name: str, where: str, *arguments: str) -> Callable[..., Any]:
         ) from error
     except ValueError:
         pass  # a function of C tells nothing of its arguments
+    remember(found, f"{where} {name}")
     return found  # type: ignore[no-any-return]
 
 

@@ -29,6 +29,10 @@ def plan(
     seq_len: Annotated[int, typer.Option(help="Tokens an example.")] = 2048,
     accumulate: Annotated[int, typer.Option(help="Micro-batches an optimizer step.")] = 1,
     recipe: Annotated[Path | None, typer.Option(help="A YAML file with the techniques that are on.")] = None,
+    attention: Annotated[
+        str | None,
+        typer.Option(help="fused, or eager: scores are kept. By default the class's own with --config, else fused."),
+    ] = None,
     teacher_params: Annotated[float, typer.Option(help="Parameters of distillation's teacher.")] = 0.0,
     memory: Annotated[float | None, typer.Option(help="GiB a device has: exit code 1 if it is not enough.")] = None,
     bandwidth: Annotated[float | None, typer.Option(help="GB/s a device sends: tells the least time for it.")] = None,
@@ -58,13 +62,14 @@ def plan(
         if config is not None
         else ModelShape.of_params(params or 0, layers=layers, hidden=hidden, vocab=vocab)
     )
-    counted = None if config is None else _counted(config)
+    counted, own_attention = (None, "fused") if config is None else _counted(config)
     if counted is not None:
         shape = dataclasses.replace(shape, params=counted)
     run = PlannedRun(
         ranks=gpus, strategy=strategy or ("fsdp2" if gpus > 1 else "single"),  # type: ignore[arg-type]
         precision=precision, optimizer=optimizer,  # type: ignore[arg-type]
         micro_batch=micro_batch, seq_len=seq_len, accumulate=accumulate, teacher_params=round(teacher_params),
+        attention=attention or own_attention,  # type: ignore[arg-type]
     )  # fmt: skip
     techniques = Recipe.from_yaml(recipe) if recipe is not None else Recipe({})
     if recipe is not None and not techniques:
@@ -91,17 +96,19 @@ def plan(
         raise typer.Exit(1)
 
 
-def _counted(config: Path) -> int | None:
-    """Return the parameters of the model that a config describes, or None where no library builds it from it."""
+def _counted(config: Path) -> tuple[int | None, str]:
+    """Return the parameters of the model that a config describes and its attention, or None where nothing builds it."""
     from shared_core.cli.folders import empty_folder
+    from shared_core.scale.counted import attention_of
 
     folder = config if config.is_dir() else config.parent
     if not config.is_dir() and config.name != "config.json":
-        return None
+        return None, "fused"
     try:
-        return sum(parameter.numel() for parameter in empty_folder(folder, "plan").parameters())
+        model = empty_folder(folder, "plan")
+        return sum(parameter.numel() for parameter in model.parameters()), attention_of(model)
     except Exception:  # a class that transformers has not, or a config of sizes alone: the formula holds
-        return None
+        return None, "fused"
 
 
 def _show(needs: Plan, head: str) -> None:

@@ -61,7 +61,10 @@ def _reason(module: nn.Module, kind: str, validator: Callable[..., Any] | None, 
     if trained and validator is not None and validator(module):
         return "has no rule; opacus.validators.ModuleValidator.fix puts Opacus' own in its place"
     if trained and list(module.buffers(recurse=False)):
-        return "trains beside buffers, which hold what it saw without noise; freeze or replace it"
+        return (
+            "trains beside buffers, which Opacus does not take, constants (position_ids) or not, as they may hold what "
+            "was seen without noise; freeze or replace it"
+        )
     if trained and type(module) is not own_class(module) and is_vmapped:
         return (
             "is sharded by itself, and vmap differentiates a copy of it, which FSDP2 lets nobody make; shard the block "

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.model_calls import call_model
 from shared_core.module_match import check_model
+from shared_core.preview import out_of_reach
 from shared_core.quantization import bias_correction, equalization
 from shared_core.quantization.config import QatConfig
 from shared_core.quantization.estimator_bank import EstimatorBank
@@ -139,6 +140,7 @@ def quantize_with_report(
     technique = QuantizationAwareTraining(config, trains=False)
     context = Context(model=quantized)
     technique.attach(quantized, context)
+    notes += out_of_reach(quantized, {"qat": technique})
     _check_finite(technique)
     used = _calibrate(quantized, technique, batches, notes, progress)
     if config.range == "mse":

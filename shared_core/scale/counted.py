@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from shared_core.config import TechniqueConfig
 from shared_core.model_calls import call
 from shared_core.scale.cost import Cost
-from shared_core.scale.run import PlannedRun
+from shared_core.scale.run import Attention, PlannedRun
 from shared_core.scale.shape import ModelShape
 from shared_core.scale.techniques import COSTS, activation_bytes
 
@@ -56,9 +57,11 @@ def counted_costs(
     elif activations is not None:
         costs.append(Cost("activations", during=float(activations), why="what autograd keeps of the example inputs"))
     elif shape is not None:
+        run = replace(run, attention=attention_of(model))
         during, host = activation_bytes(recipe, shape, run)
         logits = run.tokens * shape.vocab * (run.compute_bytes + 8.0)
-        why = f"a·T·L·h of {run.tokens:,} tokens; logits T·V·(c + 8)"
+        scores = " + 3·c·T·L·s·heads" if run.attention == "eager" else ""
+        why = f"a·T·L·h{scores} of {run.tokens:,} tokens; logits T·V·(c + 8)"
         costs.append(Cost("activations and logits", during=during + logits, host=host, why=why))
     else:
         why = "not told: return (model, example_inputs) from the function, or give a folder of a language model"
@@ -69,6 +72,11 @@ def counted_costs(
         own = ModelShape(params=number, layers=1, hidden=1, vocab=rest, embeddings=rest)
         costs += COSTS[key](config, shape if key == "distill" and shape is not None else own, run)
     return costs
+
+
+def attention_of(model: nn.Module) -> Attention:
+    """Return whether a model's attention is ``eager``, by what transformers notes in its config, or else ``fused``."""
+    return "eager" if getattr(getattr(model, "config", None), "_attn_implementation", None) == "eager" else "fused"
 
 
 def saved_bytes(model: nn.Module, example_inputs: Any) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shared_core.config import TechniqueConfig
+from shared_core.errors import ConfigError
 from shared_core.scale.cost import Cost
 from shared_core.scale.run import PlannedRun
 from shared_core.scale.shape import ModelShape
@@ -47,8 +48,9 @@ def plan(shape: ModelShape, run: PlannedRun, recipe: Mapping[str, TechniqueConfi
 
     - held: ``P·w/N`` weights, ``P·m/N`` moments, and DDP's buckets ``P·w``;
     - within a step: ``P·w/N`` gradients, ``a·T·L·h`` activations (a = 42 in 16 bit, 54 mixed, 79 in fp32: measured
-      on Llama), ``T·V·(c + 8)`` logits; under FSDP2 two gathered blocks with one's gradients, embeddings and head; in
-      mixed precision without FSDP2 16-bit copies of the blocks' weights;
+      on Llama), with ``3·c·T·L·s·heads`` scores of s tokens where attention is eager, ``T·V·(c + 8)`` logits; under
+      FSDP2 two gathered blocks with one's gradients, embeddings and head; in mixed precision without FSDP2 16-bit
+      copies of the blocks' weights;
     - sent: DDP ``2·(R-1)/R·P·w``; FSDP2 ``(R-1)/R·c`` bytes a parameter gathered in forward, again in backward for what
       lies in blocks, and reduced, A times.
 
@@ -56,6 +58,9 @@ def plan(shape: ModelShape, run: PlannedRun, recipe: Mapping[str, TechniqueConfi
         shape: The model.
         run: How it is trained.
         recipe: Techniques by key.
+
+    Raises:
+        ConfigError: If attention is eager, and `shape` has no heads.
 
     Source: Korthikanti et al., 2022, arXiv:2205.05198, equation 2 for activations; Rajbhandari et al., 2020,
     arXiv:1910.02054, section 7 for traffic.
@@ -66,6 +71,8 @@ def plan(shape: ModelShape, run: PlannedRun, recipe: Mapping[str, TechniqueConfi
         >>> round(needs.held / 2**30, 1), round(needs.peak / 2**30), round(needs.sent / 1e9)
         (12.2, 156, 412)
     """
+    if run.attention == "eager" and not shape.heads:
+        raise ConfigError("plan: heads must be given with eager attention, got 0; say how many ModelShape has")
     recipe = recipe or {}
     shape = shaped(recipe, shape)
     own = [cost for key, config in recipe.items() for cost in COSTS[key](config, shape, run)]
@@ -76,11 +83,12 @@ def _base(shape: ModelShape, run: PlannedRun, recipe: Mapping[str, TechniqueConf
     whole, learned, computed = weight_bytes(recipe, shape, run), trained(recipe, shape), run.compute_bytes
     gradients = learned * run.weight_bytes
     activations, on_host = activation_bytes(recipe, shape, run)
+    scores = " + 3·c·T·L·s·heads, attention is eager" if run.attention == "eager" else ""
     costs = [
         Cost("weights", held=whole / run.parts, why="P·w/N"),
         Cost(f"moments of {run.optimizer}", held=learned * run.moment_bytes / run.parts, why="P·m/N"),
         Cost("gradients", during=gradients / run.parts, why="P·w/N"),
-        Cost("activations", during=activations, host=on_host, why="a·T·L·h"),
+        Cost("activations", during=activations, host=on_host, why=f"a·T·L·h{scores}"),
     ]
     if not getattr(recipe.get("distill"), "chunked", False):
         costs.append(Cost("logits", during=run.tokens * shape.vocab * (computed + 8.0), why="T·V·(c + 8)"))

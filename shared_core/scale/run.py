@@ -10,6 +10,7 @@ from shared_core.errors import ConfigError
 Strategy = Literal["single", "ddp", "fsdp2"]
 Precision = Literal["fp32", "mixed", "16-true"]
 Optimizer = Literal["adamw", "adamw_8bit", "sgd_momentum", "sgd"]
+Attention = Literal["fused", "eager"]
 
 # bytes of moments a parameter, by the bytes of the parameter: torch keeps them in its dtype, bitsandbytes in codes
 _MOMENTS = {"adamw": (2.0, 0.0), "adamw_8bit": (0.0, 2.0), "sgd_momentum": (1.0, 0.0), "sgd": (0.0, 0.0)}
@@ -28,6 +29,7 @@ class PlannedRun:
         seq_len: Tokens an example.
         accumulate: Micro-batches an optimizer step.
         teacher_params: Of distillation's teacher on the device, 0 if there is none.
+        attention: ``fused`` (scores are not kept for backward), or ``eager``: transformers' word for what keeps them.
 
     Raises:
         ConfigError: If a value makes no run.
@@ -46,12 +48,15 @@ class PlannedRun:
     seq_len: int = 2048
     accumulate: int = 1
     teacher_params: int = 0
+    attention: Attention = "fused"
 
     def __post_init__(self) -> None:
         for name in ("ranks", "micro_batch", "seq_len", "accumulate"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"plan: {name} must be at least 1, got {getattr(self, name)}")
-        for name, known in (("strategy", Strategy), ("precision", Precision), ("optimizer", Optimizer)):
+        for name, known in (
+            ("strategy", Strategy), ("precision", Precision), ("optimizer", Optimizer), ("attention", Attention),
+        ):  # fmt: skip
             if getattr(self, name) not in get_args(known):
                 raise ConfigError(
                     f"plan: {name} must be one of {', '.join(get_args(known))}, got {getattr(self, name)!r}"

@@ -12,6 +12,7 @@ from shared_core.errors import ConfigError
 from shared_core.journal_file import read_object
 
 _WIDTH_PER_LAYER = 128  # hidden units a layer of Llama 2 7B; 13B and 70B lie at 128 and 102
+_WIDTH_PER_HEAD = 128  # of all of them
 _GATED = ("silu", "swish")  # Llama, Mistral, Qwen and their kin
 _GATED_GELU = ("gemma", "modernbert")
 
@@ -26,6 +27,7 @@ class ModelShape:
         hidden: Width of the residual stream.
         vocab: Tokens that the head tells apart.
         embeddings: Parameters in embeddings and head, which most techniques leave alone.
+        heads: Of attention; scores of eager attention are counted by them.
     """
 
     params: int
@@ -33,6 +35,7 @@ class ModelShape:
     hidden: int
     vocab: int
     embeddings: int
+    heads: int = 0
 
     @property
     def matrices(self) -> int:
@@ -85,7 +88,8 @@ class ModelShape:
                 f"plan: params must exceed the {embeddings:,} of embeddings and head ({vocab:,} x {hidden}), "
                 f"got {params:,.0f}; give --vocab or --hidden"
             )
-        return cls(params=round(params), layers=layers, hidden=hidden, vocab=vocab, embeddings=embeddings)
+        heads = max(1, round(hidden / _WIDTH_PER_HEAD))
+        return cls(params=round(params), layers=layers, hidden=hidden, vocab=vocab, embeddings=embeddings, heads=heads)
 
     @classmethod
     def of_config(cls, source: str | Path | Mapping[str, Any]) -> ModelShape:
@@ -136,8 +140,9 @@ class ModelShape:
         embeddings = vocab * narrow * (1 if config.get("tie_word_embeddings", True) else 2)
         embeddings += narrow * hidden if narrow != hidden else 0
         return cls(
-            params=params_of_blocks + embeddings, layers=layers, hidden=hidden, vocab=vocab, embeddings=embeddings
-        )
+            params=params_of_blocks + embeddings, layers=layers, hidden=hidden, vocab=vocab, embeddings=embeddings,
+            heads=heads,
+        )  # fmt: skip
 
 
 def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:

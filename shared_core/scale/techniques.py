@@ -16,8 +16,11 @@ _BASE_BYTES = {"nf4": 0.53, "fp4": 0.53, "int8": 1.0}  # codes with a scale for 
 _TEACHER_BYTES = {"nf4": 0.53, "int8": 1.0, "float32": 4.0}
 _PACKED_BYTES = {"bf16": 2.0, "fp16": 2.0, "int8": 1.1}
 # A token, layer and hidden unit: measured on transformers' Llama, whose scores scaled_dot_product_attention does not
-# keep. Models with dropout keep up to twice as much, and scores where their attention is not fused.
+# keep.
 ACTIVATION_BYTES = {"fp32": 79, "mixed": 54, "16-true": 42}
+# Of a score where attention is eager: softmax, dropout's mask and what it leaves (BERT, GPT-2), or in 16 bit a softmax
+# in fp32 and its cast (Llama).
+_KEPT_OF_A_SCORE = 3
 _SELECTIVE_SHARE = 0.66  # measured on a transformer of 16 blocks of width 256
 _CHUNK_MIB = 512  # of chunked distillation on a GPU
 _BUNDLED = 1 << 18
@@ -173,6 +176,8 @@ def activation_bytes(recipe: Mapping[str, Any], shape: ModelShape, run: PlannedR
 def _recomputed(config: Any, shape: ModelShape, run: PlannedRun) -> float:
     """Return the bytes of activations that are kept at the worst moment: all, or what a policy leaves."""
     count, whole = shape.layers, ACTIVATION_BYTES[run.precision] * run.tokens * shape.hidden
+    if run.attention == "eager":
+        whole += _KEPT_OF_A_SCORE * run.compute_bytes * run.tokens * run.seq_len * shape.heads
     given = run.compute_bytes * run.tokens * shape.hidden  # what goes from block to block
     least = float(count * given + whole)
     if config is None or config.policy in ("sublayer", "stage"):

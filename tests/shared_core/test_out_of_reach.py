@@ -75,3 +75,10 @@ def test_qat_leaves_what_is_computed_with_past_its_forward_and_tells():
     assert type(net.body) is not nn.Linear  # a penalty only looks
     _, report = quantize_with_report(TiedByHand(), "int8_weight")
     assert not report.left_out  # no training goes past it, and both uses are of the quantised weight
+
+
+def test_a_quantised_model_tells_what_is_no_layer():
+    net = nn.Sequential(nn.Linear(8, 8), Experts(4, 8), nn.Linear(8, 2))
+    _, report = quantize_with_report(net, "int8_weight")
+    (note,) = report.notes
+    assert note.startswith("qat: weights left as they are: 1 of Experts, 72% of the parameters")

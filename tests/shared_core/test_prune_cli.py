@@ -274,3 +274,13 @@ def test_a_flag_of_training_is_no_flag(run):
     result = run(*SPARSE, "--begin", "0.1")
     assert result.exit_code == 2
     assert "No such option" in result.stderr
+
+
+def test_a_folder_that_diverged_is_named_once(tmp_path):
+    config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9)
+    model = BertForSequenceClassification(config)
+    model.classifier.weight.data[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "run")
+    done = CliRunner().invoke(app, ["prune", str(tmp_path / "run"), "--sparsity", "0.5", "--out", str(tmp_path / "o")])
+    told = "can be loaded: classifier.weight must be finite, got nan; the run that saved it had diverged"
+    assert str(done.exception) == f"eff prune: {tmp_path / 'run'} must be a model that {told}"
