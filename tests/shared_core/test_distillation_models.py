@@ -18,10 +18,12 @@ from transformers import (
     LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 from shared_core.distillation import Distillation, DistillConfig
-from shared_core.distillation.batch import counted_positions, is_causal
+from shared_core.distillation.batch import Forward, ask_teacher, counted_positions, is_causal
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.technique import Context, mean_over_micro_batch
 
@@ -289,3 +291,17 @@ class TestAccumulation:
         p, q = (F.softmax(z[:, :-1][kept].double() / 4.0, -1) for z in (targets, out.logits))
         soft = 16 * (p * (p / q).log()).sum() / kept.sum()
         torch.testing.assert_close(loss.double(), 0.25 * out.loss.double() + 0.75 * soft, rtol=1e-6, atol=1e-6)
+
+
+def test_a_teacher_gets_the_decoder_inputs_that_whisper_makes_of_its_labels():
+    sizes = {
+        "vocab_size": VOCAB, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "num_mel_bins": 4,
+        "max_source_positions": 8, "max_target_positions": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None,
+    }  # fmt: skip
+    model = WhisperForConditionalGeneration(WhisperConfig(**sizes)).eval()
+    inputs = {"input_features": torch.randn(2, 4, 16), "labels": torch.tensor([[3, 4, 2], [3, 2, -100]])}
+    output = model(**inputs)
+    taught = ask_teacher(model, model, Forward((), inputs, output))
+    torch.testing.assert_close(taught.logits, output.logits)
