@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -187,7 +188,7 @@ def read_past_forward(model: nn.Module) -> dict[int, str]:
     """Return, by identity of a layer, whose code computes with its weights past its forward, as a reason."""
     found: dict[int, str] = {}
     for parent in model.modules():
-        kind = type(parent)
+        kind: Any = type(parent)
         if kind.__module__.startswith(("shared_core.", "peft.")):
             continue
         for name, child in parent.named_children():

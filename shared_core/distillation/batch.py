@@ -103,7 +103,7 @@ def _decoder_inputs_of(student: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """Return how an encoder-decoder model makes its decoder's inputs of its labels (Transformers' naming)."""
     shift: Callable[[Tensor], Tensor] | None = getattr(student, "prepare_decoder_input_ids_from_labels", None)
     model: Any = getattr(student, "get_base_model", lambda: student)()  # under PEFT's wrapper
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     generates = type(model).__name__.endswith(("ForConditionalGeneration", "ToText"))  # others' labels are no tokens
     if shift is not None or not generates or not getattr(config, "is_encoder_decoder", False):
         return shift
