@@ -205,9 +205,12 @@ def counted_positions(
     is_tensor = isinstance(labels, Tensor)
     if labels is not None and (not is_tensor or labels.is_floating_point() or tuple(labels.shape) != shape):
         got = f"{labels.dtype} {tuple(labels.shape)}" if is_tensor else type(labels).__name__
+        way_out = "maps of pixels, boxes and sequences that CTC aligns have none, and cannot be distilled by their logits"
+        if is_tensor and labels.is_floating_point():
+            way_out = "take divergence logit_mse for regression, bernoulli_kl for multi-label targets"
         raise ConfigError(
             f"distill: labels must be class indices of shape {shape}, one for each row of the logits "
-            f"{tuple(logits.shape)}, got {got}; take divergence bernoulli_kl for multi-label targets"
+            f"{tuple(logits.shape)}, got {got}; {way_out}"
         )
     counts = rows_that_count(shape, labels, attention_mask, causal=causal, unlabelled=unlabelled)
     return None if counts is None else counts.to(logits.device)

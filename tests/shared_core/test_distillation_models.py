@@ -163,9 +163,17 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="take divergence logit_mse for regression"):
             technique.loss(context.model(torch.randn(2, 4)).sum(), context)
 
-    @pytest.mark.parametrize("labels", [torch.zeros(2, 3), torch.zeros(2), torch.zeros(3, dtype=torch.long), "x"])
-    def test_labels_that_are_no_class_indices(self, labels):
-        with pytest.raises(ConfigError, match=r"labels must be class indices of shape \(2,\)"):
+    @pytest.mark.parametrize(
+        ("labels", "way_out"),
+        [
+            (torch.zeros(2, 3), "bernoulli_kl for multi-label targets"),
+            (torch.zeros(2), "logit_mse for regression"),
+            (torch.zeros(3, dtype=torch.long), "that CTC aligns have none"),
+            ("x", "boxes"),
+        ],
+    )
+    def test_labels_that_are_no_class_indices(self, labels, way_out):
+        with pytest.raises(ConfigError, match=rf"labels must be class indices of shape \(2,\).*{way_out}"):
             counted_positions(torch.zeros(2, 3), labels, None, causal=False)
 
 
