@@ -205,7 +205,7 @@ def counted_positions(
     is_tensor = isinstance(labels, Tensor)
     if labels is not None and (not is_tensor or labels.is_floating_point() or tuple(labels.shape) != shape):
         got = f"{labels.dtype} {tuple(labels.shape)}" if is_tensor else type(labels).__name__
-        way_out = "maps of pixels, boxes and sequences that CTC aligns have none, and cannot be distilled by their logits"
+        way_out = "pixels, boxes and sequences that CTC aligns have none: they are not distilled by logits"
         if is_tensor and labels.is_floating_point():
             way_out = "take divergence logit_mse for regression, bernoulli_kl for multi-label targets"
         raise ConfigError(
