@@ -11,6 +11,7 @@ from typing import Any, cast
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_eff import _own_state
 from hf_eff._checkpoints import clean_run, complete_saved, load_renamed_, resumed_from, save_whole, step_of
 from hf_eff._given import GivenCallbacks
 from hf_eff._model_card import tell_in_card
@@ -209,7 +210,7 @@ class SessionCallback(TrainerCallback):
         self._services.saved_steps = []
         if self._resumed_from is not None:
             saved = load_state(self._resumed_from)
-            session.load_state_dict(saved)
+            _own_state.load(session, saved)
             self._services.saved_steps = [int(step) for step in saved["saved_steps"]]
         loader = kwargs.get("train_dataloader")
         try:
@@ -380,9 +381,10 @@ class SessionCallback(TrainerCallback):
         # Right after the weights and before the trainer's own state, so that a checkpoint that looks complete is.
         saved = self._services.saved_steps
         self._services.saved_steps = [*(earlier for earlier in saved if earlier < step), step]
+        state = _own_state.gathered(self.session, self._trainer)
         if self._trainer.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)  # sharded weights are only saved after this
-            save_state(folder, {**self.session.state_dict(), "saved_steps": self._services.saved_steps})
+            save_state(folder, {**state, "saved_steps": self._services.saved_steps})
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any

@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_eff._loader_random import random_state, set_random_state
 from lightning_eff._namespaces import callback_kinds
-from lightning_eff._own_parts import differing, own_state, with_own_state
 from lightning_eff._poisson import replay
 from lightning_eff._wrapped import Wrapped
 from shared_core import session_state
+from shared_core.own_parts import everyones, own_buffers, own_state, put_buffers_, with_own_state
 from shared_core.ranks import local_part, rank, world_size
 from shared_core.session import Session
 from shared_core.state_file import rng_state, set_rng_state
@@ -106,26 +105,12 @@ class ExactResume:
         if world_size() == 1:
             return {"ranks": [mine]}
         mine |= own_state(session)
-        mine["buffers"] = self._own_buffers(is_inside_window=gradients is not None)
-        everyone: list[Any] = [None] * world_size()
-        dist.all_gather_object(everyone, mine)
-        return {"ranks": everyone}
-
-    def _own_buffers(self, *, is_inside_window: bool) -> dict[str, torch.Tensor]:
-        """Return what differs between processes, unless the next forward of DDP sends the main one's to all.
-
-        Inside a window it does not (torch 2.13): running statistics of a batch norm are each process's until the step.
-        In a folder of shards a buffer may be any process's.
-        """
-        if not is_inside_window and getattr(self._trainer.strategy.model, "broadcast_buffers", False):
-            return {}
-        named = self._trainer.lightning_module.named_buffers()
-        return differing({name: local_part(one).cpu() for name, one in named})
+        module, wrapped = self._trainer.lightning_module, self._trainer.strategy.model
+        mine["buffers"] = own_buffers(module, wrapped, is_inside_window=gradients is not None)
+        return {"ranks": everyones(mine)}
 
     def _put_buffers(self, saved: Mapping[str, Any]) -> None:
-        buffers = dict(self._trainer.lightning_module.named_buffers())
-        for name, value in saved.get("buffers", {}).items():
-            local_part(buffers[name]).copy_(value)
+        put_buffers_(self._trainer.lightning_module, saved.get("buffers", {}))
         if saved["gradients"] is not None and hasattr(self._trainer.strategy.model, "require_forward_param_sync"):
             self._trainer.strategy.model.require_forward_param_sync = False  # as DDP's last forward left it
 

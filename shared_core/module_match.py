@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -188,3 +189,16 @@ def weights_read_by(parent: type) -> frozenset[str]:
                 with contextlib.suppress(OSError):  # without source
                     found.update(_READ.findall(inspect.getsource(inspect.unwrap(function))))
     return frozenset(found)
+
+
+def read_past_forward(model: nn.Module) -> dict[int, str]:
+    """Return, by identity of a layer, whose code computes with its weights past its forward, as a reason."""
+    found: dict[int, str] = {}
+    for parent in model.modules():
+        kind: Any = type(parent)
+        if kind.__module__.startswith(("shared_core.", "peft.")):
+            continue
+        for name, child in parent.named_children():
+            if name in weights_read_by(kind):  # that of factors is their product
+                found |= dict.fromkeys(map(id, child.modules()), f"{kind.__name__} {PAST_FORWARD}")
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -85,8 +86,7 @@ def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any
         for name, value in forward.kwargs.items()
         if name not in _FOR_THE_LOSS and (accepted is None or name in accepted)
     }
-    # what an encoder-decoder model makes of its labels for its decoder (Transformers' naming)
-    shift = getattr(student, "prepare_decoder_input_ids_from_labels", None)
+    shift = _decoder_inputs_of(student)
     named = named_inputs(student, forward) if shift else {}
     given = any(named.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
     if shift and not given and isinstance(named.get("labels"), Tensor):
@@ -97,6 +97,21 @@ def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any
     except TypeError as error:
         _check_fit(teacher, args, kwargs, error)
         raise
+
+
+def _decoder_inputs_of(student: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Return how an encoder-decoder model makes its decoder's inputs of its labels (Transformers' naming)."""
+    shift: Callable[[Tensor], Tensor] | None = getattr(student, "prepare_decoder_input_ids_from_labels", None)
+    model: Any = getattr(student, "get_base_model", lambda: student)()  # under PEFT's wrapper
+    config: Any = getattr(model, "config", None)
+    generates = type(model).__name__.endswith(("ForConditionalGeneration", "ToText"))  # others' labels are no tokens
+    if shift is not None or not generates or not getattr(config, "is_encoder_decoder", False):
+        return shift
+    for kind in type(model).__mro__:  # Whisper, M2M100, Blenderbot: a function beside the class
+        beside = getattr(sys.modules[kind.__module__], "shift_tokens_right", None)
+        if beside is not None:
+            return lambda labels: beside(labels, config.pad_token_id, config.decoder_start_token_id)
+    return getattr(model, "_shift_right", None)
 
 
 def _check_fit(teacher: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError) -> None:
@@ -190,9 +205,12 @@ def counted_positions(
     is_tensor = isinstance(labels, Tensor)
     if labels is not None and (not is_tensor or labels.is_floating_point() or tuple(labels.shape) != shape):
         got = f"{labels.dtype} {tuple(labels.shape)}" if is_tensor else type(labels).__name__
+        way_out = "pixels, boxes and sequences that CTC aligns have none: they are not distilled by logits"
+        if is_tensor and labels.is_floating_point():
+            way_out = "take divergence logit_mse for regression, bernoulli_kl for multi-label targets"
         raise ConfigError(
             f"distill: labels must be class indices of shape {shape}, one for each row of the logits "
-            f"{tuple(logits.shape)}, got {got}; take divergence bernoulli_kl for multi-label targets"
+            f"{tuple(logits.shape)}, got {got}; {way_out}"
         )
     counts = rows_that_count(shape, labels, attention_mask, causal=causal, unlabelled=unlabelled)
     return None if counts is None else counts.to(logits.device)

@@ -16,7 +16,7 @@ from shared_core.fp8.linear import Fp8Linear, swap
 from shared_core.fp8.operators import LayerFp8
 from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch
 from shared_core.fp8.torchao_backend import is_torchao_linear, swap_to_torchao
-from shared_core.module_match import match_modules, own_class
+from shared_core.module_match import match_modules, own_class, read_past_forward
 
 Bank = AmaxBank | SharedExponentBank
 
@@ -110,7 +110,7 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
         raise CompatibilityError("fp8: model must have no FP8 layers yet; detach or finish the earlier run first")
     matched = match_modules(model, (nn.Linear,), where="fp8", include=config.include, skip=config.skip)
     able = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    ends = {"first": able[0], "last": able[-1]}
+    ends, readers = {"first": able[0], "last": able[-1]}, read_past_forward(model)
     found = Selection()
     for match in matched:
         name, module = match.name, match.module
@@ -122,6 +122,8 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
                 found.sixteen_bit[name] = module
                 continue
             reason = _why_odd_size(module)
+        if reason is None and id(module) in readers:
+            reason = f"{readers[id(module)]}, past any product in FP8"
         if named and reason is not None:
             raise CompatibilityError(f"fp8: include must name layers that can multiply in FP8, got {name}: {reason}")
         if reason is None and place and not named:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, MatchError, nearest
-from shared_core.module_match import PAST_FORWARD, match_modules, own_class, plain_name, weights_read_by
+from shared_core.module_match import match_modules, own_class, plain_name, read_past_forward
 from shared_core.quantization.lora_base import float_weight, freeze, frozen_tensors, library, restore_
 from shared_core.quantization.lora_config import LoraConfig
 from shared_core.quantization.plain_state import LEARNED
@@ -44,7 +44,7 @@ def select_linear(
     inside = {id(module) for top in whole.values() for module in top.modules()}
     # transformers' list, which it keeps from bitsandbytes: T5 casts activations to the type of such a layer's weight
     kept = {*(getattr(model, "_keep_in_fp32_modules", None) or ())} if config.base != "none" else set()
-    parents: dict[int, Any] = {id(module): type(parent) for parent in model.modules() for module in parent.children()}
+    readers = read_past_forward(model)
     layers: dict[str, nn.Linear] = {}
     left_out: dict[str, str] = {}
     for found in matched:
@@ -58,8 +58,8 @@ def select_linear(
             reason = "its weight is shared with another module"
         elif reason is None and kept & {*found.name.split(".")}:
             reason = f"{type(model).__name__} wants it in float32; base none adapts it"
-        elif reason is None and found.name.rpartition(".")[2] in weights_read_by(parents[id(module)]):
-            reason = f"{parents[id(module)].__name__} {PAST_FORWARD}, past any adapter"
+        elif reason is None and id(module) in readers:
+            reason = f"{readers[id(module)]}, past any adapter"
         if reason is None and isinstance(module, nn.Linear):
             layers[found.name] = module
         elif found.name in config.include:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
 from shared_core.errors import CompatibilityError, MatchError
-from shared_core.module_match import PAST_FORWARD, Matched, match_modules, own_class, plain_name, weights_read_by
+from shared_core.module_match import Matched, match_modules, own_class, plain_name, read_past_forward
 from shared_core.quantization.layers import weights_of
 from shared_core.quantization.modules import FAKE_QUANT, is_quantized, know_conv1d
 
@@ -48,11 +47,11 @@ def select_layers(
     # a module under two names is one owner: `modules()` yields it once
     owners = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
     replaced = {id(inner) for module in model.modules() for inner in _originals(module)}
-    readers = _readers(model) if trains else {}
+    readers = read_past_forward(model) if trains else {}
     reasons = [
         _ORIGINAL
         if id(found.module) in replaced
-        else _why_adapted(found, adapted, include) or _why_not(found.module) or readers.get(id(found.module))
+        else _why_adapted(found, adapted, include) or _why_not(found.module) or _past_quantiser(readers, found.module)
         for found in matched
     ]
     able = [found.module for found, reason in zip(matched, reasons, strict=True) if reason is None]
@@ -79,17 +78,9 @@ def select_layers(
     return layers, left_out
 
 
-def _readers(model: nn.Module) -> dict[int, str]:
-    """Return why layers whose weights the code of their parents computes with stay in float, by identity."""
-    found: dict[int, str] = {}
-    for parent in model.modules():
-        kind: Any = type(parent)
-        if kind.__module__.startswith(("shared_core.", "peft.")):
-            continue
-        for name, child in parent.named_children():
-            if name in weights_read_by(kind):
-                found[id(child)] = f"{kind.__name__} {PAST_FORWARD}, past any quantiser"
-    return found
+def _past_quantiser(readers: Mapping[int, str], module: nn.Module) -> str | None:
+    reader = readers.get(id(module))
+    return reader and f"{reader}, past any quantiser"
 
 
 def _reach_bases(model: nn.Module, patterns: tuple[str, ...], adapted: list[str]) -> tuple[str, ...]:

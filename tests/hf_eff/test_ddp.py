@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf_ddp import AVERAGED, train, weights
-from two_ranks import run_two_ranks
+from two_ranks import run_two_ranks, saved_by_two_ranks
 
 SCRIPT = Path(__file__).parents[1] / "support" / "hf_ddp.py"
 
@@ -50,3 +50,14 @@ def test_what_cannot_be_right_is_refused(runs):
     assert "prune cannot be combined with FSDP version 1" in flat
     assert "average cannot be combined with torch.nn.DataParallel" in parallel
     assert "FSDP was asked for, but accelerate does not shard here" in lost
+
+
+def test_what_each_process_alone_holds_is_resumed(tmp_path):
+    differing = [
+        (rank, case, name)
+        for rank, cases in enumerate(saved_by_two_ranks(SCRIPT.with_name("hf_own_state.py"), tmp_path))
+        for case, (whole, resumed) in cases.items()
+        for name in whole
+        if not torch.equal(whole[name], resumed[name])
+    ]
+    assert differing == []

@@ -18,10 +18,12 @@ from transformers import (
     LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 from shared_core.distillation import Distillation, DistillConfig
-from shared_core.distillation.batch import counted_positions, is_causal
+from shared_core.distillation.batch import Forward, ask_teacher, counted_positions, is_causal
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.technique import Context, mean_over_micro_batch
 
@@ -161,9 +163,17 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="take divergence logit_mse for regression"):
             technique.loss(context.model(torch.randn(2, 4)).sum(), context)
 
-    @pytest.mark.parametrize("labels", [torch.zeros(2, 3), torch.zeros(2), torch.zeros(3, dtype=torch.long), "x"])
-    def test_labels_that_are_no_class_indices(self, labels):
-        with pytest.raises(ConfigError, match=r"labels must be class indices of shape \(2,\)"):
+    @pytest.mark.parametrize(
+        ("labels", "way_out"),
+        [
+            (torch.zeros(2, 3), "bernoulli_kl for multi-label targets"),
+            (torch.zeros(2), "logit_mse for regression"),
+            (torch.zeros(3, dtype=torch.long), "that CTC aligns have none"),
+            ("x", "boxes"),
+        ],
+    )
+    def test_labels_that_are_no_class_indices(self, labels, way_out):
+        with pytest.raises(ConfigError, match=rf"labels must be class indices of shape \(2,\).*{way_out}"):
             counted_positions(torch.zeros(2, 3), labels, None, causal=False)
 
 
@@ -289,3 +299,17 @@ class TestAccumulation:
         p, q = (F.softmax(z[:, :-1][kept].double() / 4.0, -1) for z in (targets, out.logits))
         soft = 16 * (p * (p / q).log()).sum() / kept.sum()
         torch.testing.assert_close(loss.double(), 0.25 * out.loss.double() + 0.75 * soft, rtol=1e-6, atol=1e-6)
+
+
+def test_a_teacher_gets_the_decoder_inputs_that_whisper_makes_of_its_labels():
+    sizes = {
+        "vocab_size": VOCAB, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "num_mel_bins": 4,
+        "max_source_positions": 8, "max_target_positions": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None,
+    }  # fmt: skip
+    model = WhisperForConditionalGeneration(WhisperConfig(**sizes)).eval()
+    inputs = {"input_features": torch.randn(2, 4, 16), "labels": torch.tensor([[3, 4, 2], [3, 2, -100]])}
+    output = model(**inputs)
+    taught = ask_teacher(model, model, Forward((), inputs, output))
+    torch.testing.assert_close(taught.logits, output.logits)

@@ -29,6 +29,15 @@ class Transposed(nn.Module):
         return x @ self.weight
 
 
+class Reading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.read, self.body, self.last = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x):
+        return self.last(self.body(nn.functional.linear(self.first(x), self.read.weight)))
+
+
 class TiedByHand(nn.Module):
     def __init__(self):
         super().__init__()
@@ -82,3 +91,18 @@ def test_a_quantised_model_tells_what_is_no_layer():
     _, report = quantize_with_report(net, "int8_weight")
     (note,) = report.notes
     assert note.startswith("qat: weights left as they are: 1 of Experts, 72% of the parameters")
+
+
+def test_qat_leaves_factors_whose_product_is_computed_with_past_their_forward():
+    net = Reading()
+    found = notes(net, {"qat": {"scheme": "int8"}, "low_rank": {"rank": 2, "min_size": 0, "include": ["read", "body"]}})
+    assert found[0] == "qat: layers left as they are: 2: Reading computes with its weight itself, past any quantiser"
+
+
+def test_fp8_leaves_what_is_computed_with_past_its_forward_and_tells():
+    net = Reading()
+    assert notes(net, {"fp8": {"recipe": "tensorwise"}}) == [
+        "fp8: layers left as they are: 1: Reading computes with its weight itself, past any product in FP8"
+    ]
+    assert type(net.read) is nn.Linear
+    assert type(net.body) is not nn.Linear

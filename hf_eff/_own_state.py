@@ -1,0 +1,35 @@
+"""What each process alone holds, in the main process's file: the trainer saves that process's weights and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from shared_core.own_parts import everyones, own_buffers, own_state, put_buffers_, with_own_state
+from shared_core.ranks import rank, world_size
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from shared_core.session import Session
+
+
+def gathered(session: Session, trainer: Trainer) -> dict[str, Any]:
+    """Return the session's state with what the other processes hold otherwise; each must call it."""
+    state = session.state_dict()
+    if world_size() == 1:
+        return state
+    mine = {**own_state(state), "buffers": own_buffers(cast(Any, session.context).model, trainer.model_wrapped)}
+    return {**state, "ranks": everyones(mine)}
+
+
+def load(session: Session, state: Mapping[str, Any]) -> None:
+    """Put back this process's state and buffers, the main process's where as many processes did not save it."""
+    ranks = state.get("ranks", ())
+    if len(ranks) != world_size():
+        session.load_state_dict(state)
+        return
+    mine = ranks[rank()]
+    of_main = {name: value for name, value in state.items() if name != "ranks"}
+    session.load_state_dict(with_own_state(of_main, mine))
+    put_buffers_(cast(Any, session.context).model, mine["buffers"])
