@@ -80,14 +80,41 @@ def test_what_hooks_gather_in_a_window_is_resumed(criterion, tmp_path):
     assert difference(first["totals"], second["totals"]) == []
 
 
-@pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_end"])
+@pytest.mark.parametrize(
+    "hook", ["on_validation_start", "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end"]
+)
 @pytest.mark.parametrize("interval", [2, 1.0])
-def test_checkpoints_of_a_validation_resume_exactly_too(hook, interval, tmp_path):
-    options = {"val": True, "val_check_interval": interval}
-    _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path, hook)], **options)
+def test_checkpoints_of_a_validation_that_draws_resume_exactly_too(hook, interval, tmp_path, monkeypatch):
+    kind, seen = module_class(NAMESPACE), []
+    step = kind.validation_step
+
+    def noisy(self, batch, batch_idx):
+        step(self, [batch[0] + torch.rand(8), batch[1]], batch_idx)
+
+    monkeypatch.setattr(
+        kind, "validation_step", lambda self, batch, i: step(self, [batch[0] + torch.rand(8), batch[1]], i)
+    )
+
+    def trained(*callbacks, **options):
+        seen.clear()
+        notes = hook_callback(
+            NAMESPACE, on_validation_end=lambda trainer: seen.append(trainer.callback_metrics["val_loss"])
+        )
+        _, end = train(
+            tmp_path,
+            val=True,
+            val_check_interval=interval,
+            callbacks=[hook_callback(NAMESPACE, **ended), *callbacks],
+            **options,
+        )
+        return end, list(seen)
+
+    whole, validations = trained(saver(NAMESPACE, tmp_path, hook))
     for point in (0, 1):
-        _, resumed = train(tmp_path, ckpt_path=tmp_path / f"{point}.ckpt", seed=9, **options)
+        resumed, again = trained(ckpt_path=tmp_path / f"{point}.ckpt", seed=9)
         assert difference(whole, resumed) == [], point
+        if hook in ("on_validation_start", "on_validation_end"):  # once a batch, once a validation
+            assert again == validations[point + (hook == "on_validation_end") :]
 
 
 def test_a_run_may_be_stopped_twice_in_one_epoch(tmp_path):
