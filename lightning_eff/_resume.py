@@ -7,6 +7,7 @@ a plain data loader over at batch 0 in the middle of an epoch, and it drops grad
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ class ExactResume:
         self._saved: Mapping[str, Any] | None = None
         self._iter_rng: dict[str, Any] = self._random()
         self._fetch_rng: dict[str, Any] | None = None
+        self._cycled: dict[int, tuple[int, dict[str, Any]]] = {}
+        """Which loaders began again within this epoch, at which fetch, and where the generators were before it."""
         self._at_next_fetch: Mapping[str, Any] | None = None
         self._before_validation: dict[str, Any] | None = None
         """Where the generators were when the validation that is going on began."""
@@ -98,6 +101,7 @@ class ExactResume:
             "rng": self._random(),
             "iter_rng": self._iter_rng,
             "fetch_rng": self._fetch_rng,
+            "cycled": self._cycled,
             "gradients": gradients,
             "windows": {} if gradients is None else session_state.windows(self._session.techniques),
             "cut_short": self._where_cut_short(),
@@ -304,7 +308,7 @@ class ExactResume:
         if self._iterate_anew or not self._first_epoch:
             self._iter_rng = now
         self._first_epoch = self._iterate_anew = False
-        self._fetch_rng, self._capture_fetch = None, fetcher.length is not None
+        self._fetch_rng, self._capture_fetch, self._cycled = None, fetcher.length is not None, {}
 
     def _go_on_within_epoch(self, fetcher: Any, saved: Mapping[str, Any], consumed: int) -> None:
         self._iter_rng, self._fetch_rng = saved["iter_rng"], saved["fetch_rng"]
@@ -320,7 +324,10 @@ class ExactResume:
             if hasattr(fetcher, "iterator_wrapper"):
                 self._note("training_step fetches its own batches: the epoch starts over at its first batch")
             else:
-                for _ in range(consumed):
+                began_again = dict(saved.get("cycled", {}).values())
+                for number in range(consumed):
+                    if number in began_again:
+                        self._set_random(began_again[number])
                     next(fetcher)
         if consumed:
             self._at_next_fetch = {**saved, "rng": self._after_validation(fetcher, saved)}
@@ -359,6 +366,12 @@ class ExactResume:
         if self._capture_fetch:
             self._capture_fetch = False
             self._fetch_rng = self._random()
+        fetcher = self._trainer.fit_loop._data_fetcher
+        loader = fetcher.combined_loader
+        if loader._mode == "max_size_cycle" and len(loader.flattened) > 1 and fetcher.fetched and fetcher.length:
+            for place, part in enumerate(loader.flattened):
+                if (length := length_hint(part)) and fetcher.fetched % length == 0:
+                    self._cycled[place] = fetcher.fetched, self._random()
 
     def _put_gradients(self, gradients: Mapping[str, torch.Tensor] | None) -> None:
         if not gradients or not self._is_inside_window():

@@ -19,6 +19,8 @@ from pytorch_lightning.callbacks import (
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
 )
+from pytorch_lightning.utilities import CombinedLoader
+from torch.utils.data import DataLoader
 
 from lightning_eff import EffCallback
 
@@ -97,16 +99,9 @@ def test_checkpoints_of_a_validation_that_draws_resume_exactly_too(hook, interva
 
     def trained(*callbacks, **options):
         seen.clear()
-        notes = hook_callback(
-            NAMESPACE, on_validation_end=lambda trainer: seen.append(trainer.callback_metrics["val_loss"])
-        )
-        _, end = train(
-            tmp_path,
-            val=True,
-            val_check_interval=interval,
-            callbacks=[hook_callback(NAMESPACE, **ended), *callbacks],
-            **options,
-        )
+        ended = {"on_validation_end": lambda trainer: seen.append(trainer.callback_metrics["val_loss"])}
+        callbacks = [hook_callback(NAMESPACE, **ended), *callbacks]
+        _, end = train(tmp_path, val=True, val_check_interval=interval, callbacks=callbacks, **options)
         return end, list(seen)
 
     whole, validations = trained(saver(NAMESPACE, tmp_path, hook))
@@ -312,3 +307,19 @@ def test_an_epoch_saved_after_its_last_batch_ends_as_it_would_have(
     assert difference(whole, resumed) == []
     assert str(again) == str(events[-len(again) :])
     assert again[0][:2] == ("on_validation_end", 1)
+
+
+@pytest.mark.parametrize(("mode", "point"), [("max_size_cycle", 7), ("max_size_cycle", 13), ("min_size", 4)])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loaders_of_several_lengths_resume(mode, point, workers, tmp_path, monkeypatch):
+    # the shorter one is shuffled anew inside of an epoch, at the fetch in which it begins again
+    def loaders():
+        options = {"shuffle": True, "num_workers": workers, "persistent_workers": bool(workers)}
+        return CombinedLoader([DataLoader(dataset(rows), 4, **options) for rows in (24, 60)], mode)
+
+    kind = module_class(NAMESPACE)
+    step = kind.training_step
+    monkeypatch.setattr(kind, "training_step", lambda self, parts, i: sum(step(self, part, i) for part in parts))
+    _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)], train=loaders, max_epochs=1)
+    _, resumed = train(tmp_path, ckpt_path=tmp_path / f"{point}.ckpt", seed=9, train=loaders, max_epochs=1)
+    assert difference(whole, resumed) == []
