@@ -176,9 +176,9 @@ class Session:
             raise TrainingError(
                 "session: begin must have a list of optimizers, got one; pass session.begin([optimizer])"
             )
-        context.optimizers = tuple(optimizers)
+        context.optimizers, context.clips_gradients = tuple(optimizers), clips_gradients
         context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
-        context.clips_gradients = clips_gradients
+        context.left_out.mark()
         self._started = time.perf_counter()
         for key, technique in self.techniques.items():
             with self._timed(key):

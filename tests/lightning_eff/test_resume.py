@@ -309,6 +309,25 @@ def test_an_epoch_saved_after_its_last_batch_ends_as_it_would_have(
     assert again[0][:2] == ("on_validation_end", 1)
 
 
+def test_a_buffer_that_no_state_dict_holds_is_resumed(tmp_path):
+    class Centred(module_class(NAMESPACE)):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(8), persistent=False)
+
+        def training_step(self, batch, batch_idx):
+            self.mean.lerp_(batch[0].mean(0), 0.1)
+            return super().training_step([batch[0] - self.mean, batch[1]], batch_idx)
+
+    def trained(*callbacks, **options):
+        torch.manual_seed(0)
+        trainer, module = make_trainer(tmp_path, callbacks=[EffCallback(RECIPE), *callbacks]), Centred()
+        return everything(trainer, fit(trainer, module, **options))
+
+    whole = trained(saver(NAMESPACE, tmp_path))
+    assert difference(whole, trained(ckpt_path=tmp_path / "7.ckpt")) == []
+
+
 @pytest.mark.parametrize(("mode", "point"), [("max_size_cycle", 7), ("max_size_cycle", 13), ("min_size", 4)])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loaders_of_several_lengths_resume(mode, point, workers, tmp_path, monkeypatch):
