@@ -15,6 +15,7 @@ from shared_core.distillation.sharding import shard_like_
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.ranks import local_part
 from shared_core.sharded import fill_, is_sharded, reshard_, whole
+from shared_core.wrappers import copied
 
 _TRAINING = attrgetter("training")
 # `eval` changes nothing about them; every micro-batch asks the others
@@ -104,7 +105,7 @@ class StudentAverage(Teachers):
                 "distill: teacher must not be ema for a model that is sharded already, which FSDP2 does not let be "
                 "copied; use strategy eff_fsdp or the Hugging Face Trainer, which shard later, or DDP"
             )
-        super().__init__([copy.deepcopy(student)])
+        super().__init__([copied(student)])
         self._decay = decay
         self._gathered: dict[str, Tensor] | None = None
 
@@ -115,8 +116,8 @@ class StudentAverage(Teachers):
         for mean, now in zip(average.parameters(), student.parameters(), strict=True):
             if not _is_codes(mean):
                 local_part(mean).lerp_(local_part(now.detach()).to(mean.dtype), 1 - self._decay)
-        for copied, buffer in zip(average.buffers(), student.buffers(), strict=True):
-            copied.copy_(buffer)
+        for its, buffer in zip(average.buffers(), student.buffers(), strict=True):
+            its.copy_(buffer)
         reshard_(average)
 
     @property
