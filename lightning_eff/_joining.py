@@ -63,13 +63,31 @@ def tries_first(trainer: Any, recipe: Recipe) -> bool:
     Raises:
         CompatibilityError: If training is private.
     """
-    found = sorted(callback_kinds(trainer) & {"BatchSizeFinder", "LearningRateFinder"})
+    found = _tuning(trainer)
     if found and "dp" in recipe:
         raise CompatibilityError(
             f"dp: learning rate and batch size must be given, got {found[0]}, whose trials see the data without noise; "
             "tune on public data"
         )
     return bool(found)
+
+
+def refuse_trials_on_resume(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
+    """Refuse a resume that trials would end: Lightning (2.6) trains from step 0 then, with the weights loaded.
+
+    Raises:
+        CompatibilityError: If Lightning's tuner is among the callbacks.
+    """
+    found = _tuning(trainer)
+    if found and checkpoint["global_step"]:  # what a trial saved itself, to go back to, is of step 0
+        raise CompatibilityError(
+            f"resume: callbacks must hold no {found[0]}, after whose trials Lightning starts again at step 0; leave it "
+            "out, what it found is in the checkpoint"
+        )
+
+
+def _tuning(trainer: Any) -> list[str]:
+    return sorted(callback_kinds(trainer) & {"BatchSizeFinder", "LearningRateFinder"})
 
 
 def last_on_exception(callbacks: Sequence[Any], ours: Any) -> Any:

@@ -7,10 +7,12 @@ a plain data loader over at batch 0 in the middle of an epoch, and it drops grad
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import length_hint
 from typing import Any
 
 import torch
 
+from lightning_eff import _plateau
 from lightning_eff._loader_random import random_state, set_random_state
 from lightning_eff._namespaces import callback_kinds
 from lightning_eff._poisson import replay
@@ -38,8 +40,11 @@ class ExactResume:
         self._saved: Mapping[str, Any] | None = None
         self._iter_rng: dict[str, Any] = self._random()
         self._fetch_rng: dict[str, Any] | None = None
+        self._cycled: dict[int, tuple[int, dict[str, Any]]] = {}
+        """Which loaders began again within this epoch, at which fetch, and where the generators were before it."""
         self._at_next_fetch: Mapping[str, Any] | None = None
-        self._at_next_epoch: Mapping[str, Any] | None = None
+        self._before_validation: dict[str, Any] | None = None
+        """Where the generators were when the validation that is going on began."""
         self.backward_began = False
         """Whether gradients hold a part of the present batch already."""
         self._first_epoch, self._capture_fetch, self._iterate_anew = True, False, False
@@ -49,6 +54,8 @@ class ExactResume:
         self._wrapped = [
             Wrapped(loop, "on_run_start", self._on_epoch_start),
             Wrapped(loop, "_on_before_fetch", self._on_fetch),
+            Wrapped(loop.val_loop, "reset", self._on_validation),
+            Wrapped(loop.val_loop, "_on_evaluation_end", self._on_validation_end),
             Wrapped(trainer.fit_loop._data_source, "dataloader", self._on_loader),
         ]
 
@@ -93,14 +100,16 @@ class ExactResume:
             "rng": self._random(),
             "iter_rng": self._iter_rng,
             "fetch_rng": self._fetch_rng,
+            "cycled": self._cycled,
             "gradients": gradients,
             "windows": {} if gradients is None else session_state.windows(self._session.techniques),
             "cut_short": self._where_cut_short(),
+            "before_validation": self._before_validation if self._trainer.validating else None,
             "epoch_begins": epochs.ready > epochs.started,
             "frozen": self._frozen(),
             "loaded_in_epoch": self._trainer.fit_loop._last_train_dl_reload_epoch,
             "metrics": self._epoch_metrics(),
-            "plateau": self._plateau(skipped),
+            "plateau": _plateau.state(self._trainer, skipped),
         }
         if world_size() == 1:
             return {"ranks": [mine]}
@@ -113,40 +122,6 @@ class ExactResume:
         put_buffers_(self._trainer.lightning_module, saved.get("buffers", {}))
         if saved["gradients"] is not None and hasattr(self._trainer.strategy.model, "require_forward_param_sync"):
             self._trainer.strategy.model.require_forward_param_sync = False  # as DDP's last forward left it
-
-    def _plateau(self, skipped: bool) -> dict[str, Any]:
-        """Return what schedulers on a plateau go by, and which of them have yet to take their step of this batch.
-
-        Lightning (2.6) steps them behind the hooks that save, and after a restart only if a validation saved; it
-        restores no metric.
-        """
-        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
-        configs = {i: config for i, config in enumerate(trainer.lr_scheduler_configs) if config.reduce_on_plateau}
-        if not configs or not trainer.lightning_module.automatic_optimization:
-            return {}
-        batch, metrics = loop.batch_progress.current, trainer.callback_metrics
-        is_due = batch.processed > batch.completed and not (skipped or trainer.fit_loop._should_accumulate())
-        return {
-            "due": [
-                i for i, config in configs.items()
-                if is_due and config.interval == "step" and batch.ready % config.frequency == 0
-            ],
-            "metrics": {
-                config.monitor: metrics[config.monitor].clone()
-                for config in configs.values() if config.monitor in metrics
-            },
-        }  # fmt: skip
-
-    def _step_plateau(self, plateau: Mapping[str, Any]) -> None:
-        """Take the steps that were due, by the metrics that there are now."""
-        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
-        for i in plateau.get("due", ()):
-            config = trainer.lr_scheduler_configs[i]
-            if (value := trainer.callback_metrics.get(config.monitor)) is not None:
-                loop.scheduler_progress.increment_ready()
-                module = trainer.lightning_module  # its class's own: wrapped, it asks whether this process has stepped
-                type(module).lr_scheduler_step(module, config.scheduler, value)
-                loop.scheduler_progress.increment_completed()
 
     def load_state_dict(self, state: Mapping[str, Any] | None, of_main: Any) -> Any:
         """Keep a saved state until training reaches its place; return this process's session.
@@ -185,6 +160,8 @@ class ExactResume:
         fit_loop._last_train_dl_reload_epoch = self._saved.get("loaded_in_epoch", fit_loop._last_train_dl_reload_epoch)
         if self._saved.get("epoch_begins"):  # Lightning would take the batches of the epoch before for this one's
             loop.batch_progress.reset_on_run()
+        if self._saved.get("cut_short"):  # as the last one of its epoch it would not be run again
+            loop.batch_progress.is_last_batch = False
         ended_batch = fit_loop.restarted_mid_epoch and loop.restarted_on_train_batch_end
         if ended_batch and loop.batch_progress.is_last_batch and not any(map(_is_stateful, self._loaders())):
             # Lightning has counted the epoch as over, and would leave out its validation, its end and the next one's
@@ -253,9 +230,15 @@ class ExactResume:
     def _where_cut_short(self) -> str | None:
         """Return what Lightning will run again: an exception, or the user's own code, saves anywhere."""
         progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        if progress.ready > progress.processed:
-            return f"batch {progress.processed} of an epoch"
-        return "validation" if self._trainer.interrupted and self._trainer.validating else None
+        return f"batch {progress.processed} of an epoch" if progress.ready > progress.processed else None
+
+    def _on_validation(self, original: Callable[[], None]) -> None:
+        self._before_validation = self._random()
+        original()
+
+    def _on_validation_end(self, original: Callable[[], None]) -> None:
+        self._before_validation = None
+        original()
 
     def _is_inside_window(self) -> bool:
         loop, progress = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.batch_progress.current
@@ -271,9 +254,6 @@ class ExactResume:
                 accumulate = callback.get_accumulate_grad_batches(self._trainer.current_epoch)
                 self._trainer.accumulate_grad_batches = accumulate
         saved, self._saved = self._saved, None
-        if self._at_next_epoch is not None:
-            self._set_random(self._at_next_epoch["rng"])
-            self._at_next_epoch = None
         if saved is not None and self._batches_to_close is not None:
             original(fetcher)
             self._close_epoch(fetcher, saved, self._batches_to_close)
@@ -288,9 +268,9 @@ class ExactResume:
             self._first_epoch = False
             original(fetcher)
             self._go_on_within_epoch(fetcher, saved, consumed)
-            self._step_plateau(plateau)
+            _plateau.step(self._trainer, plateau)
             return
-        self._step_plateau(plateau)
+        _plateau.step(self._trainer, plateau)
         if saved is not None:
             self._iterate_anew = True
             self._set_random(saved["rng"])
@@ -303,7 +283,8 @@ class ExactResume:
         original(fetcher)
         if only_closes:
             # Lightning finishes the epoch that the checkpoint closed; the next call is the one that fetches.
-            self._at_next_epoch = saved if saved is not None and saved.get("cut_short") else None
+            if saved is not None:
+                self._set_random(self._after_validation(fetcher, saved))
             return
         if self._iterate_anew and loader._iterator is before and not any(_is_stateful(p) for p in loader.flattened):
             # Made by Lightning before the generators were restored.
@@ -312,7 +293,7 @@ class ExactResume:
         if self._iterate_anew or not self._first_epoch:
             self._iter_rng = now
         self._first_epoch = self._iterate_anew = False
-        self._fetch_rng, self._capture_fetch = None, fetcher.length is not None
+        self._fetch_rng, self._capture_fetch, self._cycled = None, fetcher.length is not None, {}
 
     def _go_on_within_epoch(self, fetcher: Any, saved: Mapping[str, Any], consumed: int) -> None:
         self._iter_rng, self._fetch_rng = saved["iter_rng"], saved["fetch_rng"]
@@ -328,26 +309,35 @@ class ExactResume:
             if hasattr(fetcher, "iterator_wrapper"):
                 self._note("training_step fetches its own batches: the epoch starts over at its first batch")
             else:
-                for _ in range(consumed):
+                began_again = dict(saved.get("cycled", {}).values())
+                for number in range(consumed):
+                    if number in began_again:
+                        self._set_random(began_again[number])
                     next(fetcher)
         if consumed:
-            self._at_next_fetch = {**saved, "rng": self._after_validation(fetcher, saved["rng"])}
+            self._at_next_fetch = {**saved, "rng": self._after_validation(fetcher, saved)}
         else:  # Lightning (2.6) validates once more before a first batch; its fetch draws the shuffle
             self._at_next_fetch = {"rng": self._random(), "gradients": None}
 
-    def _after_validation(self, fetcher: Any, rng: dict[str, Any]) -> dict[str, Any]:
-        """Return the generators after the validation that was due when the last batch had been saved, if one was.
+    def _after_validation(self, fetcher: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the generators after the validation that was due or going on when the run was saved, if one was.
 
-        Lightning (2.6) leaves it out where it was saved before: the random numbers that it draws would be missing.
+        Lightning (2.6) leaves it out: the random numbers that it draws would be missing.
         """
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
-        if not (loop.restarted_on_train_batch_end and loop._should_check_val_fx(fetcher)):
+        rng: dict[str, Any] = saved["rng"]
+        before: dict[str, Any] | None = saved.get("before_validation")
+        was_due = loop.restarted_on_train_batch_end and loop._should_check_val_fx(fetcher)
+        if before is None and not was_due:
             return rng
-        self._set_random(rng)
+        self._set_random(before or rng)
         first = trainer._logger_connector._first_loop_iter
         trainer.validating, loop.restarting = True, False
+        loop.val_loop.reset_restart_stage()
         loop.val_loop.run()
         trainer.training, trainer._logger_connector._first_loop_iter = True, first
+        if before is not None:  # Lightning does what comes after a validation, and not the validation
+            loop.restarting, loop.val_loop._has_run = True, False
         return self._random()
 
     def _on_fetch(self, original: Callable[[], None]) -> None:
@@ -361,6 +351,12 @@ class ExactResume:
         if self._capture_fetch:
             self._capture_fetch = False
             self._fetch_rng = self._random()
+        fetcher = self._trainer.fit_loop._data_fetcher
+        loader = fetcher.combined_loader
+        if loader._mode == "max_size_cycle" and len(loader.flattened) > 1 and fetcher.fetched and fetcher.length:
+            for place, part in enumerate(loader.flattened):
+                if (length := length_hint(part)) and fetcher.fetched % length == 0:
+                    self._cycled[place] = fetcher.fetched, self._random()
 
     def _put_gradients(self, gradients: Mapping[str, torch.Tensor] | None) -> None:
         if not gradients or not self._is_inside_window():

@@ -22,7 +22,7 @@ from shared_core.same_class_teacher import is_bare_weights, same_class_teacher, 
 from shared_core.sharded import reshard_
 from shared_core.soup.sources import RUN_KEY, DistributedWeights, load_torch_file
 from shared_core.state_file import rng_state, set_rng_state
-from shared_core.technique import SavedCheckpoint
+from shared_core.technique import BareServices, SavedCheckpoint
 
 _INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
 
@@ -220,7 +220,7 @@ class LightningServices:
 def say(text: str) -> None:
     """Print one line on the main process."""
     if is_main():
-        print(text, flush=True)  # noqa: T201
+        BareServices().say(text)
 
 
 @contextlib.contextmanager

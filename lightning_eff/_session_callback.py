@@ -290,9 +290,9 @@ class EffCallback(Callback):
         """Keep the saved state until training starts; an evaluation after `fit` loads weights alone."""
         if self.session is None or self._resume is None or trainer.state.fn != "fit":
             return
+        _joining.refuse_trials_on_resume(trainer, checkpoint)
         self._saved = self._resume.load_state_dict(checkpoint.get(_RESUME_KEY), checkpoint.get(_STATE_KEY))
-        self._run_id = checkpoint.get(RUN_KEY, {}).get("id", self._run_id)
-        self._services.run = self._run_id
+        self._run_id = self._services.run = checkpoint.get(RUN_KEY, {}).get("id", self._run_id)
         if self._saved is None:
             self.session.note("the checkpoint was saved without these techniques: they start at step 0")
 

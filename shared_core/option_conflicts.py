@@ -160,4 +160,25 @@ def by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[st
             for key in ("average", "soup")
             if key in recipe
         ]
+    if "manual_optimization" in surroundings:
+        lines += _calibrating(recipe)
+    return lines
+
+
+def _calibrating(recipe: Mapping[str, Any]) -> list[str]:
+    """Return a line for whatever runs training batches without a step, which such a training_step would take itself."""
+    manual = SURROUNDINGS["manual_optimization"]
+    averages = [key for key in ("average", "soup") if key in recipe]
+    lines = [
+        f"{key} with bn_batches cannot be combined with {manual}: statistics are estimated by training_step, which "
+        "steps the optimizer; leave bn_batches at 0"
+        for key in averages
+        if recipe[key].bn_batches
+    ]
+    if "qat" in recipe and recipe["qat"].observes_activations:
+        lines += [
+            f"{key} with ranges of qat cannot be combined with {manual}: averaged weights need new ranges, which "
+            "training_step would estimate, and it steps the optimizer; take scheme int8_dynamic or int8_weight"
+            for key in averages
+        ]
     return lines

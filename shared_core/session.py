@@ -62,9 +62,8 @@ class Session:
             key: ROOMS[key].technique_class(config) for key, config in self.recipe.items()
         }
         self.context: Context | None = None
-        self.skipped = self._eval_depth = 0
+        self.skipped, self._eval_depth, self._seconds = 0, 0, dict.fromkeys(self.techniques, 0.0)
         self.notes: list[str] = []
-        self._seconds = dict.fromkeys(self.techniques, 0.0)
         self._plain: PlainKeys | None = None
         self._begun = self._finished = self._is_saving = False
         self._final_reports: dict[str, Any] = {}
@@ -177,6 +176,7 @@ class Session:
         context.optimizers, context.clips_gradients = tuple(optimizers), clips_gradients
         context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
         self._steps.watch(context.optimizers if self._front_end == "bare" else ())  # trainers look after theirs
+        context.left_out.mark()
         self._started = time.perf_counter()
         for key, technique in self.techniques.items():
             with self._timed(key):
@@ -353,14 +353,14 @@ class Session:
 
     def receipt(self) -> Receipt:
         """Return what was asked, touched and run so far, and what it cost."""
-        steps = {"applied": self.step, "skipped": self.skipped, "planned": self.context and self.context.total_steps}
+        planned = self.context and self.context.total_steps
         return Receipt(
             {
                 "recipe": self.recipe.to_dict(),
                 "front_end": self._front_end,
                 "finished": self._finished,
                 "environment": environment(),
-                "steps": steps,
+                "steps": {"applied": self.step, "skipped": self.skipped, "planned": planned},
                 "wall_seconds": round(time.perf_counter() - self._started, 3),
                 "seconds": {key: round(spent, 4) for key, spent in self._seconds.items()},
                 "techniques": self._final_reports or self._reports(),

@@ -19,6 +19,7 @@ def of(
         "step": context.step, "skipped": skipped, "recipe": recipe.to_dict(),
         "generator": context.generator.get_state(), "history": history.state_dict(),
         "techniques": {key: technique.state_dict() for key, technique in techniques.items()},
+        "buffers": context.left_out.changed(),
     }  # fmt: skip
 
 
@@ -49,6 +50,7 @@ def restore(
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"session: state must be one that a session saved, got {error!r}") from error
     context.step = step
+    context.left_out.put_back(state.get("buffers", {}))
     for key, technique in techniques.items():
         if key in saved:
             technique.load_state_dict(saved[key])

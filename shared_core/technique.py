@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shared_core.config import TechniqueConfig
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
+from shared_core.left_out_buffers import LeftOutBuffers
 from shared_core.positions import Position, parse_position
 from shared_core.preview import Ability, Event, Touched
 
@@ -202,6 +203,12 @@ class Context:
     Techniques raise it in `begin` with ``max``."""
     generator: torch.Generator = field(default_factory=torch.Generator)
     """For techniques that draw: seeded from the run's seed, the same on every rank, part of the saved state."""
+
+    left_out: LeftOutBuffers = field(init=False)
+    """Buffers of the user's own that no state dict holds."""
+
+    def __post_init__(self) -> None:
+        self.left_out = LeftOutBuffers(self.model)
 
     def resolve(self, position: Position, where: str) -> int:
         """Return the optimizer step that a position means in this run."""

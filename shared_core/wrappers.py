@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -27,3 +30,27 @@ def wrapped_by_user(model: nn.Module) -> set[str]:
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         found.add("tensor_parallel")
     return found
+
+
+def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """Return a deep copy that computes with its own weights.
+
+    Lightning sets the compiled ``forward`` of a `torch.compile`d module on the instance, and its copy would call the
+    original's.
+
+    Args:
+        model: Compiled or not.
+        memo: As `copy.deepcopy` takes it.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(2, 2)
+        >>> model.forward = torch.compile(model.forward, backend="eager")
+        >>> "forward" in vars(copied(model))
+        False
+    """
+    other = copy.deepcopy(model, memo)
+    for module in other.modules():
+        if hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
+            del module.forward
+    return other

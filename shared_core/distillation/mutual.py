@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from shared_core.distillation.teachers import check_separate
 from shared_core.errors import ConfigError
 from shared_core.ranks import world_size
 from shared_core.technique import Context
+from shared_core.wrappers import copied
 
 
 class MutualComparison(Comparison):
@@ -128,7 +128,7 @@ def make_peers(config: DistillConfig, model: nn.Module, student: nn.Module, cont
         module = load_named(given, student, context)
         check_separate(model, module)
         check_heads(student, module, config.divergence)
-        modules.append(module if student is model else copy.deepcopy(model, {id(student): module}))
+        modules.append(module if student is model else copied(model, {id(student): module}))
     for _ in range(config.drawn_peers):
         modules.append(redrawn(model, int(torch.randint(2**31, (), generator=context.generator))))
     for number, module in enumerate(modules, 1):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from shared_core.errors import MatchError
+from shared_core.wrappers import copied
 
 # torch's own modules have one of the first two; transformers' models, and many users', the third
 _INITIALISERS = ("reset_parameters", "_reset_parameters", "init_weights")
@@ -32,7 +32,7 @@ def redrawn(model: nn.Module, seed: int) -> nn.Module:
         >>> torch.equal(redrawn(layer, 1).weight, layer.weight), torch.equal(redrawn(layer, 1).bias, layer.bias)
         (False, False)
     """
-    other = copy.deepcopy(model)
+    other = copied(model)
     devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         torch.manual_seed(seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -15,6 +14,7 @@ from shared_core.distillation.sharding import shard_like_
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.ranks import local_part
 from shared_core.sharded import fill_, is_sharded, reshard_, whole
+from shared_core.wrappers import copied
 
 _TRAINING = attrgetter("training")
 # `eval` changes nothing about them; every micro-batch asks the others
@@ -115,8 +115,8 @@ class StudentAverage(Teachers):
         for mean, now in zip(average.parameters(), student.parameters(), strict=True):
             if not _is_codes(mean):
                 local_part(mean).lerp_(local_part(now.detach()).to(mean.dtype), 1 - self._decay)
-        for copied, buffer in zip(average.buffers(), student.buffers(), strict=True):
-            copied.copy_(buffer)
+        for its, buffer in zip(average.buffers(), student.buffers(), strict=True):
+            its.copy_(buffer)
         reshard_(average)
 
     @property
@@ -169,7 +169,7 @@ class StudentAverage(Teachers):
 def _copied(module: nn.Module) -> nn.Module:
     """Return a copy that shares the codes of a frozen base, which no training changes."""
     codes = [parameter for parameter in module.parameters() if _is_codes(parameter)]
-    return copy.deepcopy(module, {id(parameter): parameter for parameter in codes})
+    return copied(module, {id(parameter): parameter for parameter in codes})
 
 
 def _is_codes(parameter: Tensor | None) -> bool:

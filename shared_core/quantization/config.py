@@ -110,7 +110,7 @@ class QatConfig(TechniqueConfig):
     def validate(self) -> None:
         """Refuse options that the scheme has no use for."""
         self.override_options()
-        static = self.scheme == "int8" or (self.scheme in ("ternary", "binary") and self.activation_bits is not None)
+        static = _is_static(self.scheme, self.activation_bits is not None)
         if self.range != "ema" and not static:
             raise self._error("range", f"must be left alone with scheme={self.scheme}, which observes no activations")
         if self.clip_gelu is not None and (not static or self.range in ("lsq", "lsq_plus")):
@@ -123,6 +123,14 @@ class QatConfig(TechniqueConfig):
             raise self._error("group_size", "must come with scheme=int4_weight or int8_dynamic_int4_weight")
         if self.rounding == "stochastic" and (not self.scheme.startswith("int") or self.range in ("lsq", "lsq_plus")):
             raise self._error("rounding", f"must be nearest with scheme={self.scheme} and range={self.range}")
+
+    @property
+    def observes_activations(self) -> bool:
+        """Whether layers may have ranges of their inputs, which other weights need anew."""
+        others = self.override_options()
+        has_bits = self.activation_bits is not None or any(name == "activation_bits" for _, name, _ in others)
+        schemes = {self.scheme, *(value for _, name, value in others if name == "scheme")}
+        return any(_is_static(scheme, has_bits) for scheme in schemes)
 
     def override_options(self) -> list[tuple[str, str, str]]:
         """Return (pattern, option, value) of every override.
@@ -140,3 +148,7 @@ class QatConfig(TechniqueConfig):
                 )
             found.append((pattern, name, value))
         return found
+
+
+def _is_static(scheme: str, has_activation_bits: bool) -> bool:
+    return scheme == "int8" or (scheme in ("ternary", "binary") and has_activation_bits)

@@ -3,6 +3,7 @@
 import pytest
 import pytorch_lightning as pl
 import torch
+from lightning_world import make_trainer, saver
 from promise_drivers import lightning_module, run_lightning
 from torch.utils.data import DataLoader
 
@@ -133,3 +134,43 @@ def test_each_of_several_callbacks_has_the_receipt(tmp_path):
     average, pruning = WeightAverage(kind="ema"), Pruning(sparsity=0.5, schedule="one_shot", begin=2)
     fit(tmp_path, average, pruning)
     assert average.receipt["techniques"].keys() == pruning.receipt["techniques"].keys() == {"average", "prune"}
+
+
+class Adversaries(pl.LightningModule):
+    """Two optimizers by turns, as Lightning's documentation shows a GAN."""
+
+    def __init__(self, toggles):
+        super().__init__()
+        self.automatic_optimization, self.toggles = False, toggles
+        self.generator, self.discriminator = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
+
+    def training_step(self, batch, batch_idx):
+        noise = torch.randn(len(batch), 4)
+        for optimizer in self.optimizers():
+            if self.toggles:
+                self.toggle_optimizer(optimizer)
+            scores = self.discriminator(self.generator(noise)) - self.discriminator(batch)
+            optimizer.zero_grad()
+            self.manual_backward(scores.square().mean())
+            optimizer.step()
+            if self.toggles:
+                self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(part.parameters(), lr=0.1) for part in (self.generator, self.discriminator)]
+
+
+def test_optimizers_that_take_turns_have_one_average(tmp_path):
+    x = torch.randn(32, 8)
+
+    def trained(toggles, *callbacks, seed=0, **options):
+        torch.manual_seed(seed)
+        module, average = Adversaries(toggles), WeightAverage(kind="ema", decay=0.8)
+        trainer = make_trainer(tmp_path, callbacks=[average, *callbacks], max_epochs=2)
+        trainer.fit(module, DataLoader(x, 8, shuffle=True), **options)
+        assert average.receipt["techniques"]["average"]["parameters"] == 4
+        return weights_of(module)
+
+    whole = trained(True, saver("pytorch_lightning", tmp_path))
+    assert same(whole, trained(False))
+    assert same(whole, trained(True, seed=1, ckpt_path=tmp_path / "2.ckpt"))

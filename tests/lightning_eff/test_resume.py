@@ -19,6 +19,8 @@ from pytorch_lightning.callbacks import (
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
 )
+from pytorch_lightning.utilities import CombinedLoader
+from torch.utils.data import DataLoader
 
 from lightning_eff import EffCallback
 
@@ -80,14 +82,34 @@ def test_what_hooks_gather_in_a_window_is_resumed(criterion, tmp_path):
     assert difference(first["totals"], second["totals"]) == []
 
 
-@pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_end"])
+@pytest.mark.parametrize(
+    "hook", ["on_validation_start", "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end"]
+)
 @pytest.mark.parametrize("interval", [2, 1.0])
-def test_checkpoints_of_a_validation_resume_exactly_too(hook, interval, tmp_path):
-    options = {"val": True, "val_check_interval": interval}
-    _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path, hook)], **options)
+def test_checkpoints_of_a_validation_that_draws_resume_exactly_too(hook, interval, tmp_path, monkeypatch):
+    kind, seen = module_class(NAMESPACE), []
+    step = kind.validation_step
+
+    def noisy(self, batch, batch_idx):
+        step(self, [batch[0] + torch.rand(8), batch[1]], batch_idx)
+
+    monkeypatch.setattr(
+        kind, "validation_step", lambda self, batch, i: step(self, [batch[0] + torch.rand(8), batch[1]], i)
+    )
+
+    def trained(*callbacks, **options):
+        seen.clear()
+        ended = {"on_validation_end": lambda trainer: seen.append(trainer.callback_metrics["val_loss"])}
+        callbacks = [hook_callback(NAMESPACE, **ended), *callbacks]
+        _, end = train(tmp_path, val=True, val_check_interval=interval, callbacks=callbacks, **options)
+        return end, list(seen)
+
+    whole, validations = trained(saver(NAMESPACE, tmp_path, hook))
     for point in (0, 1):
-        _, resumed = train(tmp_path, ckpt_path=tmp_path / f"{point}.ckpt", seed=9, **options)
+        resumed, again = trained(ckpt_path=tmp_path / f"{point}.ckpt", seed=9)
         assert difference(whole, resumed) == [], point
+        if hook in ("on_validation_start", "on_validation_end"):  # once a batch, once a validation
+            assert again == validations[point + (hook == "on_validation_end") :]
 
 
 def test_a_run_may_be_stopped_twice_in_one_epoch(tmp_path):
@@ -285,3 +307,38 @@ def test_an_epoch_saved_after_its_last_batch_ends_as_it_would_have(
     assert difference(whole, resumed) == []
     assert str(again) == str(events[-len(again) :])
     assert again[0][:2] == ("on_validation_end", 1)
+
+
+def test_a_buffer_that_no_state_dict_holds_is_resumed(tmp_path):
+    class Centred(module_class(NAMESPACE)):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(8), persistent=False)
+
+        def training_step(self, batch, batch_idx):
+            self.mean.lerp_(batch[0].mean(0), 0.1)
+            return super().training_step([batch[0] - self.mean, batch[1]], batch_idx)
+
+    def trained(*callbacks, **options):
+        torch.manual_seed(0)
+        trainer, module = make_trainer(tmp_path, callbacks=[EffCallback(RECIPE), *callbacks]), Centred()
+        return everything(trainer, fit(trainer, module, **options))
+
+    whole = trained(saver(NAMESPACE, tmp_path))
+    assert difference(whole, trained(ckpt_path=tmp_path / "7.ckpt")) == []
+
+
+@pytest.mark.parametrize(("mode", "point"), [("max_size_cycle", 7), ("max_size_cycle", 13), ("min_size", 4)])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loaders_of_several_lengths_resume(mode, point, workers, tmp_path, monkeypatch):
+    # the shorter one is shuffled anew inside of an epoch, at the fetch in which it begins again
+    def loaders():
+        options = {"shuffle": True, "num_workers": workers, "persistent_workers": bool(workers)}
+        return CombinedLoader([DataLoader(dataset(rows), 4, **options) for rows in (24, 60)], mode)
+
+    kind = module_class(NAMESPACE)
+    step = kind.training_step
+    monkeypatch.setattr(kind, "training_step", lambda self, parts, i: sum(step(self, part, i) for part in parts))
+    _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)], train=loaders, max_epochs=1)
+    _, resumed = train(tmp_path, ckpt_path=tmp_path / f"{point}.ckpt", seed=9, train=loaders, max_epochs=1)
+    assert difference(whole, resumed) == []

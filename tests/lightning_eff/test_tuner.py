@@ -3,7 +3,7 @@
 import pytest
 import pytorch_lightning as pl
 import torch
-from lightning_world import dataset, difference, everything, fit, loader, make_module, make_trainer
+from lightning_world import dataset, difference, everything, fit, loader, make_module, make_trainer, saver
 from pytorch_lightning.callbacks import LearningRateFinder
 from pytorch_lightning.tuner import Tuner
 from torch.utils.data import DataLoader
@@ -59,6 +59,17 @@ def test_private_data_is_not_tuned_on(tmp_path):
     trainer = make_trainer(tmp_path, callbacks=[LearningRateFinder(), EffCallback(recipe)])
     with pytest.raises(CompatibilityError, match="got LearningRateFinder, whose trials see the data without noise"):
         fit(trainer, make_module())
+
+
+def test_a_resume_is_not_tuned_again(tmp_path):
+    # Lightning (2.6) would train from step 0, without a word
+    def trainer(*more):
+        finder = LearningRateFinder(num_training_steps=4)
+        return make_trainer(tmp_path, callbacks=[finder, EffCallback(RECIPE), *more], max_epochs=1)
+
+    fit(trainer(saver("pytorch_lightning", tmp_path)), make_module())
+    with pytest.raises(CompatibilityError, match="no LearningRateFinder, after whose trials Lightning starts again"):
+        fit(trainer(), make_module(), ckpt_path=tmp_path / "2.ckpt")
 
 
 def test_a_trial_in_mid_training_is_refused(tmp_path):

@@ -61,3 +61,23 @@ def test_a_soup_has_no_learned_scales(name):
     with pytest.raises(CompatibilityError, match=f"qat with range {name} cannot be combined with soup"):
         compatibility.check(Recipe.from_dict({"qat": {"scheme": "int8", "range": name}, "soup": soup}))
     compatibility.check(Recipe.from_dict({"qat": {"scheme": "int8", "range": "kl"}, "soup": soup}))
+
+
+@pytest.mark.parametrize(
+    ("key", "options", "qat"),
+    [
+        ("average", {"kind": "ema", "bn_batches": 2}, None),
+        ("soup", {"kind": "uniform", "bn_batches": 2}, None),
+        ("average", {"kind": "ema"}, {"scheme": "int8"}),
+        ("soup", {"kind": "uniform"}, {"scheme": "int8_dynamic", "overrides": ["0:scheme=int8"]}),
+        ("soup", {"kind": "uniform"}, {"scheme": "ternary", "overrides": ["0:activation_bits=8"]}),
+    ],
+)
+def test_a_training_step_that_steps_is_not_for_calibration(key, options, qat):
+    # before, it was found out when training had ended
+    recipe = Recipe.from_dict({key: options, **({"qat": qat} if qat else {})})
+    with pytest.raises(CompatibilityError, match=f"{key} with .* cannot be combined with Lightning's manual optimi"):
+        compatibility.check(recipe, ["manual_optimization"])
+    compatibility.check(recipe)
+    plain = {key: {"kind": options["kind"]}, "qat": {"scheme": "int8_dynamic"}}
+    compatibility.check(Recipe.from_dict(plain), ["manual_optimization"])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from shared_core.sharded import is_sharded, reshard_
 from shared_core.soup.average.running import RunningAverage
 
 _STATISTICS = ("running_mean", "running_var")
-_TRAINABLE = attrgetter("requires_grad")
 
 
 class StandIn:
@@ -27,14 +26,16 @@ class StandIn:
 
     Args:
         model: Whose parameters; those that FSDP2 has sharded are exchanged in the part that this process holds.
+        trained: Parameters that count as trained though they are frozen now: the turn of a GAN's other half.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, trained: Iterable[Tensor] = ()) -> None:
         self._model, self._owned = model, [module._parameters for module in model.modules() if module._parameters]
-        self._own = self._now_own()
-        self._own_there = [parameter for parameter in self._own if parameter is not None]
-        self._own_trained = [*map(_TRAINABLE, self._own_there)]
-        self.parameters = {name: value for name, value in model.named_parameters() if is_trained(value)}
+        self._own, known = self._now_own(), set(map(id, trained))
+        named = model.named_parameters()
+        self.parameters = {name: value for name, value in named if is_trained(value) or id(value) in known}
+        averaged = set(map(id, self.parameters.values()))
+        self._others = [value for value in self._own if value is not None and id(value) not in averaged]
         self.norms = {
             name: buffer
             for name, buffer in model.named_buffers()
@@ -47,15 +48,16 @@ class StandIn:
         self._exchanged: set[str] = set()
 
     def changed(self) -> list[str]:
-        """Return the names of the parameters that became trainable since then, no longer are, or were replaced."""
+        """Return the names of the parameters that became trainable since then, or were replaced."""
         # every step asks: names, which take long to put together, are looked up where there is a difference alone
         own = self._now_own()
         are_same = len(own) == len(self._own) and all(map(is_, own, self._own))
-        if are_same and [*map(_TRAINABLE, self._own_there)] == self._own_trained:
+        if are_same and not any(map(is_trained, self._others)):
             return []
         reshard_(self._model)  # a whole one may be in the place of FSDP2's part
         now, before = dict(self._model.named_parameters()), self.parameters
-        return [name for name in sorted({*now, *before}) if _if_trained(now.get(name)) is not before.get(name)]
+        replaced = {name for name, value in before.items() if now.get(name) is not value}
+        return sorted(replaced | {name for name, value in now.items() if is_trained(value) and name not in before})
 
     def _now_own(self) -> list[Tensor | None]:
         return [*chain.from_iterable(map(dict.values, self._owned))]
@@ -142,10 +144,6 @@ class StandIn:
 def is_trained(parameter: Tensor) -> bool:
     """Return whether a parameter is one to average: trainable and not an integer."""
     return parameter.requires_grad and (parameter.is_floating_point() or parameter.is_complex())
-
-
-def _if_trained(parameter: Tensor | None) -> Tensor | None:
-    return parameter if parameter is not None and is_trained(parameter) else None
 
 
 @contextlib.contextmanager

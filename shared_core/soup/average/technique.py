@@ -60,6 +60,8 @@ class WeightAverage(Technique):
         self._running = self._new()
         self._model: nn.Module | None = None
         self._stand_in = StandIn(nn.Module())
+        self._trained: list[Tensor] = []
+        """What trained when the run began: later half of it may be frozen while the other half has its turn."""
         self._estimated: dict[str, Tensor] = {}
         self._estimated_at = 0
         """After which update the norms were estimated."""
@@ -114,6 +116,7 @@ class WeightAverage(Technique):
             CheckpointError: If a saved average is of another kind, or of other weights.
         """
         self.timeline(context)
+        self._trained = [*filter(is_trained, context.model.parameters())]
         saved, self._saved = self._saved, None
         if saved is not None:
             self._restore(saved, context)
@@ -124,7 +127,7 @@ class WeightAverage(Technique):
         """Take the new weights into the average if that is due, and prune it when they are.
 
         Raises:
-            TrainingError: If parameters became trainable, no longer are, or were replaced since the first update.
+            TrainingError: If parameters became trainable or were replaced since the first update.
         """
         is_due = context.step >= self._first and (context.step - self._first) % self.config.every == 0
         if is_due:
@@ -136,11 +139,11 @@ class WeightAverage(Technique):
 
     def _update(self, context: Context) -> None:
         if not self._running.kept:
-            self._stand_in = StandIn(context.model)
+            self._stand_in = StandIn(context.model, self._trained)
         if odd := self._stand_in.changed():
             raise TrainingError(
-                "average: trainable parameters must stay the same from the first update on, got a difference at "
-                f"{odd[0]}; begin after the last (un)freezing or replacing"
+                "average: trained parameters must stay the same from the first update on, got a difference at "
+                f"{odd[0]}; begin after the last unfreezing or replacing"
             )
         self._running.update(self._stand_in.live())
 
@@ -249,7 +252,7 @@ class WeightAverage(Technique):
     def detach(self, model: nn.Module) -> None:
         """Leave the weights in training in the model, if the run was cut short."""
         self._stand_in.put_out()
-        self._model, self._stand_in = None, StandIn(nn.Module())
+        self._model, self._stand_in, self._trained = None, StandIn(nn.Module()), []
 
     def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the average in place of the weights, if there is one and it is not in the model already."""
