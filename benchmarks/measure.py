@@ -234,10 +234,11 @@ def cpu_seconds(command: Sequence[str]) -> float:
 
 
 def device() -> str:
-    """Return the processor's name."""
+    """Return the processor's name and the widest instructions that torch uses: one name stands for several."""
     info = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    name = found[1].strip() if found else platform.processor() or platform.machine()
+    return f"{name} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def versions() -> dict[str, str]:

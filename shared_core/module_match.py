@@ -71,6 +71,12 @@ def is_transformers_conv1d(module: nn.Module) -> bool:
     )
 
 
+def conv1d_of(model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """Return transformers' Conv1D if a model has it, and nothing otherwise."""
+    found = {own_class(module) for module in model.modules() if is_transformers_conv1d(module)}
+    return tuple(kind for kind in found if kind.__name__ == "Conv1D")
+
+
 def change_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:
     """Give a layer of class `old` the class `new`, and leave what a wrapper made of it in place."""
     kind = type(module)

@@ -55,8 +55,8 @@ def trained(model: nn.Module) -> Touched:
 def out_of_reach(model: nn.Module, techniques: Mapping[str, Technique]) -> list[str]:
     """Return a line about each kind of weights that techniques of layers pass by, where there are such.
 
-    Matrices in no layer that they know: GPT-2's, and the experts of a mixture in transformers 5, where they may be most
-    of the model. And layers whose weights the code of their parents reads.
+    Matrices in no layer that they know: the experts of a mixture in transformers 5, where they may be most of the model,
+    and GPT-2's under `fp8`. And layers whose weights the code of their parents reads.
 
     Args:
         model: With the techniques attached.
@@ -67,7 +67,7 @@ def out_of_reach(model: nn.Module, techniques: Mapping[str, Technique]) -> list[
         if not any(base.__module__.startswith("torch.nn.") for base in type(module).__mro__ if base is not nn.Module):
             for name, value in module.named_parameters(recurse=False):
                 if value.ndim > (1 if name == "weight" else 2) and min(value.shape) > 1:
-                    plain = plain_name(prefix)
+                    plain = plain_name(prefix).removesuffix(".base_layer")  # peft's, under adapters
                     matrices[f"{plain}.{name}"] = plain, type(module).__name__, value.numel()
     lines = []
     for key, technique in techniques.items():

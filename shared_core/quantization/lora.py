@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.fast_paths import Undo, fast_paths_off, fast_paths_on
 from shared_core.preview import Ability, Event, Touched, needs
+from shared_core.quantization.layers import as_rows, from_rows
 from shared_core.quantization.lora_base import (
-    float_weight,
     frozen_tensors,
     library,
     on_device,
@@ -28,6 +28,7 @@ from shared_core.quantization.lora_base import (
 from shared_core.quantization.lora_config import LoraConfig
 from shared_core.quantization.lora_layers import (
     adapters,
+    base_weight,
     give_back,
     inject,
     merged_weight,
@@ -141,7 +142,7 @@ class LoraTraining(Technique):
 
     def _measure(self, layer: Any) -> dict[str, Any]:
         weight = layer.user_layer.weight.detach()
-        ratio = sqnr(weight, float_weight(layer.base_layer))
+        ratio = sqnr(weight, base_weight(layer))
         return {
             "bytes_before": weight.nbytes,
             "bytes_after": sum(tensor.nbytes for tensor in frozen_tensors(layer.base_layer).values()),
@@ -210,7 +211,7 @@ class LoraTraining(Technique):
         self._device = first.plain.device
         if self.config.base != "none":
             with on_device(self._device, self.config.base), torch.no_grad():
-                first.base_layer(torch.zeros(1, first.user_layer.in_features).to(first.plain))
+                first.base_layer(torch.zeros(1, adapters(first)[0].shape[1]).to(first.plain))
         for layer in self.layers.values():
             release_(layer)
         self._begun = True
@@ -254,10 +255,10 @@ class LoraTraining(Technique):
         for name, layer in self.layers.items():
             merged, exact = merged_weight(layer), whole(merged_weight(layer, torch.float64))
             told = self._told[name]
-            told["adapter_size"] = relative_error(exact, whole(float_weight(layer.base_layer)))
+            told["adapter_size"] = relative_error(exact, whole(base_weight(layer)))
             told["merge_error"] = relative_error(exact, whole(merged))
             if self.config.requantize:
-                merged = on_grid(merged, self.config)
+                merged = self._on_grid(layer, merged)
                 told |= _cost(exact, merged)
             elif is_quantized(layer.user_layer):
                 told |= _cost(exact, whole(on_qat_grid(layer.user_layer, merged)))
@@ -269,9 +270,12 @@ class LoraTraining(Technique):
         if not self.config.requantize:
             return state_dict
         baked = dict(state_dict)
-        for name in self.layers:
-            baked[f"{name}.weight"] = on_grid(baked[f"{name}.weight"], self.config)
+        for name, layer in self.layers.items():
+            baked[f"{name}.weight"] = self._on_grid(layer, baked[f"{name}.weight"])
         return baked
+
+    def _on_grid(self, layer: Any, weight: Tensor) -> Tensor:
+        return from_rows(layer.user_layer, on_grid(as_rows(layer.user_layer, weight), self.config), weight)
 
     # -- saved state
 

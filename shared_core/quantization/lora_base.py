@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, MissingExtraError, TrainingError
+from shared_core.quantization.layers import as_rows
 from shared_core.quantization.lora_config import LoraConfig
 from shared_core.quantization.modules import is_quantized
 from shared_core.sharded import cut, fill_, whole
@@ -52,7 +53,7 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
     With ``base="none"`` this is `linear` itself.
 
     Args:
-        linear: Its weight in float32, bf16 or fp16, finite.
+        linear: Its weight in float32, bf16 or fp16, finite; transformers' Conv1D gives a linear layer.
         config: `base` and `double_quant`.
 
     Raises:
@@ -62,19 +63,19 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
 
     Source: NF4 and double quantisation: Dettmers et al., 2023, arXiv:2305.14314, section 3.
     """
-    weight = linear.weight.detach()
+    weight = as_rows(linear, linear.weight.detach())
     if not torch.isfinite(weight).all():
         raise TrainingError("lora: weights must be finite before they are quantised, got NaN or infinity")
     if config.base == "none":
         return linear
     bnb = library("bitsandbytes", "bnb")
     shape: dict[str, Any] = {"bias": linear.bias is not None, "device": "meta"}
+    weight = weight.contiguous()
+    outputs, inputs = weight.shape
     layer: Any
     with on_device(weight.device, config.base):
         if config.base == "int8":
-            layer = bnb.nn.Linear8bitLt(
-                linear.in_features, linear.out_features, has_fp16_weights=False, threshold=_OUTLIERS, **shape
-            )
+            layer = bnb.nn.Linear8bitLt(inputs, outputs, has_fp16_weights=False, threshold=_OUTLIERS, **shape)
             # bitsandbytes quantises only what comes from the CPU
             codes = bnb.nn.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)
             layer.weight = codes.to(weight.device)
@@ -83,7 +84,7 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
             layer.register_forward_pre_hook(_in_rows)
             layer.register_forward_hook(_as_given)
         else:
-            layer = bnb.nn.Linear4bit(linear.in_features, linear.out_features, compute_dtype=weight.dtype, **shape)
+            layer = bnb.nn.Linear4bit(inputs, outputs, compute_dtype=weight.dtype, **shape)
             layer.weight = bnb.nn.Params4bit(
                 weight,
                 requires_grad=False,
@@ -170,9 +171,14 @@ def on_grid(weight: Tensor, config: LoraConfig) -> Tensor:
         weight: (outputs, inputs), finite.
         config: `base` and `double_quant`.
     """
+    return float_weight(freeze(linear_of(weight), config)).to(weight.dtype)
+
+
+def linear_of(weight: Tensor) -> nn.Linear:
+    """Return a linear layer of a weight, (outputs, inputs), which stays where it is, without bias."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return float_weight(freeze(linear, config)).to(weight.dtype)
+    return linear
 
 
 def on_qat_grid(layer: Any, weight: Tensor) -> Tensor:

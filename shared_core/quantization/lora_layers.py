@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import re
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, MatchError, nearest
-from shared_core.module_match import match_modules, own_class, plain_name, read_past_forward
-from shared_core.quantization.lora_base import float_weight, freeze, frozen_tensors, library, restore_
+from shared_core.module_match import conv1d_of, match_modules, own_class, plain_name, read_past_forward
+from shared_core.quantization.layers import as_rows, from_rows
+from shared_core.quantization.lora_base import float_weight, freeze, frozen_tensors, library, linear_of, restore_
 from shared_core.quantization.lora_config import LoraConfig
 from shared_core.quantization.plain_state import LEARNED
 from shared_core.ranks import local_part
@@ -33,8 +35,9 @@ def select_linear(
         MatchError: If nothing is left to adapt, or a pattern matches nothing.
         CompatibilityError: If a layer that `include` names cannot be adapted.
     """
-    matched = match_modules(model, (nn.Linear,), where="lora", include=config.include, skip=config.skip)
-    linear = [(plain_name(name), m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    kinds: tuple[type[nn.Module], ...] = (nn.Linear, *conv1d_of(model))
+    matched = match_modules(model, kinds, where="lora", include=config.include, skip=config.skip)
+    linear: Any = [(plain_name(name), module) for name, module in model.named_modules() if isinstance(module, kinds)]
     output_name, output = linear[-1]
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     asked = bool(config.include) and any(found.module is output for found in matched)
@@ -45,11 +48,11 @@ def select_linear(
     # transformers' list, which it keeps from bitsandbytes: T5 casts activations to the type of such a layer's weight
     kept = {*(getattr(model, "_keep_in_fp32_modules", None) or ())} if config.base != "none" else set()
     readers = read_past_forward(model)
-    layers: dict[str, nn.Linear] = {}
+    layers: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     for found in matched:
         module = found.module
-        reason = _why_not(found.name, module, config)
+        reason = _why_not(found.name, module, kinds, config)
         if id(module) in inside:
             reason = "it is trained whole"
         elif module is output and not asked:
@@ -60,7 +63,7 @@ def select_linear(
             reason = f"{type(model).__name__} wants it in float32; base none adapts it"
         elif reason is None and id(module) in readers:
             reason = f"{readers[id(module)]}, past any adapter"
-        if reason is None and isinstance(module, nn.Linear):
+        if reason is None:
             layers[found.name] = module
         elif found.name in config.include:
             raise CompatibilityError(f"lora: include must name layers that can be adapted, got {found.name}: {reason}")
@@ -72,12 +75,13 @@ def select_linear(
     return layers, whole, left_out
 
 
-def _is_classifier(output: nn.Linear) -> bool:
-    return output.out_features < output.in_features
+def _is_classifier(output: nn.Module) -> bool:
+    outputs, inputs = as_rows(output, output.weight).shape  # type: ignore[arg-type]
+    return outputs < inputs
 
 
-def _why_not(name: str, module: nn.Module, config: LoraConfig) -> str | None:
-    if own_class(module) is not nn.Linear:
+def _why_not(name: str, module: nn.Module, kinds: tuple[type[nn.Module], ...], config: LoraConfig) -> str | None:
+    if own_class(module) not in kinds:
         # also torch's NonDynamicallyQuantizableLinear: attention reads its weight and never calls its forward
         return f"{own_class(module).__name__} is a class of its own, whose forward is not known"
     if not name:
@@ -139,7 +143,8 @@ def inject(
     try:
         for name, base in bases.items():
             model.set_submodule(where[name], base)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # Conv1D's, which peft sees by itself
             peft.inject_adapter_in_model(asked, model, _ADAPTER)
     except BaseException as error:
         for name, module in layers.items():
@@ -181,6 +186,12 @@ def adapters(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
     return layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
 
 
+def base_weight(layer: Any) -> Tensor:
+    """Return the frozen weight under the adapters, in float and as it lies in the user's layer."""
+    weight, user = float_weight(layer.base_layer), layer.user_layer
+    return weight if layer.base_layer is user else from_rows(user, weight, weight)
+
+
 @torch.no_grad()
 def merged_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
     """Return ``Q⁻¹(Q(W)) + alpha/rank·BA``, summed in float32 at least; Q is qat's where it quantises the base.
@@ -192,10 +203,10 @@ def merged_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
         dtype: Of the result and, if wider, of the sum; by default that of the user's weight.
     """
     a, b = adapters(layer)
-    base = float_weight(layer.base_layer)
+    base = base_weight(layer)
     dtype = dtype or layer.plain.dtype
     wide = torch.promote_types(dtype, torch.float32)
-    added = layer.scaling[_ADAPTER] * (whole(b).to(wide) @ whole(a).to(wide))
+    added = from_rows(layer.user_layer, layer.scaling[_ADAPTER] * (whole(b).to(wide) @ whole(a).to(wide)), base)
     merged: Tensor = base.to(wide) + cut(added, base)
     return merged.to(dtype)
 
@@ -237,16 +248,15 @@ def set_base_(layer: Any, weight: Tensor) -> None:
 
     Args:
         layer: From `inject`.
-        weight: (outputs, inputs).
+        weight: Of the shape of the user's.
     """
     user: nn.Linear = layer.user_layer
     value = weight.detach().to(layer.plain.device, layer.plain.dtype)
     if user.weight.numel():
         user.weight.data.copy_(value)
     if layer.base_layer is not user:
-        plain = nn.Linear(value.shape[1], value.shape[0], bias=False, device="meta")
-        plain.weight = nn.Parameter(value, requires_grad=False)
-        restore_(layer.base_layer, frozen_tensors(freeze(plain, layer.eff_config)))
+        frozen = freeze(linear_of(as_rows(user, value)), layer.eff_config)
+        restore_(layer.base_layer, frozen_tensors(frozen))
     adapters(layer)[1].zero_()
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shared_core.module_match import change_class, is_transformers_conv1d, own_class
+from shared_core.module_match import change_class, conv1d_of, is_transformers_conv1d, own_class
 from shared_core.quantization.batch_norm_folding import STOCK as STOCK_OF_FOLDED
 from shared_core.quantization.batch_norm_folding import fold_pair_, unfold_pair_
 from shared_core.quantization.layer_quantizer import LayerQuantizer
@@ -111,8 +111,8 @@ STOCK: dict[type[nn.Module], type[nn.Module]] = {fake: stock for stock, fake in 
 
 def know_conv1d(model: nn.Module) -> None:
     """Add transformers' Conv1D, GPT-2's linear layer, to the layers known if a model has it: it is not imported."""
-    for kind in {type(module) for module in model.modules() if is_transformers_conv1d(module)}:
-        if kind.__name__ == "Conv1D" and kind not in FAKE_QUANT:
+    for kind in conv1d_of(model):
+        if kind not in FAKE_QUANT:
             about = {"__doc__": "transformers' Conv1D on fake-quantised weight and input.", "__module__": __name__}
             FAKE_QUANT[kind] = type("FakeQuantConv1D", (_FakeQuant, kind), about)
             STOCK[FAKE_QUANT[kind]] = kind
