@@ -55,8 +55,8 @@ def trained(model: nn.Module) -> Touched:
 def out_of_reach(model: nn.Module, techniques: Mapping[str, Technique]) -> list[str]:
     """Return a line about each kind of weights that techniques of layers pass by, where there are such.
 
-    Matrices in no layer that they know: the experts of a mixture in transformers 5, where they may be most of the model,
-    and GPT-2's under `fp8`. And layers whose weights the code of their parents reads.
+    Matrices in no layer that they know: the experts of a mixture in transformers 5, where they may be most of the
+    model, and GPT-2's under `fp8`. And layers whose weights the code of their parents reads.
 
     Args:
         model: With the techniques attached.
