@@ -27,6 +27,8 @@ def integer_linear(
 ) -> Tensor:
     """Return ``s_x·s_w·Σ(q_x − z)·q_w + b`` in float32, the sums exact 32-bit integers.
 
+    x86 without VNNI or AMX adds pairs of products in 16 bits: there q_w must lie within ±64.
+
     Args:
         codes: uint8, (..., inputs), on a CPU.
         scale: s_x, or a factor of it beside `row_scale`.
