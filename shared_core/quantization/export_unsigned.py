@@ -58,7 +58,9 @@ def make_unsigned(file: Path) -> bool:
     for node in model.graph.node:
         place = {"DequantizeLinear": 0, "MatMulInteger": 1}.get(node.op_type)
         codes = None if place is None else constants.get(node.input[place])
-        if place is None or codes is None or codes.dtype != np.int8 or np.abs(codes.astype(np.int32)).max() <= _EXACT:
+        if place is None or codes is None or codes.dtype != np.int8:
+            continue
+        if np.abs(codes.astype(np.int32)).max(initial=0) <= _EXACT:
             continue
         name = f"{node.input[place]}_unsigned"
         made[name] = (codes.astype(np.int16) + 128).astype(np.uint8)
