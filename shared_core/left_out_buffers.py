@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
+from shared_core.own_parts import digest
 from shared_core.ranks import local_part
 
 
@@ -39,14 +38,14 @@ class LeftOutBuffers:
 
     def mark(self) -> None:
         """Training begins: those that `put_back` has not filled count as unchanged until they are."""
-        self._before = {name: _digest(value) for name, value in self._now().items()} | self._before
+        self._before = {name: digest(value) for name, value in self._now().items()} | self._before
 
     def changed(self) -> dict[str, Tensor]:
         """Return those that are no longer what they were when training began."""
         return {
             name: value.detach().clone()
             for name, value in self._now().items()
-            if value is not None and _digest(value) != self._before.get(name)
+            if value is not None and digest(value) != self._before.get(name)
         }
 
     def put_back(self, saved: Mapping[str, Tensor]) -> None:
@@ -66,10 +65,3 @@ class LeftOutBuffers:
     def _now(self) -> dict[str, Tensor | None]:
         found = {name: module._buffers.get(own) for name, (module, own) in self._places.items()}
         return {name: None if value is None else local_part(value) for name, value in found.items()}
-
-
-def _digest(value: Tensor | None) -> str:
-    if value is None:
-        return "none"
-    values = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{list(value.shape)} {hashlib.sha256(values.numpy().data).hexdigest()}"

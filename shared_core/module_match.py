@@ -66,15 +66,17 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 def is_transformers_conv1d(module: nn.Module) -> bool:
     """Return whether a module is GPT-2's linear layer, whose weight is (in, out); transformers is not imported."""
-    return not isinstance(module, nn.Linear) and any(
-        base.__name__ == "Conv1D" and base.__module__ == "transformers.pytorch_utils" for base in type(module).__mro__
-    )
+    return not isinstance(module, nn.Linear) and any(map(_is_conv1d, type(module).__mro__))
 
 
 def conv1d_of(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """Return transformers' Conv1D if a model has it, and nothing otherwise."""
-    found = {own_class(module) for module in model.modules() if is_transformers_conv1d(module)}
-    return tuple(kind for kind in found if kind.__name__ == "Conv1D")
+    """Return transformers' Conv1D if a model has it or a class made of it, and nothing otherwise."""
+    kinds = {*map(type, model.modules())}
+    return tuple({base for kind in kinds for base in kind.__mro__ if _is_conv1d(base)})
+
+
+def _is_conv1d(kind: type) -> bool:
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
 def change_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:

@@ -22,7 +22,7 @@ def everyones(mine: Any) -> list[Any]:
 
 def differing(mine: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is not the same on every process; each must call it."""
-    digests = {name: _digest(value) for name, value in mine.items()}
+    digests = {name: digest(value) for name, value in mine.items()}
     others = everyones(digests)
     return {name: value for name, value in mine.items() if any(one.get(name) != digests[name] for one in others)}
 
@@ -71,7 +71,8 @@ def _name(place: Sequence[Any]) -> str:
     return "".join(f"[{getattr(key, 'key', getattr(key, 'idx', key))}]" for key in place)
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """Return a text that two values share where they are equal: of a tensor bit for bit."""
     if not isinstance(value, Tensor):
         return repr(value)
     values = value.detach().cpu().contiguous().reshape(-1)

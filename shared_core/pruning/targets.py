@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shared_core.errors import CompatibilityError, MatchError
-from shared_core.module_match import is_transformers_conv1d, match_modules, own_class, plain_name
+from shared_core.module_match import conv1d_of, match_modules, own_class, plain_name
 from shared_core.pruning.axes import input_axis, output_axis
 from shared_core.pruning.config import UNITS, PruneConfig
 
@@ -28,8 +28,7 @@ def prunable_types(model: nn.Module) -> tuple[type[nn.Module], ...]:
     transformers' ``Conv1D`` (GPT-2's linear layer) is found by its name, so that transformers need not be
     imported.
     """
-    conv1d = {type(module) for module in model.modules() if is_transformers_conv1d(module)}
-    return (*_TYPES, *conv1d)
+    return (*_TYPES, *conv1d_of(model))
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-import torch
 
 from shared_core.errors import ConfigError, nearest
+from shared_core.quantization.fast_convert import has_vnni
 
 WeightCodes = Literal["auto", "signed", "unsigned"]
 _EXACT = 64  # 255·64·2, a pair of products, still fits 16 bits
-
-
-def has_vnni() -> bool:
-    """Return whether this processor has instructions that sum products of bytes in 32 bits (VNNI, AMX)."""
-    found = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("vnni", "amx_tile"))
-    return any(supported() for supported in found if supported is not None)
 
 
 def wants_unsigned(weight_codes: str) -> bool:

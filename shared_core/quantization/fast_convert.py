@@ -160,7 +160,7 @@ def _is_of_onednn(device: torch.device) -> bool:
 def _why_no_int8(device: torch.device, weight_bits: int) -> str:
     if device.type not in ("cpu", "cuda"):
         return f"torch has no product of int8 matrices on {device.type}"
-    if device.type == "cpu" and not (_cpu("vnni") or _cpu("amx_tile")) and weight_bits == 8:
+    if device.type == "cpu" and not has_vnni() and weight_bits == 8:
         return "the processor has no VNNI: pairs of products would saturate 16 bits; train or quantise to 7 bits"
     return ""
 
@@ -179,6 +179,11 @@ def _why_no_convolution(module: IntConv2d) -> str:
         return f"torch has no int8 convolution on {device.type}"
     no_kernel = _why_no_int8(device, module.weight_bits) or _why_no_float64(module.weight_scale.dtype)
     return no_kernel or OneDnnConv2d.why_not(module)
+
+
+def has_vnni() -> bool:
+    """Return whether this processor has instructions that sum products of bytes in 32 bits (VNNI, AMX)."""
+    return _cpu("vnni") or _cpu("amx_tile")
 
 
 def _cpu(instructions: str) -> bool:

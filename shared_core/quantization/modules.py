@@ -127,15 +127,16 @@ def conv1d_as_linear(model: nn.Module) -> nn.Module:
     weights: dict[int, nn.Parameter] = {}
     made: dict[int, nn.Module] = {}
     for module in [*model.modules()]:
-        if not is_transformers_conv1d(module) or not {type(module)} & {*FAKE_QUANT, *STOCK}:
+        if not is_transformers_conv1d(module) or not (type(module) in FAKE_QUANT or is_quantized(module)):
             continue
         layer: Any = nn.Linear(module.nx, module.nf, device="meta")  # type: ignore[arg-type]
         layer.__class__ = FakeQuantLinear if is_quantized(module) else nn.Linear
         vars(layer).update({name: value for name, value in vars(module).items() if name not in ("nx", "nf")})
         layer._parameters = dict(module._parameters)
-        old = module.weight
-        new = weights.setdefault(id(old), nn.Parameter(old.detach().t().contiguous(), old.requires_grad))  # type: ignore
-        layer._parameters["weight"] = new
+        old: Any = module.weight
+        if id(old) not in weights:
+            weights[id(old)] = nn.Parameter(old.detach().t().contiguous(), old.requires_grad)
+        layer._parameters["weight"] = weights[id(old)]
         made[id(module)] = layer
     for parent in [*model.modules()]:
         for name, child in parent._modules.items():
