@@ -19,6 +19,7 @@ class LeftOutBuffers:
         model: As the user made it: what techniques add is theirs to save.
 
     Example:
+        >>> import torch
         >>> model = nn.Module()
         >>> model.register_buffer("mean", torch.zeros(1), persistent=False)
         >>> found = LeftOutBuffers(model)
