@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from decimal import Decimal
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,9 +66,10 @@ def kl_range(histogram: Histogram, qmin: int, qmax: int, symmetric: bool) -> Ten
     What the source leaves open: groups are as even as can be (cell ``j`` of ``n`` is in group ``⌊j·L/n⌋``); a
     threshold that leaves fewer cells than codes is not tried; a ``Q`` that is zero where ``P`` is not is refused
     rather than smoothed; exact zeros are left out, since every range codes them exactly and the spike of a ReLU would
-    otherwise drive ``T`` down. Symmetric: a histogram of ``|x|`` and ``L = qmax + 1`` codes (128 of int8, as
-    published). Otherwise ``L = qmax - qmin + 1`` codes share what ``[-T, T]`` leaves of the values' own range, so that
-    a one-sided tensor has them all on its side.
+    otherwise drive ``T`` down; and an end whose outermost cell holds more values than the occupied cells do on average
+    is never cut: those are values that saturate there (a ReLU6, a one-hot vector), not a tail. Symmetric: a histogram
+    of ``|x|`` and ``L = qmax + 1`` codes (128 of int8, as published). Otherwise ``L = qmax - qmin + 1`` codes share
+    what ``[-T, T]`` leaves of the values' own range, so that a one-sided tensor has them all on its side.
 
     Args:
         histogram: Of the values, or of their magnitudes.
@@ -109,6 +111,7 @@ def _kl_threshold(counts: Tensor, low: Tensor, high: Tensor, first: Tensor, leve
     end = (torch.minimum(threshold, top.clamp(min=0)) - first[:, None]).clamp(max=bins)
     length = end - start
     valid = (length >= levels) & (threshold <= torch.maximum(-bottom, top))
+    valid &= threshold >= _saturated_reach(counts, bottom, top, first)
     start, end = start.clamp(0, bins - 2), end.clamp(2, bins)  # what lies outside is not valid
     last = end - 1
     summed, occupied, entropy = (_prefix(v) for v in (counts, (counts > 0).to(counts.dtype), _xlogx(counts)))
@@ -139,11 +142,22 @@ def _kl_threshold(counts: Tensor, low: Tensor, high: Tensor, first: Tensor, leve
     return torch.where(torch.isfinite(least), best, bins)
 
 
+def _saturated_reach(counts: Tensor, bottom: Tensor, top: Tensor, first: Tensor) -> Tensor:
+    """Return how many cells from zero (rows, 1) the ends lie at which values saturate; 0 where none do."""
+    average = counts.sum(1, keepdim=True) / (counts > 0).sum(1, keepdim=True).clamp(min=1)
+    reach = torch.zeros_like(top)
+    for cell, cells_from_zero in ((bottom, -bottom), (top - 1, top)):
+        held = counts.gather(1, (cell - first[:, None]).clamp(0, counts.shape[1] - 1))
+        reach = torch.where(held > average, torch.maximum(reach, cells_from_zero), reach)
+    return reach
+
+
 def mse_range(histogram: Histogram, qmin: int, qmax: int, symmetric: bool) -> Tensor:
     """Return the range with the smallest expected squared error ``E (x - Q(x))²``.
 
     The values of a cell count as spread evenly over it, so that the expectation is an exact integral, also where a
-    step is shorter than a cell; exact zeros have no error. Symmetric: ``[-α, α]`` with scale ``α/qmax``; the best of
+    step is shorter than a cell; those of the two outermost cells as lying at the extrema, where values saturate (a
+    ReLU6, a one-hot vector); exact zeros have no error. Symmetric: ``[-α, α]`` with scale ``α/qmax``; the best of
     128 values of ``α`` from ``max|x|`` down. Otherwise both ends are searched, each on a grid of 24 shares of its
     extremum and zero, with the scale and the whole zero point that the pair would get. Two finer grids around the
     best follow. Of equals the first is taken, which is the widest.
@@ -191,12 +205,14 @@ def _mse_clip(
     edges = first[:, None] + torch.arange(bins + 1, device=counts.device)
     # the outermost cells reach as far as the values do, and no empty cell has an extent
     edges = torch.minimum(torch.maximum(edges, low), high)
+    extrema, held, counts = _at_extrema(counts, low, high, first)
     density = counts / torch.where(edges.diff(dim=1) > 0, edges.diff(dim=1), 1.0)
     shares_low, shares_high = _grid(_COARSE_SYMMETRIC if symmetric else _COARSE, symmetric, counts)
     shares_low, shares_high = shares_low.expand(rows, -1), shares_high.expand(rows, -1)
     step = 1.0 / (_COARSE_SYMMETRIC if symmetric else _COARSE)
     for round_ in range(_ROUNDS + 1):
-        error = _squared_error(edges, density, shares_low * low, shares_high * high, qmin, qmax, symmetric)
+        grid = _candidates(shares_low * low, shares_high * high, qmin, qmax, symmetric)
+        error = _squared_error(edges, density, grid) + _squared_error_at(extrema, held, grid)
         best = error.argmin(1, keepdim=True)
         best_low, best_high = shares_low.gather(1, best), shares_high.gather(1, best)
         if round_ < _ROUNDS:
@@ -218,21 +234,49 @@ def _grid(steps: int, symmetric: bool, like: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def _squared_error(
-    edges: Tensor, density: Tensor, low: Tensor, high: Tensor, qmin: int, qmax: int, symmetric: bool
-) -> Tensor:
-    """Return the expected squared error (rows, candidates), times the number of values."""
+def _at_extrema(counts: Tensor, low: Tensor, high: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (extrema, how many values of their cells lie there) of each row, (rows, 2), and the counts without."""
+    extrema = torch.cat([low, high], 1)
+    cell = (torch.floor(extrema).long() - first[:, None]).clamp(0, counts.shape[1] - 1)
+    held = torch.where(extrema != 0, counts.gather(1, cell), 0.0)  # an end at zero is no extremum of the values
+    return extrema, held, counts.scatter_add(1, cell, -held)
+
+
+class _Grid(NamedTuple):
+    """Candidates (rows, candidates): step, and smallest and largest code less the zero point."""
+
+    scale: Tensor
+    bottom: Tensor
+    top: Tensor
+    empty: Tensor
+
+
+def _candidates(low: Tensor, high: Tensor, qmin: int, qmax: int, symmetric: bool) -> _Grid:
     scale = high / qmax if symmetric else (high - low) / (qmax - qmin)
     empty = scale <= 0  # a zero share of a side that has no values
     scale = torch.where(empty, 1.0, scale)
     zero_point = torch.zeros_like(scale) if symmetric else torch.round(qmin - low / scale).clamp(qmin, qmax)
-    u = edges[:, None] / scale[..., None]
-    code = torch.round(u)
-    code = torch.minimum(torch.maximum(code, (qmin - zero_point)[..., None]), (qmax - zero_point)[..., None])
+    return _Grid(scale, qmin - zero_point, qmax - zero_point, empty)
+
+
+def _codes(u: Tensor, grid: _Grid) -> Tensor:
+    return torch.minimum(torch.maximum(torch.round(u), grid.bottom[..., None]), grid.top[..., None])
+
+
+def _squared_error(edges: Tensor, density: Tensor, grid: _Grid) -> Tensor:
+    """Return the expected squared error (rows, candidates) of what is spread, times the number of values."""
+    u = edges[:, None] / grid.scale[..., None]
+    code = _codes(u, grid)
     # ∫ (t - Q(t))² dt = s³·(n/12 + (u - n)³/3): a twelfth for each whole code passed and the rest from the nearest
     integral = u.sub_(code).pow_(3).div_(3).add_(code.div_(12))
-    error = torch.einsum("rce,re->rc", integral.diff(dim=2), density) * scale**3
-    return torch.where(empty, math.inf, error)
+    error = torch.einsum("rce,re->rc", integral.diff(dim=2), density) * grid.scale**3
+    return torch.where(grid.empty, math.inf, error)
+
+
+def _squared_error_at(points: Tensor, counts: Tensor, grid: _Grid) -> Tensor:
+    """Return the squared error (rows, candidates) of as many values at each point."""
+    u = points[:, None] / grid.scale[..., None]
+    return torch.einsum("rcp,rp->rc", (u - _codes(u, grid)).square(), counts) * grid.scale**2
 
 
 def _extrema(histogram: Histogram) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from observed_data import DATA, sample
 
 from shared_core.errors import ConfigError
-from shared_core.quantization import Histogram
+from shared_core.quantization import Histogram, make_observer
 from shared_core.quantization.clip_search import kl_range, mse_range, percentile_range
 
 
@@ -156,7 +156,14 @@ def test_kl_finds_the_threshold_of_the_exhaustive_search(name, symmetric, qmin, 
     bottom = min(0, math.floor(x.min() / width))
     top = max(0, math.floor(x.max() / width) + 1)
     scores = {}
-    for threshold in range(1, max(-bottom, top) + 1):
+    average = sum(cells) / np.count_nonzero(cells)
+    # an end where more values lie than in an occupied cell on average is not cut
+    full = [
+        reach
+        for cell, reach in ((math.floor(x.min() / width), -bottom), (top - 1, top))
+        if cells[cell - first] > average
+    ]
+    for threshold in range(max(1, *full, 1), max(-bottom, top) + 1):
         score = reference_kl(cells, first, bottom, top, threshold, levels)
         if score is not None and math.isfinite(score):
             scores[threshold] = score
@@ -213,7 +220,73 @@ def test_mse_expects_what_evenly_filled_cells_have():
     histogram.data[0] = torch.tensor([2.0**-40, -(16 - 2.0**-40), *counts, 0, 0])
     inside = (np.arange(2000) + 0.5) / 2000
     points, weights = (np.arange(16)[:, None] + inside).ravel(), np.repeat(counts, 2000)
+    points[-2000:] = 16  # those of the last cell lie at its end
     alphas = np.linspace(1, 16, 1501)
     errors = [weights @ np.square(quantised(points, -a, a, -3, 3, True) - points) for a in alphas]
     found = mse_range(histogram, -3, 3, True)[0, 1].item()
     assert abs(found - alphas[int(np.argmin(errors))]) < 16 / 128 / 16 + 0.01
+
+
+NORMAL = sample("normal").double()
+# values that many inputs have at an end of their range
+SATURATED = {
+    "one_hot": torch.eye(10)[torch.arange(400) % 10].flatten(),
+    "relu6": (NORMAL * 4 + 3).clamp(0, 6),
+    "minus_relu6": -(NORMAL * 4 + 3).clamp(0, 6),
+    "image": (NORMAL * 100 + 128).clamp(0, 255).round(),
+    "tanh": torch.tanh(NORMAL * 8),
+    "signs": NORMAL.sign(),
+    "hardtanh": (NORMAL * 2).clamp(-1, 1),
+    "unequal_ends": (NORMAL * 2).clamp(-0.37, 1.3),
+    "one_value": torch.full((50,), 3.7),
+    "ones": torch.ones(50),
+    "minus_ones": -torch.ones(50),
+    "two_values": torch.tensor([0.3, 1.0]).repeat(100),
+    "two_below": torch.tensor([-0.3, -1.0]).repeat(100),
+    "three_values": torch.tensor([0.0, 0.5, 1.0]).repeat(100),
+    "far_above": torch.cat([NORMAL, torch.full((200,), 20.0)]),
+    "far_below": torch.cat([NORMAL, torch.full((200,), -20.0)]),
+    "few_ones": torch.cat([torch.zeros(100_000), torch.ones(3), NORMAL * 1e-3]),
+    "almost_one": torch.tensor([1.0, 1 - 2.0**-24]).repeat(100),
+}
+
+
+def found_noise(kind, x, qmin, qmax, symmetric):
+    """Mean square of what is lost with the scale and zero point that an observer gives, in float64."""
+    observer = make_observer(kind, symmetric=symmetric, qmin=qmin, qmax=qmax)
+    observer.update(x)
+    scale, zero_point = (value.double() for value in observer.scale_zero_point())
+    codes = ((x / scale).round() + zero_point).clamp(qmin, qmax)
+    return ((codes - zero_point) * scale - x).square().mean().item(), observer
+
+
+@pytest.mark.parametrize("name", SATURATED)
+@pytest.mark.parametrize(
+    ("qmin", "qmax", "symmetric"), [(0, 255, False), (-127, 127, True), (0, 15, False), (-1, 1, True)]
+)
+def test_values_at_an_end_are_not_clipped_away(name, qmin, qmax, symmetric):
+    x = SATURATED[name].double()
+    noise = {kind: found_noise(kind, x, qmin, qmax, symmetric) for kind in ("minmax", "mse", "kl")}
+    cell = noise["mse"][1].histogram().width.item()  # within one nothing is known, half of it may be lost
+    least = noise["minmax"][0]
+    high = x.abs().max().item() if symmetric else x.clamp(min=0).max().item()
+    low = -high if symmetric else x.clamp(max=0).min().item()
+    for share in np.linspace(0.05, 1, 96):  # by brute force: every pair of ends, or one
+        for other in (share,) if symmetric or not (low and high) else np.linspace(0.05, 1, 20):
+            clipped = quantised(x.numpy(), low * other, high * share, qmin, qmax, symmetric)
+            least = min(least, np.square(clipped - x.numpy()).mean())
+    assert math.sqrt(noise["mse"][0]) <= math.sqrt(least) * 1.02 + cell / 2
+    if (qmin, qmax) in ((0, 255), (-127, 127)):
+        assert math.sqrt(noise["kl"][0]) <= math.sqrt(noise["minmax"][0]) * 1.02 + cell / 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=30),
+    st.lists(st.integers(1, 200), min_size=30, max_size=30),
+    st.sampled_from([(0, 255, False), (-127, 127, True), (-8, 7, False)]),
+)
+def test_mse_never_loses_more_than_min_and_max_do(values, repeats, codes):
+    x = torch.repeat_interleave(torch.tensor(values), torch.tensor(repeats[: len(values)])).double()
+    noise, observer = found_noise("mse", x, *codes)
+    assert math.sqrt(noise) <= math.sqrt(found_noise("minmax", x, *codes)[0]) * 1.02 + observer.histogram().width.item()
