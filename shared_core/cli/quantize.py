@@ -223,7 +223,9 @@ def quantize(
                     attacks.append(row)
                     advance(len(attacks), None)
 
-    def quantized_as(config: QatConfig, show: Callable[[int, int], None] | None = None) -> tuple[nn.Module, Any]:
+    def quantized_as(
+        config: QatConfig, show: Callable[[int, int], None] | None = None, *, candidate: bool = False
+    ) -> tuple[nn.Module, Any]:
         if by_torchao is not None and data is not None:
             return quantize_with_torchao(
                 network, calibration=data, num_batches=batches, progress=show, **by_torchao.to_dict()
@@ -235,6 +237,7 @@ def quantize(
             num_batches=batches,
             equalize=equalize,
             correct_bias=correct_bias,
+            measure_outputs=not candidate,
             progress=show,
         )
 
@@ -251,7 +254,7 @@ def quantize(
         keep = {} if all_layers else measures.kept_in_float(network, costs, data[0])
         with bar("plan") as advance:
             config, found = measures.selective_plan(
-                network, config, costs, lambda chosen: quantized_as(chosen)[0], judge,
+                network, config, costs, lambda chosen: quantized_as(chosen, candidate=True)[0], judge,
                 largest_loss=largest_loss, mode=mode, keep=keep,
             )  # fmt: skip
         models["quantized"], done = quantized_as(config)
@@ -263,6 +266,7 @@ def quantize(
         "ranges": {},
         "notes": [] if by_torchao is None else notes_of_method(done),
         **dataclasses.asdict(done),
+        "output_sqnr_db": measures.output_sqnr(done),
         "quality": quality,
         "verdicts": {
             name: _no_nan(dataclasses.asdict(judge_loss(quality["float"], value, accept, mode)))  # type: ignore[arg-type]

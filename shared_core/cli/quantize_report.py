@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ def sections(values: Values) -> list[Section]:
         _asked(values),
         Section("Quality", _quality(values)),
         Section("Size", _size(values)),
+        Section("Error of the outputs", _outputs(values)),
         Section("Error of the weights", _sqnr(values)),
         Section("Sensitivity", _sensitivity(values)),
         Section("Robustness", _robustness(values)),
@@ -86,6 +88,31 @@ def _size(values: Values) -> list[str | Table | Plot]:
         "that layers share is counted once here and in each of their rows below.",
         Table(headings, rows),
     ]
+
+
+def _outputs(values: Values) -> list[str | Table | Plot]:
+    whole = values.get("output_sqnr_db")
+    if "output_sqnr_db" not in values or not _has_batches(values):
+        return ["Not measured; --calibration gives the batches for it."]
+    found = {entry["name"]: entry.get("output_sqnr_db") for entry in values["layers"]}
+    measured = {name: value for name, value in found.items() if value is not None}
+    rows: list[list[Cell]] = [[name, round(measured[name], 2)] for name in sorted(measured, key=measured.__getitem__)]
+    unknown = [name for name in found if name not in measured]
+    return [
+        f"Signal to quantisation noise on the calibration batches, 10·log₁₀(Σy² / Σ(ŷ − y)²): {_decibels(whole)} of "
+        "the whole model's output. Of each layer's output below, given the inputs that it has in the float model.",
+        _bars(measured, "SQNR (dB)", "Signal to quantisation noise of the outputs, by layer", low=True),
+        Table(["layer", "SQNR (dB)"], rows),
+        *([f"No noise, or not reached by a batch: {', '.join(unknown)}."] if unknown else []),
+    ]
+
+
+def _has_batches(values: Values) -> bool:
+    return bool(values["asked"].get("calibration"))
+
+
+def _decibels(value: float | None) -> str:
+    return "no noise" if value is None or value == math.inf else f"{value:.1f} dB"
 
 
 def _sqnr(values: Values) -> list[str | Table | Plot]:
@@ -219,14 +246,20 @@ def tell(out: Path, values: Values) -> None:
     from rich.table import Table as Grid
 
     grid = Grid(title=f"quantised with {values['config']['scheme']}: {out}", title_justify="left")
-    for heading in ("layer", "weights", "bits", "input", "SQNR (dB)"):
+    for heading in ("layer", "weights", "bits", "input", "SQNR of weights", "of outputs"):
         grid.add_column(heading, justify="left" if heading in ("layer", "input") else "right")
     for entry in values["layers"]:
+        output = entry.get("output_sqnr_db")
         grid.add_row(
-            entry["name"], f"{entry['weights']:,}", str(entry["weight_bits"]), entry["input"], f"{entry['sqnr_db']:.1f}"
-        )
+            entry["name"], f"{entry['weights']:,}", str(entry["weight_bits"]), entry["input"],
+            f"{entry['sqnr_db']:.1f}", "-" if output is None else f"{output:.1f}",
+        )  # fmt: skip
     console = Console()
     console.print(grid)
+    if _has_batches(values):
+        console.print(f"SQNR of the model's output: {_decibels(values['output_sqnr_db'])} on the calibration batches")
+    else:
+        console.print("SQNR of outputs: not measured, as there are no batches; --calibration gives some", markup=False)
     for name, reason in values["left_out"].items():
         console.print(f"left in float: {name}: {reason}", markup=False)
     for note in values["notes"]:

@@ -27,6 +27,7 @@ from shared_core.quantization.fusion import fuse_batch_norm
 from shared_core.quantization.graph import evaluating
 from shared_core.quantization.layers import as_rows, weights_of
 from shared_core.quantization.learned_ranges import WeightScale
+from shared_core.quantization.output_noise import output_noise
 from shared_core.quantization.ranges import apply_ranges
 from shared_core.quantization.technique import QuantizationAwareTraining
 from shared_core.technique import Context
@@ -39,11 +40,14 @@ class QuantizationReport:
     """What `quantize` did to a model.
 
     Args:
-        layers: One entry a quantised layer: scheme, range, and what its weights lose.
+        layers: One entry a quantised layer: scheme, range, what its weights lose, and, if asked for, what its output
+            loses on the inputs that it has in float (``output_sqnr_db``; None where no batch reached it).
         left_out: Layer → why it stays in float.
         batches: Calibration batches that were run.
         ranges: Layer → scheme and range, as `apply_ranges` and ``eff_deployment.json`` hold them.
         notes: What was fused, equalised and corrected, and what could not be.
+        output_sqnr_db: Signal to quantisation noise of the model's output on the calibration batches, in dB; None if it
+            was not asked for or there are no batches.
     """
 
     layers: list[dict[str, Any]]
@@ -51,6 +55,7 @@ class QuantizationReport:
     batches: int
     ranges: dict[str, dict[str, Any]]
     notes: list[str] = field(default_factory=list)
+    output_sqnr_db: float | None = None
 
 
 def quantize(
@@ -97,6 +102,7 @@ def quantize_with_report(
     fuse: bool | None = None,
     equalize: bool = False,
     correct_bias: bool = False,
+    measure_outputs: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[nn.Module, QuantizationReport]:
     """Return (quantised copy, report); see `quantize`.
@@ -110,6 +116,8 @@ def quantize_with_report(
             for `equalize` and `correct_bias`: the quantised weight has batch norms folded in all the same.
         equalize: Even out the ranges of channels across layers first (Nagel et al. 2019, arXiv:1906.04721).
         correct_bias: Subtract the mean error that quantisation brings into each channel (the same, section 4.2).
+        measure_outputs: Run the batches through both models afterwards, for the report: what the outputs of the model
+            and of its layers lose.
         progress: Called with (batches run, batches) after each batch whose ranges are observed, to show a bar.
 
     Raises:
@@ -136,7 +144,8 @@ def quantize_with_report(
         _try("batch norms", notes, lambda: _fused(quantized, example))
     if equalize:
         _try("equalisation", notes, lambda: _equalized(quantized, example))
-    reference = copy.deepcopy(quantized) if correct_bias else None
+    compares = batches is not None and (correct_bias or measure_outputs)
+    reference = copy.deepcopy(quantized) if compares else None
     technique = QuantizationAwareTraining(config, trains=False)
     context = Context(model=quantized)
     technique.attach(quantized, context)
@@ -146,9 +155,14 @@ def quantize_with_report(
     if config.range == "mse":
         _search_weights(technique)
     report = _finish(quantized, technique, context)
+    layers, whole = report["per_layer"], None
     if reference is not None and batches is not None:
-        _try("biases", notes, lambda: _corrected(quantized, reference, batches))
-    return quantized, QuantizationReport(report["per_layer"], report["left_out"], used, technique.ranges(), notes)
+        if correct_bias:
+            _try("biases", notes, lambda: _corrected(quantized, reference, batches))
+        if measure_outputs:
+            whole, each = output_noise(reference, quantized, [entry["name"] for entry in layers], batches)
+            layers = [{**entry, "output_sqnr_db": each.get(entry["name"])} for entry in layers]
+    return quantized, QuantizationReport(layers, report["left_out"], used, technique.ranges(), notes, whole)
 
 
 def as_config(config: QatConfig | Mapping[str, Any] | str) -> QatConfig:

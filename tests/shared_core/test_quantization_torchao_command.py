@@ -1,6 +1,7 @@
 """`eff quantize --method`: torchao's methods by the command line."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -72,11 +73,14 @@ def test_the_command_writes_plain_weights_and_tells_the_gain(run, tmp_path):
     assert f"{report.layers[0]['output_sqnr_db']:.2f}" in page
 
 
-def test_the_command_prints_the_gain(run):
+def test_the_command_prints_the_gain(run, tmp_path):
     result = run("--method", "smoothquant", *CALIBRATED, "--set", "alpha=0.4", "--set", "skip=last")
     assert result.exit_code == 0
     assert "with plain rounding to the same grid" in " ".join(result.stdout.split())
     assert "times smaller" in result.stdout
+    values = json.loads((tmp_path / "out" / "eff_quantization.json").read_text())
+    assert values["output_sqnr_db"] == pytest.approx(-20 * math.log10(values["output_error"]["quantized"]))
+    assert f"SQNR of the model's output: {values['output_sqnr_db']:.1f} dB" in result.stdout
 
 
 @pytest.mark.parametrize(("args", "error", "message"), [

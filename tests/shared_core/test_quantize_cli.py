@@ -25,6 +25,9 @@ def batches():
     generator = torch.Generator().manual_seed(1)
     return (torch.randn(8, 64, generator=generator) for _ in range(1000))
 
+def one_hot():
+    return [torch.eye(64)[torch.arange(start, start + 200) % 64] for start in range(3)]
+
 def quality(model):
     return model(torch.ones(1, 64)).sum().item()
 
@@ -116,6 +119,33 @@ def test_the_folder_holds_plain_weights_ranges_and_a_report(run, tmp_path):
         expected = quantize(run.task.model(), "int8", batches)(x)
         assert torch.equal(apply_ranges(model, ranges).eval()(x), expected)
     assert report["quality"]["quantized"] != report["quality"]["float"]
+
+
+def decibels(exact, rounded):
+    return 10 * torch.log10(exact.square().sum() / (exact - rounded).square().sum()).item()
+
+
+def test_what_the_outputs_lose_is_told_and_one_hot_inputs_lose_little(run):
+    told = run("quantize_task:model", "--out", "out", "--calibration", "quantize_task:one_hot", "--json").stdout
+    values, model, x = json.loads(told), run.task.model(), torch.cat(run.task.one_hot())
+    quantized = quantize(model, "int8", run.task.one_hot())
+    with torch.no_grad():
+        assert values["output_sqnr_db"] == pytest.approx(decibels(model(x), quantized(x)), abs=0.01)
+        hidden = model[1](model[0](x))
+        alone = decibels(model[2](hidden), quantized[2](hidden))
+    assert values["layers"][1]["output_sqnr_db"] == pytest.approx(alone, abs=0.01)
+    assert min(values["output_sqnr_db"], *(entry["output_sqnr_db"] for entry in values["layers"])) > 30
+
+    shown = run("quantize_task:model", "--out", "again", "--calibration", "quantize_task:one_hot").stdout
+    assert f"SQNR of the model's output: {values['output_sqnr_db']:.1f} dB" in shown
+    assert f"{values['layers'][0]['output_sqnr_db']:.1f}" in shown
+
+
+def test_that_outputs_were_not_measured_without_batches_is_told(run, tmp_path):
+    shown = run(*SCHEME, "--report", "page.html").stdout
+    assert "SQNR of outputs: not measured" in shown
+    assert "Not measured; --calibration" in (tmp_path / "page.md").read_text()
+    assert json.loads((tmp_path / "out" / "eff_quantization.json").read_text())["output_sqnr_db"] is None
 
 
 def test_weights_plan_and_options_are_taken(run, tmp_path):

@@ -40,7 +40,10 @@ def images():
     x, y = digits.data(0)[1]
     return [(x[:100], y[:100])]
 """
-HEADINGS = ["What was asked", "Quality", "Size", "Error of the weights", "Sensitivity", "Robustness", "Latency"]
+HEADINGS = [
+    "What was asked", "Quality", "Size", "Error of the outputs", "Error of the weights", "Sensitivity", "Robustness",
+    "Latency",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -77,7 +80,7 @@ def test_a_page_of_everything(run, tmp_path):
     values, text = told(tmp_path / "small"), (tmp_path / "small" / "page.md").read_text()
     page = (tmp_path / "small" / "page.html").read_text()
     assert re.findall(r"^## (.*)", text, flags=re.M) == re.findall("<h2>(.*)</h2>", page) == [*HEADINGS, "Notes"]
-    assert page.count("<img ") == text.count("*Plot: ") == 3
+    assert page.count("<img ") == text.count("*Plot: ") == 4
     assert "Not measured" not in text
 
     asked = part(text, "What was asked")
@@ -103,6 +106,8 @@ def test_a_page_of_everything(run, tmp_path):
     assert f"{values['bytes']['quantized']:,} bytes with codes" in size
     for entry in values["layers"]:
         assert f"| {entry['name']} | {round(entry['sqnr_db'], 2):.6g} |" in part(text, "Error of the weights")
+        assert f"| {entry['name']} | {round(entry['output_sqnr_db'], 2):.6g} |" in part(text, "Error of the outputs")
+    assert f"{values['output_sqnr_db']:.1f} dB of the whole model's output" in part(text, "Error of the outputs")
     assert set(values["sensitivity"]["layers"]) == {"0", "3"}
     assert "| layer | bits | kl |" in part(text, "Sensitivity")
     for form in ("float32", "bfloat16", "int8 reference", "torchao"):
