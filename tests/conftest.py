@@ -1,17 +1,31 @@
 """What holds for every test."""
 
 import gc
+import random
 import sys
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
 
 MANY_MODULES = 200
 _modules = 0
+
+hypothesis.settings.register_profile("repeatable", derandomize=True, database=None)
+hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_collection_finish(session):
     _freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
+    # Which tests a worker ran before must not decide what a test draws.
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
     if len(sys.modules) > _modules + MANY_MODULES:
         _freeze()
 

@@ -9,7 +9,6 @@ from promise_drivers import difference, hf_trainer, run_hf, run_lightning
 from promise_table import EVERYTHING, NUM_STEPS, TOGETHER, DigitsNet, make_net, recipe_of, train_examples
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
-from turns import TURN
 
 import hf_eff
 import lightning_eff
@@ -81,15 +80,15 @@ def ours_on(owner):
     return [name for name, value in values if name not in theirs and type(value).__module__.startswith(houses)]
 
 
-def in_turn():
-    """Each recipe with another place each time, and with the others in `make test-long`."""
+def each_at_some_place():
+    """Each recipe at one place, other recipes at others; the rest in `make test-long`."""
     for (i, keys), house, place in itertools.product(enumerate(RECIPES), ("hf", "lightning"), range(len(PLACES))):
         marks = [pytest.mark.slow] if place else []
-        where = PLACES[(TURN + i + place + (house == "hf")) % len(PLACES)]
+        where = PLACES[(i + place + (house == "hf")) % len(PLACES)]
         yield pytest.param(keys, house, where, id=f"{'+'.join(keys[:2])}-{house}-{where}", marks=marks)
 
 
-@pytest.mark.parametrize(("keys", "house", "place"), list(in_turn()))
+@pytest.mark.parametrize(("keys", "house", "place"), list(each_at_some_place()))
 def test_after_an_exception_of_the_user_everything_is_stock_and_trains_again(keys, house, place, tmp_path, monkeypatch):
     fuse, forward = Fuse(), DigitsNet.forward
 

@@ -8,7 +8,6 @@ import torch
 from promise_drivers import difference, run_hf, run_lightning, saved_state
 from promise_table import EVERYTHING, NUM_STEPS, PAIRS, is_refused, recipe_of
 from stopped_runs import STOPS, copied
-from turns import TURN, share
 
 import hf_eff
 import lightning_eff
@@ -18,10 +17,10 @@ HOUSES = {"hf": (run_hf, hf_eff), "lightning": (run_lightning, lightning_eff)}
 UNORDERED = list(itertools.combinations(EVERYTHING, 2))
 
 
-def in_turn(pairs, count):
-    """Some of the pairs in each run of the tests and with each trainer, all of them in `make test-long`."""
+def some(pairs, count):
+    """`count` pairs with each trainer, not the same ones, in every run of the tests; the rest in `make test-long`."""
     for number, house in enumerate(HOUSES):
-        now = share(pairs[number * len(pairs) // 2 :] + pairs[: number * len(pairs) // 2], count)
+        now = pairs[number :: -(-len(pairs) // count)]
         for pair in pairs:
             marks = [] if pair in now else [pytest.mark.slow]
             yield pytest.param(pair, house, id=f"{'+'.join(pair)}-{house}", marks=marks)
@@ -40,10 +39,9 @@ def resumed_equals_whole(pair, house, stops, folder):
         assert difference(whole.weights, again.weights) is None
 
 
-@pytest.mark.parametrize(("pair", "house"), [param for param in in_turn(PAIRS, 8) if not param.marks])  # all: below
+@pytest.mark.parametrize(("pair", "house"), [param for param in some(PAIRS, 8) if not param.marks])  # all: below
 def test_a_pair_resumes_bit_for_bit(pair, house, tmp_path):
-    number = TURN + PAIRS.index(pair)  # another stop for each pair, and for each pair in each of its turns
-    resumed_equals_whole(pair, house, [STOPS[number % len(STOPS)]], tmp_path)
+    resumed_equals_whole(pair, house, [STOPS[PAIRS.index(pair) % len(STOPS)]], tmp_path)
 
 
 @pytest.mark.slow
@@ -53,7 +51,7 @@ def test_a_pair_resumes_bit_for_bit_from_every_kind_of_step(pair, house, tmp_pat
     resumed_equals_whole(pair, house, STOPS, tmp_path)
 
 
-@pytest.mark.parametrize(("pair", "house"), in_turn(UNORDERED, 6))
+@pytest.mark.parametrize(("pair", "house"), some(UNORDERED, 6))
 def test_the_order_of_two_callbacks_is_of_no_account(pair, house, tmp_path):
     run, package = HOUSES[house]
     found = []
