@@ -67,6 +67,10 @@ class Session:
         self._plain: PlainKeys | None = None
         self._begun = self._finished = self._is_saving = False
         self._final_reports: dict[str, Any] = {}
+        self._planned: dict[str, list[preview.Event]] = {}
+        self._final_unreached: dict[str, str] | None = None
+        self._furthest = 0
+        self._tells_of_best = True
         self._history, self._steps = History(), StepWatch()
         self._started, self._driven = time.perf_counter(), driven(self.techniques)
 
@@ -181,6 +185,7 @@ class Session:
         for key, technique in self.techniques.items():
             with self._timed(key):
                 technique.begin(context)
+            self._planned[key] = technique.timeline(context)
         self._begun = True
         for remark in [*compatibility.remarks(self.recipe), *preview.out_of_reach(context.model, self.techniques)]:
             self.note(remark)
@@ -282,16 +287,61 @@ class Session:
         self._history.validated(self.step, metrics if self._begun else {})
         self._drive("evaluated", metrics)
 
+    @property
+    def furthest_step(self) -> int:
+        """Steps applied in this run; `step` is behind where the best checkpoint was loaded at its end."""
+        return max(self._furthest, self.step)
+
+    def unreached(self) -> dict[str, str]:
+        """Return by technique what the model does not hold of that which was asked for; nothing before `begin`.
+
+        After the run it is what the final model does not hold.
+        """
+        if self._final_unreached is not None:
+            return dict(self._final_unreached)
+        if self.context is None or not self._begun:
+            return {}
+        told = {key: technique.unreached(self.context) for key, technique in self.techniques.items()}
+        return {key: text for key, text in told.items() if text is not None}
+
+    def may_be_best(self) -> bool:
+        """Return whether the weights of now hold what was asked for: others are not compared; told the first time."""
+        unreached = self.unreached()
+        if unreached and self._tells_of_best:
+            self._tells_of_best = False
+            so_far = "; ".join(f"{key}: {text}" for key, text in unreached.items())
+            self.note(f"checkpoints do not compete for the best until they hold what was asked for; so far {so_far}")
+        return not unreached
+
     def finish(self) -> None:
-        """End the run: bake into plain weights and leave stock modules. A second call does nothing."""
+        """End the run: bake into plain weights and leave stock modules. A second call does nothing.
+
+        What was not reached is told, not made up for: weights are cut where a step follows, or where a user asks.
+        """
         if self._finished or self.context is None:
             return
         if self._begun:
             held.refuse_changed(self.techniques, self.context)
+            self._final_unreached = self.unreached()
+            self._tell_end(self.context)
             for key in to_finish(self.techniques):
                 with self._timed(key):
                     self.techniques[key].finish(self.context.model, self.context)
         self.detach()
+
+    def _tell_end(self, context: Context) -> None:
+        planned, applied = context.total_steps, self.furthest_step
+        is_short = planned is not None and applied + self.skipped < planned
+        ended = f"the run ended after {applied} steps" + (f" of {planned} planned" if is_short else "")
+        unreached = self.unreached()
+        for key, events in self._planned.items():
+            missed = [f"{what} (step {step})" for step, what in events if step is not None and step > applied]
+            if key in unreached:
+                self.note(f"{key.upper()} DID NOT REACH WHAT WAS ASKED FOR: {unreached[key]}; {ended}")
+            elif missed:
+                self.note(f"{key.upper()} DID NOT RUN AS PLANNED: {ended}, before: {'; '.join(missed)}")
+        if is_short or (planned is not None and applied > planned):
+            self.note(f"steps: {applied} were applied, {planned} were planned")
 
     def detach(self) -> None:
         """Leave stock modules behind without baking: the run was cut short."""
@@ -335,7 +385,7 @@ class Session:
         Raises:
             CheckpointError: If the state is not a session's.
         """
-        context = self._attached("load_state_dict")
+        context, self._furthest = self._attached("load_state_dict"), self.furthest_step
         recipe, self.skipped = session_state.restore(state, context, self.techniques, self._history)
         for change in self.recipe.changes_since(recipe):
             self.note(f"resumed {change}")
@@ -360,10 +410,11 @@ class Session:
                 "front_end": self._front_end,
                 "finished": self._finished,
                 "environment": environment(),
-                "steps": {"applied": self.step, "skipped": self.skipped, "planned": planned},
+                "steps": {"applied": self.furthest_step, "skipped": self.skipped, "planned": planned},
                 "wall_seconds": round(time.perf_counter() - self._started, 3),
                 "seconds": {key: round(spent, 4) for key, spent in self._seconds.items()},
                 "techniques": self._final_reports or self._reports(),
+                "unreached": self.unreached(),
                 **self._history.told(),
                 "notes": list(self.notes),
             },

@@ -26,8 +26,8 @@ ORDER = (
 )  # fmt: skip
 
 # Finish: the soup evaluates through live masks and quantisers, so it comes before quantisation bakes itself in;
-# pruning comes first because a schedule cut short takes its last update then. Adapters are merged while quantisers
-# are live, so that the sum is what is baked, and before the soup, since checkpoints hold merged weights.
+# masks and clusters are final before. Adapters are merged while quantisers are live, so that the sum is what is baked,
+# and before the soup, since checkpoints hold merged weights.
 FINISH_ORDER = (
     "distill", "loss_scale", "dp", "comm", "average", "prune", "ticket", "share", "lora", "soup", "checkpointing",
     "activations", "fp8", "qat", "primary_weights", "low_rank", "matmul",
@@ -263,6 +263,13 @@ class Technique:
     def timeline(self, context: Context) -> list[Event]:
         """Return what happens when, positions resolved and checked as `begin` does."""
         return [(0, "on, in every step")]
+
+    def unreached(self, context: Context) -> str | None:
+        """Return what the model does not hold yet of that which was asked for, and when it will; None where it does.
+
+        Such a model is no candidate for the best of a run, and a run that ends with it says so.
+        """
+        return None
 
     def holds(self) -> Mapping[str, nn.Module | Tensor]:
         """Return by name what of the model this technique goes on to work on: if it is replaced, the run ends."""

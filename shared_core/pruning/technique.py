@@ -97,6 +97,12 @@ class Pruning(Technique):
         self._begin, self._end = resolve_moments(self.config, context)
         return moments_told(self.config, self._begin, self._end)
 
+    def unreached(self, context: Context) -> str | None:
+        """Return how sparse the weights are, until they are as sparse as asked."""
+        if self._last_update >= 0 and self._sparsity >= self.config.sparsity:
+            return None
+        return f"sparsity {self._sparsity:.4g} of {self.config.sparsity:.4g}, complete at step {self._end}"
+
     def begin(self, context: Context) -> None:
         """Resolve the schedule; put saved masks back, or make the first ones if they are due."""
         self.timeline(context)
@@ -204,11 +210,8 @@ class Pruning(Technique):
         self._store.apply()
 
     def finish(self, model: nn.Module, context: Context) -> None:
-        """Take the last update if the schedule was cut short. Masks stay until `detach`: soups need them."""
+        """Bake the zeros that there are: no weight is pruned here that no step followed. Masks stay until `detach`."""
         reshard_(model)
-        self._find(context)
-        if self._weights and (self._last_update < 0 or self._sparsity < self.config.sparsity):
-            self._update(context, self.config.sparsity)
         self._finalise(context)
         self._store.apply()
         self._counted = {

@@ -145,6 +145,7 @@ class QuantizationAwareTraining(Technique):
             self.bank.clear_window()
         if self.config.rounding == "stochastic":
             self.bank.noise_seed = context.generator.initial_seed() % 2**31
+        self.bank.quantizing = False  # the best checkpoint may be from before quantisation came on
         self._set_switches(context.step)
 
     def holds(self) -> Mapping[str, nn.Module]:
@@ -154,6 +155,14 @@ class QuantizationAwareTraining(Technique):
     def touched(self, model: nn.Module) -> Touched:
         """Return the layers to quantise."""
         return Touched.modules(self.layers, self.left_out)
+
+    def unreached(self, context: Context) -> str | None:
+        """Return that layers compute in float, or that ranges move which were to freeze before the end."""
+        if not self.bank.quantizing:
+            return f"fake quantisation is not on yet, it starts at step {self._begin}"
+        if self.bank.observing and context.total_steps is not None and self._freeze < context.total_steps:
+            return f"ranges still move, they freeze at step {self._freeze}"
+        return None
 
     def timeline(self, context: Context) -> list[Event]:
         """Return when quantisation starts, and when ranges and batch norms stop moving."""
@@ -255,12 +264,13 @@ class QuantizationAwareTraining(Technique):
     def finish(self, model: nn.Module, context: Context) -> None:
         """Bake the quantised weights in place and leave stock layers that carry their range.
 
-        A run that ended before `begin` is quantised now: a model was asked for that holds codes.
+        A run that ended before `begin` leaves its layers in float: no step has followed their quantisation. A trained
+        model that is quantised without a run has no such step, and was given for that.
         """
         bank = self.bank
-        if self._began_at is None:
+        bank.quantizing = bank.quantizing or not self._trains
+        if bank.quantizing and self._began_at is None:
             self._began_at = context.step
-        bank.quantizing = True
         if bank.observing:
             bank.refresh()
         bank.observing = False
@@ -270,7 +280,7 @@ class QuantizationAwareTraining(Technique):
         if self.config.keep:
             return
         baked: set[int] = set()
-        for module in self.layers.values():
+        for module in self.layers.values() if bank.quantizing else ():
             entry = layer_entry(module)  # first: scales are those of the latent weight
             bake_(module, baked)
             if entry is not None:

@@ -226,13 +226,23 @@ def test_short_runs_reach_the_full_sparsity(schedule, scope):
     assert scope == "global" or counts == {"0.weight": 54, "3.weight": 36}
 
 
-def test_finish_takes_the_last_update_of_a_run_cut_short():
+def test_a_run_cut_short_keeps_the_zeros_that_it_has_and_says_so():
     model = make_net()
     session, opt = make_session(model, total_steps=100, begin=0, end=100, every=10)
     train(session, opt, model, range(15))
-    assert session.metrics()["prune/sparsity"] < 0.7
+    reached = sum(int(zero.sum()) for zero in zeros(model).values())
+    assert 0 < reached < 60
+    unreached = session.unreached()
+    assert unreached == {"prune": "sparsity 0.2032 of 0.75, complete at step 100"}
+    assert not session.may_be_best()
     session.finish()
-    assert sum(int(zero.sum()) for zero in zeros(model).values()) == 90
+    assert sum(int(zero.sum()) for zero in zeros(model).values()) == reached
+    receipt = session.receipt()
+    assert receipt["unreached"] == unreached
+    assert (
+        "PRUNE DID NOT REACH WHAT WAS ASKED FOR: sparsity 0.2032 of 0.75, complete at step 100; the run ended after 15 "
+        "steps of 100 planned"
+    ) in receipt["notes"]
     assert [type(module) for module in model] == [nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.Linear]
     assert list(model.state_dict()) == list(make_net().state_dict())
     assert session.state_dict()["techniques"]["prune"]["masks"]

@@ -223,14 +223,27 @@ def test_baked_weights_and_saved_ranges_equal_the_training_model(make, shape):
             assert torch.allclose(codes, codes.round(), atol=1e-3)
 
 
-def test_not_begun_is_not_baked_before_finish():
+def test_a_run_that_ends_before_begin_stays_in_float():
     run = Run(small_net(), begin=9)
     run.step(*batches(1))
-    state = run.model.state_dict()
+    state, before = run.model.state_dict(), run.model[0].weight.detach().clone()
     assert run.technique.bake(state) is state
+    assert run.technique.unreached(run.context) == "fake quantisation is not on yet, it starts at step 9"
     run.technique.finish(run.model, run.context)
-    assert not torch.equal(run.model[0].weight, small_net()[0].weight)
-    assert run.technique.report()["began_at_step"] == 1
+    assert torch.equal(run.model[0].weight, before)
+    assert type(run.model[0]) is type(small_net()[0])
+    assert run.technique.report()["began_at_step"] is None
+    assert run.technique.deployment() == {"ranges": {}}
+
+
+def test_what_was_asked_for_is_reached_when_ranges_freeze_that_are_to_freeze():
+    run = Run(small_net(), begin=1, freeze_observers=3)
+    found = [run.technique.unreached(run.context)]
+    for batch in batches(3):
+        run.step(batch)
+        found.append(run.technique.unreached(run.context))
+    moving = "ranges still move, they freeze at step 3"
+    assert found == ["fake quantisation is not on yet, it starts at step 1", moving, moving, None]
 
 
 def test_keep_leaves_the_modules():

@@ -81,6 +81,10 @@ class WeightSharing(Technique):
         context.first_usable_step = self._begin
         return [(self._begin, f"weights are clustered, {2**self.config.bits} values a tensor; clusters train on")]
 
+    def unreached(self, context: Context) -> str | None:
+        """Return that weights are not shared, until they are."""
+        return None if self._codes else f"weights are not shared yet, clustered at step {self._begin}"
+
     def begin(self, context: Context) -> None:
         """Resolve `begin`; put saved clusters back, or make them if they are due.
 
@@ -127,10 +131,8 @@ class WeightSharing(Technique):
         self._tie()
 
     def finish(self, model: nn.Module, context: Context) -> None:
-        """Cluster the weights if the run ended before `begin`."""
+        """Leave shared what is shared: a run that ended before `begin` keeps its weights."""
         reshard_(model)
-        if self._weights and not self._codes:
-            self._cluster(context)
         self._tie()
         if any(map(is_sharded, self._weights.values())):
             self._gathered, self._told = self._whole_codes(), self._tensors(gather=True)

@@ -124,6 +124,10 @@ class TicketTraining(Technique):
         )
         return [(self._at, told), (None, "the next ticket is found")]
 
+    def unreached(self, context: Context) -> str | None:
+        """Return that the run has not rewound yet."""
+        return None if self._rewound else f"weights are from before rewind_to, step {self._at}"
+
     def begin(self, context: Context) -> None:
         """Resolve step k; put masks back in a resumed run, or rewind now if k is 0.
 

@@ -108,6 +108,10 @@ class WeightAverage(Technique):
         first = f"first weights in the average ({config.kind}), more {every(config.every)}"
         return [(self._first, first), (None, "the model holds the average, if it was updated")]
 
+    def unreached(self, context: Context) -> str | None:
+        """Return that there is no average yet."""
+        return None if self._running.num_updates else f"no weights in the average yet, the first at step {self._first}"
+
     def begin(self, context: Context) -> None:
         """Resolve `begin` and put a saved average back.
 
