@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -82,16 +82,14 @@ class PoissonData:
 
     def weigh(self, inputs: Any) -> None:
         """Tell by how much each row's share of the loss must be multiplied to be the mean over its own labels."""
-        if self._technique is not None and isinstance(inputs, Mapping):
+        if self._technique is not None:
             self._technique.weights = self._weights(inputs)
 
-    def _weights(self, inputs: Mapping[str, Any]) -> Tensor | None:
-        trainer, labels = self._trainer, inputs.get("shift_labels", inputs.get("labels"))
-        if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
+    def _weights(self, inputs: Any) -> Tensor | None:
+        trainer, labelled = self._trainer, self._window.labelled(inputs)
+        if labelled is None or labelled.dim() == 0:
             return None
-        if "shift_labels" not in inputs and labels.dim() > 1 and getattr(trainer, "_loss_shifts_labels", False):
-            labels = labels[..., 1:]
-        counts = labels.ne(-100).view(len(labels), -1).sum(1)
+        counts = labelled.reshape(len(labelled), -1).sum(1)
         total: Tensor | int = counts.sum()
         if not self._window.divides and self._num_items is not None:
             replicas = trainer.accelerator.num_processes if trainer.args.average_tokens_across_devices else 1

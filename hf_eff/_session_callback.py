@@ -19,6 +19,7 @@ from hf_eff._poisson import PoissonData
 from hf_eff._scaler_swap import ScalerSwap
 from hf_eff._services import TrainerServices
 from hf_eff._surroundings import check_outputs, check_sharding, forget_optimizer, inner_optimizer, is_peft, surroundings
+from hf_eff._task_loss import TaskLoss
 from hf_eff._unlabelled import UnlabelledExamples
 from hf_eff._window import Window
 from hf_eff._wrapped import Wrapped
@@ -46,6 +47,7 @@ class SessionCallback(TrainerCallback):
         self.given = GivenCallbacks(trainer, self)
         self._services = TrainerServices(trainer)
         self._window = Window(trainer)
+        self._task = TaskLoss(trainer, self._window)
         self._unlabelled = UnlabelledExamples(trainer, self._window)
         self._poisson = PoissonData(trainer, self._window)
         self._scaler = ScalerSwap(trainer)
@@ -62,7 +64,7 @@ class SessionCallback(TrainerCallback):
         self._services.note = self.session.note
         soup = recipe["soup"].to_dict() if "soup" in recipe else {}
         self._services.metric, self._services.searches = soup.get("metric"), soup.get("kind") == "greedy"
-        self._unlabelled.session = self._poisson.session = self.session
+        self._unlabelled.session = self._poisson.session = self._task.session = self.session
         self._adds_loss = any(overrides(technique, "loss") for technique in self.session.techniques.values())
         for callback in self.given.callbacks:
             callback.session = self.session
@@ -224,6 +226,7 @@ class SessionCallback(TrainerCallback):
             clips_gradients=args.max_grad_norm > 0,
         )
         self._poisson.resume(state.global_step, loader)
+        self._task.follows = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bake, on every process; the best model has been loaded."""
@@ -281,6 +284,7 @@ class SessionCallback(TrainerCallback):
         if not (model.training and session.is_attached and session.has_begun):
             return method(model, inputs, *args, **kwargs)
         self.given.check(self.session.step)
+        self._task.look(method, model, inputs, *args, **kwargs)
         with session.forward():
             return self._training_loss(method, model, inputs, *args, **kwargs)
 
@@ -288,11 +292,12 @@ class SessionCallback(TrainerCallback):
         session = self.session
         if not self._adds_loss:
             return method(model, inputs, *args, **kwargs)
+        task = functools.partial(self._task.of, method)
         if "distill" in session.techniques:
             whole = dict(inputs)  # label smoothing and compute_loss_func take labels out
-            self._services.compute_loss = lambda other: method(other, dict(whole), *args, **kwargs)
+            self._services.compute_loss = lambda other: task(other, dict(whole), *args, **kwargs)
         self._poisson.weigh(inputs)
-        result = self._unlabelled.loss(method, model, inputs, *args, **kwargs)
+        result = self._unlabelled.loss(task, model, inputs, *args, **kwargs)
         # accelerate puts the student's forward alone under autocast; the teacher's belongs there too
         with self._trainer.accelerator.autocast():
             loss = session.loss(result[0] if isinstance(result, tuple) else result, self._window.normalise)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from hf_eff._window import Window
 from shared_core.errors import ConfigError
-from shared_core.ranks import all_reduce_
 from shared_core.session import Session
 
 if TYPE_CHECKING:
@@ -94,7 +92,9 @@ class UnlabelledExamples:
         ]
         if isinstance(num_items, Tensor) and self.distillation is not None:
             num_items = num_items.clamp(min=1)  # a window without one label: its sum of 0 would be divided by 0
-        self._window.open(self._positions(window), num_items)
+        self._window.causal = self.distillation is not None and self.distillation.is_causal
+        looked_at = any(technique.weighs_loss for technique in self.session.techniques.values())
+        self._window.open(window if looked_at else [], self._positions(window), num_items)
         return window, num_items
 
     def _countable(self, batch: Any) -> Any:
@@ -127,9 +127,7 @@ class UnlabelledExamples:
         count = torch.zeros((), dtype=torch.int64, device=trainer.args.device)
         for batch in window:
             count += distillation.positions_ahead(batch).to(count.device)
-        # these ranks see the same batches
-        replicas = (getattr(trainer, name, lambda: 1)() for name in ("get_tp_size", "get_cp_size", "get_sp_size"))
-        return all_reduce_(count, "sum") / math.prod(replicas)
+        return count
 
     def loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the trainer's loss; 0 for a batch without labels whose model returns none."""

@@ -241,6 +241,8 @@ class Technique:
     """
 
     key: ClassVar[str] = ""
+    weighs_loss: ClassVar[bool] = False
+    """Whether `loss` needs a task loss that is averaged over the whole accumulation window, however it is cut."""
 
     def __init__(self, config: TechniqueConfig) -> None:
         self.config = config

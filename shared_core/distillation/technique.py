@@ -52,6 +52,7 @@ class Distillation(Technique):
     """
 
     key = "distill"
+    weighs_loss = True
     config: DistillConfig
 
     def __init__(self, config: DistillConfig) -> None:
@@ -68,7 +69,8 @@ class Distillation(Technique):
         self._hook = ForwardHook()
         self._handle: RemovableHandle | None = None
         self._first, self._last = 0, math.inf
-        self._causal = False
+        self.is_causal = False
+        """Whether the student's labels are one position ahead; known from `attach` on."""
         self._batches = 0
         self._positions: Tensor | int = 0
         self._soft: tuple[Tensor, Tensor] | None = None
@@ -104,7 +106,7 @@ class Distillation(Technique):
             comparison = open_comparison(self.config, model, student, context)
         self._student, self._comparison = student, comparison
         self._told = self._comparison.told
-        self._causal = is_causal(student) if self.config.causal is None else self.config.causal
+        self.is_causal = is_causal(student) if self.config.causal is None else self.config.causal
         if self.config.unlabelled_field and getattr(getattr(student, "config", None), "is_encoder_decoder", False):
             raise ConfigError(
                 "distill: unlabelled_field must be none for an encoder-decoder, which is fed its labels, got "
@@ -166,7 +168,7 @@ class Distillation(Technique):
         told, self.unlabelled = self.unlabelled, None
         inputs = {} if forward is None or self._student is None else named_inputs(self._student, forward)
         labels = inputs.get("labels") if labels is None else labels
-        task_loss = labelled_part(task_loss, labels, causal=self._causal)
+        task_loss = labelled_part(task_loss, labels, causal=self.is_causal)
         if not (active := self._is_active(context)) or not torch.is_grad_enabled():
             self._soft = self._soft if active else None  # what was last before the end is no figure of later steps
             return task_loss
@@ -185,7 +187,7 @@ class Distillation(Technique):
                 "student's forward"
             )
         temperature = self._at(context, config.temperature, config.temperature_end)
-        batch = StudentBatch(student, forward, inputs, labels, self._causal, temperature, told)
+        batch = StudentBatch(student, forward, inputs, labels, self.is_causal, temperature, told)
         alpha = self._at(context, config.alpha, config.alpha_end)
         moving = {"alpha": (alpha, config.alpha_end), "temperature": (temperature, config.temperature_end)}
         self._on_the_way = {name: value for name, (value, end) in moving.items() if end is not None}
@@ -221,7 +223,7 @@ class Distillation(Technique):
     def positions_ahead(self, batch: Mapping[str, Any]) -> Tensor:
         """Return how many positions of a batch the soft term will count, before the student has seen it."""
         prepared, told = split_batch(batch, self.config.unlabelled_field)
-        return positions_ahead(prepared, told, causal=self._causal, per_token=self._per_token)
+        return positions_ahead(prepared, told, causal=self.is_causal, per_token=self._per_token)
 
     def unlabelled_task(self, output: Any) -> Tensor:
         """Return the task loss of a batch without labels: 0, connected to the student's output.
@@ -241,7 +243,7 @@ class Distillation(Technique):
 
     @property
     def _per_token(self) -> bool:
-        return self._student is not None and is_per_token(self._student, causal=self._causal)
+        return self._student is not None and is_per_token(self._student, causal=self.is_causal)
 
     def _at(self, context: Context, first: float, last: float | None) -> float:
         """Return what an option is at this step, on its way from begin to end."""

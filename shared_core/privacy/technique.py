@@ -58,6 +58,7 @@ class DifferentialPrivacy(Technique):
     """
 
     key: ClassVar[str] = "dp"
+    weighs_loss: ClassVar[bool] = True
     config: PrivacyConfig
 
     def __init__(self, config: PrivacyConfig) -> None:

@@ -1,0 +1,158 @@
+"""The task loss where it ignores the Trainer's count of labels: then each micro-batch's mean is weighted here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from transformers import Trainer
+
+from hf_eff._window import Window
+from shared_core.model_calls import evaluated
+from shared_core.ranks import all_reduce_
+from shared_core.state_file import rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from shared_core.session import Session
+
+_IGNORES, _TOLD = 0.5, 0.02
+"""Parts of the loss that do not change with the count: from the first on it is taken to ignore it."""
+
+
+class TaskLoss:
+    """Makes the task loss of a window the mean over its labels, whatever is cut from it and by how many processes.
+
+    The trainer (5.23) divides nothing where a model takes loss keywords, as it expects the loss to be divided by
+    `num_items_in_batch`. Many take them and compute a mean (`BertForSequenceClassification` and its siblings), and so do
+    many a `compute_loss_func` and an overridden `compute_loss`. Their means add up over micro-batches and processes.
+    That would move the mixture with a further term of the loss. Where no technique weighs one, nothing is changed.
+
+    Args:
+        trainer: The trainer.
+        window: Knows the labels of the window, and whether the trainer divides.
+    """
+
+    session: Session
+    """The trainer's."""
+
+    def __init__(self, trainer: Trainer, window: Window) -> None:
+        self._trainer, self._window = trainer, window
+        self.follows: bool | None = None
+        """Whether the loss follows the count; None as long as nobody needed to know."""
+
+    def look(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
+        """Find out whether the loss follows the count, the first time that it matters.
+
+        The loss is computed for two counts, in eval mode and without gradients, so that random numbers, running
+        statistics and observers stay as they are.
+
+        Args:
+            method: The trainer's own `compute_loss`.
+            model: Its argument, as are the others.
+        """
+        count = _count(args, kwargs)
+        if self.follows is not None or count is None or not self._matters():
+            return
+        try:
+            whole, half = self._for_two_counts(method, model, self._few(inputs), count)
+        except Exception as error:  # the user's own code, in a mode that it may not know
+            self.follows = True
+            self.session.note(
+                f"{self._whose()} cannot be computed in eval mode ({error}): it is taken to be divided by "
+                "num_items_in_batch; if it is a mean, set loss_is_scaled_for_ga = False on the trainer"
+            )
+            return
+        if whole == 0.0:
+            return  # nowhere a label: nothing is told, and nothing goes wrong
+        ignoring = 2 * half / whole - 1
+        self.follows = ignoring < _IGNORES
+        if not self.follows:
+            self.session.note(
+                f"{self._whose()} ignores num_items_in_batch, so that the Trainer adds up the means of the "
+                f"{self._means()} of a step: each is weighted by its share of the step's labels instead, as in one batch"
+            )
+        elif ignoring > _TOLD:
+            self.session.note(
+                f"{ignoring:.0%} of {self._whose()} ignores num_items_in_batch: that part adds up over the "
+                f"{self._means()} of a step, as it does without techniques"
+            )
+
+    def _for_two_counts(self, method: Callable[..., Any], model: Any, inputs: Any, count: Any) -> list[float]:
+        """Return the losses of all processes for a count and twice as many."""
+        random, figures = rng_state(), copy.deepcopy(getattr(self._trainer, "_metrics", None))
+        losses = torch.zeros(2, device=self._trainer.args.device)
+        try:
+            with evaluated(model):
+                for index in range(2):
+                    if self._window.labelled(inputs) is None:
+                        model(**inputs)  # other processes have labels, and may wait for this one in the model
+                        continue
+                    found = method(model, dict(inputs), False, count * (index + 1))
+                    losses[index] = found if found.isfinite() else 0.0
+                    set_rng_state(random)
+        finally:
+            set_rng_state(random)
+            if figures is not None:
+                cast(Any, self._trainer)._metrics = figures  # TRL (1.16) keeps figures of every loss there
+        return all_reduce_(losses, "sum").tolist()
+
+    def _matters(self) -> bool:
+        declared = getattr(self._trainer, "loss_is_scaled_for_ga", None)  # since transformers 5.19
+        weighed = any(technique.weighs_loss for technique in self.session.techniques.values())
+        several = self._window.micro_batches * self._window.processes > 1
+        return weighed and several and not self._window.divides and declared is None
+
+    def _few(self, inputs: Any) -> Any:
+        """Return the row with most labels where logits of a whole micro-batch are too many."""
+        distillation = self.session.techniques.get("distill")
+        labels = self._window.labelled(inputs)
+        if labels is None or not (distillation and distillation.config.to_dict()["chunked"]):
+            return inputs
+        row = int(labels.reshape(len(labels), -1).sum(1).argmax())
+        rows = {len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()}
+        if rows != {len(labels)}:
+            return inputs
+        return {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+    def _whose(self) -> str:
+        trainer = self._trainer
+        if type(trainer).compute_loss is not Trainer.compute_loss:
+            return f"the loss of {type(trainer).__name__}.compute_loss"
+        if trainer.compute_loss_func is not None:
+            return "the loss of compute_loss_func"
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        return f"the loss of {type(model).__name__}"
+
+    def _means(self) -> str:
+        batches, processes = self._window.micro_batches, self._window.processes
+        told = f"{batches} micro-batches" if batches > 1 else ""
+        told += " and " if told and processes > 1 else ""
+        return told + (f"{processes} processes" if processes > 1 else "")
+
+    def share(self, inputs: Any, *args: Any, **kwargs: Any) -> Tensor | float | None:
+        """Return what this micro-batch's mean must be multiplied by; None where the loss is averaged as it is.
+
+        Args:
+            inputs: Of `compute_loss`, as are the others.
+        """
+        # a compute_loss_func without a count can only return means
+        uncounted = _count(args, kwargs) is None and "distill" in self.session.techniques
+        return self._window.share(inputs) if (uncounted or self.follows is False) and self._matters() else None
+
+    def of(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what the trainer's own `compute_loss` does, the loss weighted where it ignores the count."""
+        share = self.share(inputs, *args, **kwargs)
+        if share is None:
+            return method(model, inputs, *args, **kwargs)
+        # without a count, the trainer does not multiply by the processes
+        result = method(model, inputs, *args[:1], **{**kwargs, "num_items_in_batch": None})
+        loss = result[0] if isinstance(result, tuple) else result
+        weighted = (loss * share).to(loss.dtype)
+        return (weighted, *result[1:]) if isinstance(result, tuple) else weighted
+
+
+def _count(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return args[1] if len(args) > 1 else kwargs.get("num_items_in_batch")
