@@ -25,10 +25,10 @@ _IGNORES, _TOLD = 0.5, 0.02
 class TaskLoss:
     """Makes the task loss of a window the mean over its labels, whatever is cut from it and by how many processes.
 
-    The trainer (5.23) divides nothing where a model takes loss keywords, as it expects the loss to be divided by
-    `num_items_in_batch`. Many take them and compute a mean (`BertForSequenceClassification` and its siblings), and so do
-    many a `compute_loss_func` and an overridden `compute_loss`. Their means add up over micro-batches and processes.
-    That would move the mixture with a further term of the loss. Where no technique weighs one, nothing is changed.
+    The trainer (transformers 5.23) divides nothing where a model takes loss keywords: the loss should be divided by
+    `num_items_in_batch`. Many models take them and return a mean (`BertForSequenceClassification` and its siblings), as
+    do many a `compute_loss_func` and an overridden `compute_loss`. Such means add up over micro-batches and processes,
+    which moves the mixture with a further term of the loss. Where no technique weighs one, nothing is changed.
 
     Args:
         trainer: The trainer.
@@ -47,11 +47,8 @@ class TaskLoss:
         """Find out whether the loss follows the count, the first time that it matters.
 
         The loss is computed for two counts, in eval mode and without gradients, so that random numbers, running
-        statistics and observers stay as they are.
-
-        Args:
-            method: The trainer's own `compute_loss`.
-            model: Its argument, as are the others.
+        statistics and observers stay as they are. `method` is the trainer's own `compute_loss`, the others are what it
+        is called with.
         """
         count = _count(args, kwargs)
         if self.follows is not None or count is None or not self._matters():
@@ -72,7 +69,7 @@ class TaskLoss:
         if not self.follows:
             self.session.note(
                 f"{self._whose()} ignores num_items_in_batch, so that the Trainer adds up the means of the "
-                f"{self._means()} of a step: each is weighted by its share of the step's labels instead, as in one batch"
+                f"{self._means()} of a step: each is weighted by its share of the step's labels, as in one batch"
             )
         elif ignoring > _TOLD:
             self.session.note(
@@ -133,11 +130,7 @@ class TaskLoss:
         return told + (f"{processes} processes" if processes > 1 else "")
 
     def share(self, inputs: Any, *args: Any, **kwargs: Any) -> Tensor | float | None:
-        """Return what this micro-batch's mean must be multiplied by; None where the loss is averaged as it is.
-
-        Args:
-            inputs: Of `compute_loss`, as are the others.
-        """
+        """Return what the micro-batch's mean of such a call must be multiplied by; None where it is right as it is."""
         # a compute_loss_func without a count can only return means
         uncounted = _count(args, kwargs) is None and "distill" in self.session.techniques
         return self._window.share(inputs) if (uncounted or self.follows is False) and self._matters() else None

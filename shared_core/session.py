@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from shared_core import compatibility, held, preview, session_state
 from shared_core.errors import TrainingError
 from shared_core.history import History
+from shared_core.micro_batches import MicroBatchMeans
 from shared_core.plain_checkpoint import PlainKeys
 from shared_core.receipt import Receipt, environment
 from shared_core.recipe import Recipe
 from shared_core.rooms import ROOMS
 from shared_core.step_watch import StepWatch
-from shared_core.technique import BareServices, Context, Services, Technique, mean_over_micro_batch
+from shared_core.technique import BareServices, Context, Services, Technique
 from shared_core.turns import driven, leave_out, to_finish
 
 
@@ -71,7 +72,7 @@ class Session:
         self._final_unreached: dict[str, str] | None = None
         self._furthest = 0
         self._tells_of_best = True
-        self._history, self._steps = History(), StepWatch()
+        self._history, self._steps, self._means = History(), StepWatch(), MicroBatchMeans()
         self._started, self._driven = time.perf_counter(), driven(self.techniques)
 
     @property
@@ -208,13 +209,14 @@ class Session:
         Args:
             task_loss: The user's loss of this micro-batch, as the trainer would use it.
             normalise: ``normalise(total, count)`` averages a sum as the trainer averages the task loss; by default
-                over the micro-batch.
+                over the micro-batch, so that each of a step's micro-batches weighs the same.
         """
         driven = self._driven["loss"]
         if not driven or not self._begun:
             return task_loss
         context = self._attached("loss")
-        context.normalise = normalise or mean_over_micro_batch
+        self._means.open()
+        context.normalise = normalise or self._means.normalise
         for key, technique in driven:
             start = time.perf_counter()  # not `_timed`: a generator costs more than some verbs
             task_loss = technique.loss(task_loss, context)
@@ -223,6 +225,12 @@ class Session:
 
     def before_optimizer_step(self) -> None:
         """Gradients are complete and unscaled, not yet clipped."""
+        if (counts := self._means.close()) is not None:
+            other = "; Session.loss(normalise=...) averages otherwise" if self._front_end == "bare" else ""
+            self.note(
+                f"the micro-batches of a step counted {counts[0]} to {counts[1]} positions: each is averaged by itself "
+                f"and weighs the same, in what is added to the loss as in a task loss that is a mean{other}"
+            )
         self._drive("before_optimizer_step")
         context = self._attached("before_optimizer_step")
         if context.discard_step:

@@ -140,7 +140,8 @@ def test_peers_are_weighted_alike(tmp_path):
     found = []
     for size, windows in ((8, 1), (2, 4)):
         *_, session = run(tmp_path / str(size), "classes", size, windows, recipe=copy.deepcopy(recipe))
-        found.append({name: value.detach() for name, value in session.techniques["distill"].peers[0].named_parameters()})
+        (peer,) = session.techniques["distill"].peers
+        found.append({name: value.detach() for name, value in peer.named_parameters()})
     assert largest_difference(*found) < 1e-6
 
 

@@ -1,0 +1,100 @@
+"""The mixture where micro-batches count differently: in Lightning, and in a loop of one's own, each weighs the same."""
+
+import pytest
+import torch
+from lightning_world import BOTH, make_trainer
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_eff import Distillation
+from shared_core.recipe import Recipe
+from shared_core.session import Session
+
+ALPHA, T, CLASSES = 0.3, 2.0, 5
+UNEQUAL, EQUAL = (6, 1, 3, 2, 5, 1, 4, 2), (3,) * 8
+
+
+class Tagger(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.table, self.head = nn.Embedding(9, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, tokens, labels=None):
+        logits = self.head(self.table(tokens).tanh())
+        if labels is None:
+            return {"logits": logits}
+        return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def rows(lengths):
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(9, (len(lengths), 6), generator=generator)
+    labels = torch.randint(CLASSES, tokens.shape, generator=generator)
+    for row, length in zip(labels, lengths, strict=True):
+        row[length:] = -100
+    return [{"tokens": row, "labels": label} for row, label in zip(tokens, labels, strict=True)]
+
+
+def reference(parts):
+    """The mean over micro-batches of each one's mixture, in float64."""
+    student, teacher = Tagger(0).double(), Tagger(1).double()
+    for part in parts:
+        ours = student(**part)
+        counts = part["labels"] != -100
+        p = (teacher(part["tokens"])["logits"][counts].detach() / T).softmax(-1)
+        soft = T**2 * (p * (p.log() - (ours["logits"][counts] / T).log_softmax(-1))).sum(-1).mean()
+        ((ALPHA * ours["loss"] + (1 - ALPHA) * soft) / len(parts)).backward()
+    return [value.grad.float() for value in student.parameters()]
+
+
+def lightning(folder, data, size, accumulate):
+    import pytorch_lightning as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Tagger(0)
+
+        def training_step(self, batch, index):
+            return self.net(**batch)["loss"]
+
+        def on_before_optimizer_step(self, optimizer):
+            self.found = [value.grad.clone() for value in self.parameters()]
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    module, callback = Module(), Distillation(teacher=Tagger(1), student="net", temperature=T, alpha=ALPHA)
+    trainer = make_trainer(folder, BOTH[0], callbacks=[callback], max_epochs=2, accumulate_grad_batches=accumulate)
+    trainer.fit(module, DataLoader(data, batch_size=size))
+    return module.found, callback.receipt["notes"]
+
+
+def bare(data, size, accumulate):
+    student = Tagger(0)
+    session = Session(Recipe.from_dict({"distill": {"teacher": Tagger(1), "temperature": T, "alpha": ALPHA}}))
+    session.attach(student)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.0)
+    session.begin([optimizer], total_steps=2)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for batch in DataLoader(data, batch_size=size):
+            (session.loss(student(**batch)["loss"]) / accumulate).backward()
+        session.before_optimizer_step()
+        optimizer.step()
+        session.after_optimizer_step()
+    return [value.grad for value in student.parameters()], session.notes
+
+
+@pytest.mark.parametrize("lengths", [UNEQUAL, EQUAL])
+@pytest.mark.parametrize(("size", "accumulate"), [(8, 1), (2, 4), (1, 8)])
+def test_each_micro_batch_is_averaged_by_itself_and_unequal_ones_are_told_once(tmp_path, lengths, size, accumulate):
+    data = rows(lengths)
+    expected = reference(list(DataLoader(data, batch_size=size)))
+    for found, notes in (lightning(tmp_path, data, size, accumulate), bare(data, size, accumulate)):
+        for ours, value in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, value, rtol=0, atol=1e-6)
+        told = [note for note in notes if "positions: each is averaged by itself" in note]
+        assert len(told) == (lengths is UNEQUAL and accumulate > 1)
