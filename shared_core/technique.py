@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.config import TechniqueConfig
+from shared_core.element_wise import is_element_wise
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.left_out_buffers import LeftOutBuffers
 from shared_core.positions import Position, parse_position
@@ -177,7 +178,7 @@ class Context:
     total_steps: int | None = None
     steps_per_epoch: float | None = None
     clips_gradients: bool = True
-    """Whether the trainer clips by norm: then gradients of dead weights must be zeroed first."""
+    """Whether the trainer clips by norm."""
     normalise: Callable[[Tensor, Tensor | int], Tensor] = mean_over_micro_batch
     """``normalise(total, count)``: a sum over counted positions, averaged as this trainer averages the task loss."""
     weights_replaced: Callable[[], None] = lambda: None
@@ -209,6 +210,14 @@ class Context:
 
     def __post_init__(self) -> None:
         self.left_out = LeftOutBuffers(self.model)
+
+    @property
+    def gradients_mix(self) -> bool:
+        """Whether elements of a gradient act on each other in a step: then those of dead weights must be zeroed first.
+
+        They do where the trainer clips by norm, and in every optimizer that is not known to be element-wise.
+        """
+        return self.clips_gradients or not all(map(is_element_wise, self.optimizers))
 
     def resolve(self, position: Position, where: str) -> int:
         """Return the optimizer step that a position means in this run."""

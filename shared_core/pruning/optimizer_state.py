@@ -12,7 +12,8 @@ from shared_core.ranks import local_part
 
 SLOW_ON_ZEROS = (
     "efftrain: prune: on a CPU Adam's step takes about twice as long when half of the gradients are zeros, as those of "
-    "pruned weights are where gradients are clipped; pass fused=True to the optimizer, whose step does not"
+    "pruned weights are where gradients are clipped or an optimizer mixes their elements; pass fused=True to the "
+    "optimizer, whose step does not"
 )
 
 

@@ -117,7 +117,7 @@ class Pruning(Technique):
                 self._units.listen(context.model)
         if self.config.criterion != "shapley":
             context.done_with(self.key, "forward")
-        if context.clips_gradients and any(map(is_slow_on_zeros, context.optimizers)):
+        if context.gradients_mix and any(map(is_slow_on_zeros, context.optimizers)):
             context.services.say(SLOW_ON_ZEROS)
         if self._last_update < 0 and context.step >= self._begin and not self.config.needs_a_step:
             self._update(context, self._scheduled(context.step))
@@ -129,13 +129,13 @@ class Pruning(Technique):
         return contextlib.nullcontext()
 
     def before_optimizer_step(self, context: Context) -> None:
-        """Read what the criterion needs of the gradients; then dead ones must not enter a norm that is clipped."""
+        """Read what the criterion needs of the gradients; then dead ones must not move live weights."""
         self._find(context)
         if not self._is_final:
             gradients = {name: weight.grad for name, weight in self._weights.items() if weight.grad is not None}
             refuse_sparse(gradients.values())
             self._observe(context, gradients)
-        if self._store and not self._learns_under_masks and context.clips_gradients:
+        if self._store and not self._learns_under_masks and context.gradients_mix:
             self._store.apply_to_gradients()
 
     def _find(self, context: Context) -> None:

@@ -328,3 +328,19 @@ def _tokenizer(folder):
         models.WordLevel({"<pad>": 0, **{str(index): index for index in range(1, 24)}}, unk_token="<pad>")
     )
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="1")
+
+
+def test_dead_gradients_move_no_live_weight_of_adafactor_where_nothing_is_clipped(make, tmp_path):
+    def trained(zeroed):
+        trainer = make.trainer(tmp_path / str(zeroed), optim="adafactor", max_grad_norm=0.0, max_steps=4)
+        attach(trainer, {"prune": {"sparsity": 0.5, "begin": 0, "schedule": "one_shot"}})
+        if zeroed:
+            for weight in (weight for weight in trainer.model.parameters() if weight.ndim > 1):
+                weight.register_hook(lambda gradient, weight=weight: gradient.masked_fill(weight == 0, 0.0))
+        train(trainer)
+        return {name: weight for name, weight in trainer.model.named_parameters() if "query.weight" in name}
+
+    found, expected = trained(False), trained(True)
+    for name, weight in found.items():
+        assert torch.equal(weight, expected[name])
+        assert weight.count_nonzero() < weight.numel()

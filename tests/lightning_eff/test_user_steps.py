@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from lightning_world import BOTH, difference, everything, fit, make_trainer, module_class
+from lightning_world import BOTH, difference, everything, fit, make_module, make_trainer, module_class
 from torch import nn
 
-from lightning_eff import EffCallback
+from lightning_eff import EffCallback, Pruning
 from shared_core.errors import TrainingError
 
 
@@ -50,3 +50,20 @@ def test_lazy_layers_are_told_to_be_made_first(tmp_path):
     made = Lazy()
     made(torch.randn(2, 8))
     assert trained(made) == 0.5
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.AdamW])
+def test_dead_gradients_move_no_live_weight_where_nothing_is_clipped(optimizer, tmp_path):
+    def trained(zeroed):
+        module = make_module(dropout=0.0)
+        module.configure_optimizers = lambda: optimizer(module.parameters(), lr=0.01)
+        if zeroed:
+            for weight in (weight for weight in module.parameters() if weight.ndim > 1):
+                weight.register_hook(lambda gradient, weight=weight: gradient.masked_fill(weight == 0, 0.0))
+        prune = Pruning(sparsity=0.5, begin=0, schedule="one_shot")
+        fit(make_trainer(tmp_path, callbacks=[prune]), module)
+        return [weight.detach() for weight in module.parameters() if weight.ndim > 1]
+
+    for weight, other in zip(trained(False), trained(True), strict=True):
+        assert torch.equal(weight, other)
+        assert (weight == 0).float().mean() > 0.3

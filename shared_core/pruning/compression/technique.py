@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shared_core.element_wise import is_element_wise
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.lbfgs import refuse_lbfgs
 from shared_core.preview import Event, Touched
@@ -95,6 +96,13 @@ class WeightSharing(Technique):
         self.timeline(context)
         refuse_lbfgs(context.optimizers, "share", "which moves weights apart within a step")
         self._weights = self._targets.weights()
+        for optimizer in context.optimizers:
+            if not is_element_wise(optimizer):
+                context.services.say(
+                    f"efftrain: share: {type(optimizer).__name__} makes its step of a gradient as a whole, or may: "
+                    "each shared value moves as it would where its first weight lies; element-wise optimizers (AdamW, "
+                    "SGD) do not care where that is"
+                )
         if self._codes:
             self._set_codes(self._codes)
             self._tie()

@@ -227,8 +227,8 @@ class TicketTraining(Technique):
     # -- one step
 
     def before_optimizer_step(self, context: Context) -> None:
-        """Zero the gradients of pruned weights if the trainer clips by norm; hold a fine-tuning's learning rate."""
-        if self._masks and context.clips_gradients:
+        """Zero the gradients of pruned weights where they would move live ones; hold a fine-tuning's learning rate."""
+        if self._masks and context.gradients_mix:
             parts = self._masks.parts
             pairs = [(local_part(w.grad), parts[name]) for name, w in self._weights.items() if w.grad is not None]
             for gradient, _ in pairs:
