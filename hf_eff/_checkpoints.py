@@ -29,7 +29,6 @@ from shared_core.state_file import STATE_FILE, load_state
 
 _STATE = "trainer_state.json"
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-_LISTED = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.distcp", ".metadata")
 
 
 def step_of(folder: Path | str) -> int | None:
@@ -101,7 +100,7 @@ def save_whole(trainer: Trainer, method: Callable[..., None], model: Any, trial:
         nonlocal is_whole
         write_state(path)  # the last file of the trainer's own
         _wait_for_others()
-        finish_list(folder, _LISTED)
+        finish_list(folder)
         is_whole = True
 
     if not trainer.args.should_save:

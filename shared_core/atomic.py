@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import functools
 import os
 import shutil
-import socket
 import tempfile
 import time
-import zlib
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from shared_core.errors import CheckpointError, EffError
 
 _MARK = ".eff-tmp-"
 _DAY = 86400.0
+_locks: dict[Path, int] = {}
+"""Descriptors of folders that this process writes."""
 # torch 2.13: of its stream, or of the file that is not as long as it should be when it is closed
 _OF_TORCH_SAVE = ("iostream error", "inline_container")
 
@@ -82,10 +85,24 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def folder_aside(parent: Path | str) -> Path:
-    """Return a new folder in `parent` that is a stray once this process has ended; strays of others disappear now."""
+    """Return a new folder in `parent` that is a stray once this process has ended; strays of others disappear now.
+
+    The process holds a lock on the folder, which the kernel releases when it ends: so it is known as alive from another
+    container too, where its number says nothing.
+    """
     clean_strays(parent)
-    owner = f"{_host()}-{os.getpid()}-{_started(os.getpid())}-"
-    return Path(tempfile.mkdtemp(prefix=_MARK + owner, dir=parent))
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f"{_MARK}{_kernel()}-", dir=parent))
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # somebody took it for a stray before it was locked
+            continue
+        with contextlib.suppress(OSError):  # a file system without locks: see `_is_alive`
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink and folder.exists():
+            _locks[folder] = descriptor
+            return folder
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -95,6 +112,7 @@ def _aside(parent: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(_locks.pop(folder))
 
 
 def make_folder(path: Path | str) -> Path:
@@ -165,33 +183,42 @@ def is_stray(path: Path) -> bool:
 
 def clean_strays(folder: Path | str) -> int:
     """Remove what killed writers left in `folder` and return how many there were; they are never results."""
-    strays = [stray for stray in Path(folder).glob(f"{_MARK}*") if not _is_alive(stray)]
-    for stray in strays:
-        if stray.is_dir():
-            shutil.rmtree(stray, ignore_errors=True)
-        else:
-            stray.unlink(missing_ok=True)
-    return len(strays)
+    return sum(map(_removed, Path(folder).glob(f"{_MARK}*")))
 
 
-def _is_alive(stray: Path) -> bool:
-    host, owner, started = [*stray.name.removeprefix(_MARK).split("-"), "", ""][:3]
-    if host == _host() and _started(os.getpid()):
-        return bool(started) and started == _started(owner)
-    try:  # of another machine that shares the folder, or where processes cannot be told apart
-        return time.time() - stray.stat().st_mtime < _DAY
-    except FileNotFoundError:
-        return False
-
-
-def _host() -> str:
-    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
-
-
-def _started(process: int | str) -> str:
-    """Return when a process started, which tells it from a later one of its number; empty if it has ended."""
+def _removed(stray: Path) -> bool:
+    """Remove a stray unless its writer may be alive; return whether it was removed."""
     try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        descriptor = os.open(stray, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
+        return False
+    try:
+        if _is_alive(stray, descriptor):
+            return False
+        shutil.rmtree(stray, ignore_errors=True) if stray.is_dir() else stray.unlink(missing_ok=True)
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _is_alive(stray: Path, descriptor: int) -> bool:
+    """Return whether a stray's writer may be alive; if not, hold its lock, so that no writer takes the folder now."""
+    try:
+        if stray.name.removeprefix(_MARK).split("-")[0] == _kernel():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        pass
+    # of another machine that shares the folder, or of this one before it was started again
+    return time.time() - os.fstat(descriptor).st_mtime < _DAY
+
+
+@functools.cache
+def _kernel() -> str:
+    """Return a name for the running kernel, within which locks of files hold: containers share it, machines do not."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    except OSError:
+        return f"{uuid.getnode():x}"

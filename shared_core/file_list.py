@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from shared_core.atomic import clean_strays, fsync, make_folder
+import xxhash
+
+from shared_core.atomic import clean_strays, fsync, is_stray, make_folder
 from shared_core.journal_file import read_object, write_object
 
 LIST_FILE = "eff_files.json"
-_BLOCK, _BLOCKS = 2**16, 16
+_BLOCK = 2**22
 
 
 def begin_list(folder: Path) -> None:
@@ -25,20 +26,27 @@ def begin_list(folder: Path) -> None:
     write_object(folder / LIST_FILE, {"complete": False})
 
 
-def finish_list(folder: Path, patterns: Iterable[str]) -> None:
-    """Bring a folder to disk, then say that it is complete, and of some files how long they are and what is in them.
+def finish_list(folder: Path) -> None:
+    """Bring a folder to disk, then list every file in it with its size and the checksum of all its bytes.
+
+    A checksum is computed by one thread while another waits for the disk, so that it costs no time of its own.
 
     Args:
         folder: Which `begin_list` was called for.
-        patterns: Of the names of files that nobody changes later, as globs.
 
     Raises:
         CheckpointError: If a file cannot be written.
     """
-    for path in (*folder.rglob("*"), folder):
-        fsync(path)
-    files = sorted(file for pattern in patterns for file in folder.rglob(pattern))
-    listed = {file.relative_to(folder).as_posix(): [file.stat().st_size, _checksum(file)] for file in files}
+    paths = [path for path in sorted(folder.rglob("*")) if path.name != LIST_FILE and not is_stray(path)]
+    files = [path for path in paths if path.is_file()]
+    with ThreadPoolExecutor(1) as other:
+        checksums = other.map(_checksum, files)
+        for path in (*paths, folder):
+            fsync(path)
+        listed = {
+            file.relative_to(folder).as_posix(): [file.stat().st_size, checksum]
+            for file, checksum in zip(files, checksums, strict=True)
+        }
     write_object(folder / LIST_FILE, {"complete": True, "files": listed})
 
 
@@ -60,7 +68,10 @@ def damage_by_list(folder: Path) -> str | None:
     if is_unfinished(folder):
         return "it was not saved completely"
     known = read_object(folder / LIST_FILE) if (folder / LIST_FILE).exists() else {}
-    for name, expected in known.get("files", {}).items():
+    files = known.get("files", {})
+    if not isinstance(files, dict):
+        return f"{LIST_FILE} is damaged"
+    for name, expected in files.items():
         file = folder / name
         if not file.is_file():
             return f"{name} is missing"
@@ -72,12 +83,10 @@ def damage_by_list(folder: Path) -> str | None:
     return None
 
 
-def _checksum(file: Path) -> int:
-    """Return the CRC-32 of 16 blocks of 64 KiB from the first to the last one; of smaller files, of everything."""
-    size, found = file.stat().st_size, 0
-    with file.open("rb") as opened:
-        for block in range(_BLOCKS):
-            if size > _BLOCK * _BLOCKS:
-                opened.seek((size - _BLOCK) * block // (_BLOCKS - 1))
-            found = zlib.crc32(opened.read(_BLOCK), found)
-    return found
+def _checksum(file: Path) -> str:
+    """Return the XXH3 hash, 64 bits, of a whole file: 10 GB/s, so that reading the file is what takes time."""
+    digest, block = xxhash.xxh3_64(), bytearray(_BLOCK)
+    with file.open("rb", buffering=0) as opened:
+        while count := opened.readinto(block):
+            digest.update(memoryview(block)[:count])
+    return digest.hexdigest()

@@ -13,7 +13,7 @@ from hf_eff._checkpoints import damage, newest_whole
 from lightning_eff import _whole_files
 from lightning_eff._services import LightningServices
 from shared_core.errors import CheckpointError
-from shared_core.file_list import begin_list
+from shared_core.file_list import begin_list, damage_by_list, finish_list
 from shared_core.soup.sources import RUN_KEY, open_ingredient
 
 RECIPE = recipe_of("prune")
@@ -39,7 +39,8 @@ def hf_run(tmp_path_factory):
 @pytest.mark.parametrize("how", DAMAGE)
 def test_a_folder_is_passed_over_for_any_of_its_files(how, hf_run, tmp_path):
     first, newest = hf_run.checkpoints[4], hf_run.checkpoints[NUM_STEPS]
-    for name in ("model.safetensors", "eff_state.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+    states = ("eff_state.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
+    for name in ("model.safetensors", *states):
         run = tmp_path / name
         shutil.copytree(first, run / first.name)
         shutil.copytree(newest, run / newest.name)
@@ -60,6 +61,23 @@ def test_a_folder_is_passed_over_for_the_state_of_another_step(hf_run, tmp_path)
     shutil.rmtree(tmp_path / first.name)
     with pytest.raises(CheckpointError, match="of another checkpoint"):
         newest_whole(tmp_path)
+
+
+def test_any_bit_of_a_large_file_is_found(tmp_path):
+    chance, content = random.Random(0), random.Random(1).randbytes(10 * 2**20)
+    begin_list(tmp_path)
+    (tmp_path / "shard").mkdir()
+    file = tmp_path / "shard" / "model.safetensors"
+    file.write_bytes(content)
+    finish_list(tmp_path)
+    assert damage_by_list(tmp_path) is None
+    for place in (chance.randrange(len(content)) for _ in range(60)):
+        with file.open("r+b") as opened:
+            for value in (content[place] ^ 1 << chance.randrange(8), content[place]):
+                opened.seek(place)
+                opened.write(bytes([value]))
+                opened.flush()
+                assert (damage_by_list(tmp_path) is None) == (value == content[place]), place
 
 
 def test_a_folder_that_was_not_finished_is_no_ingredient_of_a_soup(hf_run, tmp_path):

@@ -1,6 +1,10 @@
 """Files and folders that are the old ones or the new ones, never a half of either."""
 
 import os
+import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -44,15 +48,43 @@ def test_a_folder_is_written_through_a_link(tmp_path, exists):
     assert (tmp_path / "disk" / "a").read_text() == "whole"
 
 
-def test_strays_are_those_of_ended_processes(tmp_path):
+def test_strays_are_those_of_ended_writers_whatever_their_process_numbers(tmp_path):
     alive = folder_aside(tmp_path)
-    mark, host, process, started, _ = alive.name.rsplit("-", 4)
-    # a later process has the number of the one that was killed
-    reused = tmp_path / f"{mark}-{host}-{process}-{int(started) - 1}-x"
-    foreign, forgotten = tmp_path / f"{mark}-0-{process}-{started}-x", tmp_path / f"{mark}-1-{process}-{started}-x"
-    for folder in (reused, foreign, forgotten):
+    mark, _, _ = alive.name.rpartition("-")
+    ended, foreign, forgotten = tmp_path / f"{mark}-x", tmp_path / ".eff-tmp-0-x", tmp_path / ".eff-tmp-1-x"
+    for folder in (ended, foreign, forgotten):
         folder.mkdir()
     os.utime(forgotten, (0, 0))
+    os.utime(alive, (0, 0))
     assert clean_strays(tmp_path) == 2
     assert sorted(tmp_path.iterdir()) == sorted([alive, foreign])
     assert is_stray(alive / "a.ckpt")
+
+
+def test_a_writer_in_another_container_is_alive(tmp_path):
+    # its process has a number that means another one here, or none
+    code = (
+        "import sys, time; from shared_core.atomic import atomic_folder\n"
+        "with atomic_folder(sys.argv[1]) as folder:\n"
+        "    (folder / 'a').write_text('whole'); print('ready', flush=True); sys.stdin.readline()"
+    )
+    new_namespace = ["unshare", "--pid", "--fork", "--mount-proc"]
+    if not shutil.which("unshare") or subprocess.run([*new_namespace, "true"], capture_output=True).returncode:
+        new_namespace = []  # not allowed here: another process at least
+    with subprocess.Popen(
+        [*new_namespace, sys.executable, "-P", "-c", code, str(tmp_path / "out")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as writer:  # fmt: skip
+        assert writer.stdout.readline() == "ready\n"
+        assert clean_strays(tmp_path) == 0
+        writer.communicate("\n")
+    assert (tmp_path / "out" / "a").read_text() == "whole"
+
+
+def test_what_a_killed_writer_left_disappears_at_once(tmp_path):
+    if not (child := os.fork()):
+        folder_aside(tmp_path)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert clean_strays(tmp_path) == 1
+    assert not any(tmp_path.iterdir())

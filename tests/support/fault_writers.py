@@ -161,7 +161,7 @@ def _listed(folder, version):
     # a library writes in place between the two; the folder counts as damaged until the list is finished
     begin_list(folder)
     torch.save(tensors(version), folder / "a.pt")
-    finish_list(folder, ["*.pt"])
+    finish_list(folder)
 
 
 def _listed_version(folder):
