@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -144,7 +145,7 @@ def _read_arrays(file: Path) -> tuple[Any, list[Any]]:
     try:
         with np.load(file, allow_pickle=False) as arrays:
             held = {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise unreadable(file, error) from error
     labels = held[label_column(sorted(held), file)]
     if _PIXELS in held:

@@ -8,6 +8,7 @@ import fcntl
 import functools
 import os
 import shutil
+import stat
 import tempfile
 import time
 import uuid
@@ -43,7 +44,7 @@ def atomic_write(path: Path | str) -> Iterator[Path]:
         >>> [file.name for file in folder.iterdir()]
         ['a.txt']
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))  # what a link leads to is written
     with named_failure(path, "nothing was replaced"), _aside(path.parent) as folder:
         temporary = folder / path.name
         yield temporary
@@ -64,8 +65,9 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"write: {path} must not exist or be an empty folder; choose another one")
     make_folder(path.parent)
-    with named_failure(path, "nothing was written"), _aside(path.parent) as temporary:
-        os.chmod(temporary, 0o755)
+    with named_failure(path, "nothing was written"), _aside(path.parent) as folder:
+        temporary = folder / path.name
+        temporary.mkdir()
         yield temporary
         for inner in (*temporary.rglob("*"), temporary):
             fsync(inner)
@@ -171,6 +173,8 @@ def fsync(path: Path) -> None:
 
 
 def _replace(temporary: Path, path: Path) -> None:
+    if path.exists():
+        os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
     os.replace(temporary, path)
     with named_failure(path.parent, f"{path.name} is in place, but would not survive a loss of power"):
         fsync(path.parent)

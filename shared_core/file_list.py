@@ -73,7 +73,7 @@ def damage_by_list(folder: Path) -> str | None:
         return f"{LIST_FILE} is damaged"
     for name, expected in files.items():
         file = folder / name
-        if not file.is_file():
+        if len(name) > 1000 or not file.is_file():
             return f"{name} is missing"
         if [file.stat().st_size, _checksum(file)] != expected:
             return (

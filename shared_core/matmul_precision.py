@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -44,6 +45,10 @@ class MatmulPrecision(Technique):
 
     key: ClassVar[str] = "matmul"
     config: MatmulPrecisionConfig
+    _live: ClassVar[weakref.WeakValueDictionary[int, MatmulPrecision]] = weakref.WeakValueDictionary()
+    """Those that set the precision and have not put it back, in order: torch has one setting for all of them."""
+    _before: ClassVar[tuple[str, tuple[str, str]]] = ("highest", ("none", "none"))
+    """What was set before the first of them."""
 
     def __init__(self, config: MatmulPrecisionConfig) -> None:
         super().__init__(config)
@@ -51,7 +56,6 @@ class MatmulPrecision(Technique):
         """What the first training loss was computed in."""
         self.previous: str | None = None
         """Torch's setting before this run; ``"mixed"`` if its newer switches were set. None before `attach`."""
-        self._switches: tuple[str, str] | None = None
         self._device = torch.device("cpu")
         self._format: str | None = None
 
@@ -76,19 +80,25 @@ class MatmulPrecision(Technique):
     def attach(self, model: nn.Module, context: Context) -> None:
         """Set the precision, for evaluation too."""
         self.previous = float32_matmul_precision()
-        self._switches = _newer_switches()
+        if not self._live:
+            MatmulPrecision._before = self.previous, _newer_switches()
+        self._live[1 + max(self._live, default=0)] = self
         torch.set_float32_matmul_precision(self.config.precision)
 
     def detach(self, model: nn.Module) -> None:
-        """Put torch's setting back."""
-        if self._switches is None:
+        """Put torch's setting back, or that of another run that has not ended."""
+        mine = next((number for number, one in self._live.items() if one is self), None)
+        if mine is None:
             return
-        if self.previous in ("highest", "high", "medium"):
-            torch.set_float32_matmul_precision(self.previous)
+        del self._live[mine]
+        precision, switches = self._before
+        if self._live:
+            torch.set_float32_matmul_precision(self._live[max(self._live)].config.precision)
+        elif precision in ("highest", "high", "medium"):
+            torch.set_float32_matmul_precision(precision)
         else:
             torch.set_float32_matmul_precision("highest")  # overwrites the newer switches, so these come second
-            _set_newer_switches(self._switches)
-        self._switches = None
+            _set_newer_switches(switches)
 
     def begin(self, context: Context) -> None:
         """Measure a product on the model's device, and say aloud if the setting changes nothing there."""

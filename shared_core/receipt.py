@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import platform
+import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 RECEIPT_FILE = "eff_receipt.json"
 VARIABLE = "EFF_RECEIPT"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that a terminal would obey: a receipt may come from a stranger."""
 # what evaluation took, which differs between runs that are otherwise equal
 _TIMINGS = ("_runtime", "_per_second", "_time")
 
@@ -107,7 +110,7 @@ class Receipt:
         if self._folder is not None:
             told = f"all of it: {self._folder / RECEIPT_FILE}; as a page: eff report {self._folder}"
             console.print(told, markup=False, highlight=False, soft_wrap=True)
-        return console.export_text().rstrip()
+        return _CONTROL.sub("", console.export_text()).rstrip()
 
 
 def figures(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -80,7 +80,7 @@ def load_state(folder: Path | str) -> dict[str, Any]:
         if int(metadata["eff_format"]) > _FORMAT:
             raise CheckpointError(f"state: {path} was written by a newer efftrain; update it to read this file")
         state = _join(parse_json(metadata["state"]), tensors)
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"state: {path} must be a whole state file, got {error}; the file is damaged") from error
     return dict(state)
 

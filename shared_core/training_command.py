@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -19,6 +20,26 @@ VARIABLE = "EFF_RECIPE"
 # they start the script in processes of their own, which no runner of ours is in
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 _CHILD = "from shared_core.training_command import train_script; train_script()"
+
+
+_SECRET = re.compile(r"token(?!iz)|key|secret|password", re.IGNORECASE)
+
+
+def without_secrets(command: Sequence[str]) -> list[str]:
+    """Return a command as it may be written into a file: values of what is named like a secret are left out.
+
+    Example:
+        >>> without_secrets(["python", "train.py", "--hub_token", "hf_a", "--api-key=b", "--max_tokens", "9"])
+        ['python', 'train.py', '--hub_token', '***', '--api-key=***', '--max_tokens', '9']
+    """
+    shown, hides_next = [], False
+    for part in command:
+        name, sign, value = part.partition("=")
+        hidden = hides_next and not part.startswith("--") and not part.isdecimal()
+        is_secret = bool(_SECRET.search(name)) and (bool(sign) or name.startswith("-"))
+        shown.append("***" if hidden else f"{name}=***" if is_secret and sign and not value.isdecimal() else part)
+        hides_next = is_secret and not sign
+    return shown
 
 
 @dataclass(frozen=True)

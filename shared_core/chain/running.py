@@ -19,7 +19,7 @@ from shared_core.chain.table import ChainRow, ChainTable, table_of
 from shared_core.errors import CheckpointError, ConfigError, TrainingError
 from shared_core.journal_file import check_same, locked, read_object, write_object
 from shared_core.receipt import VARIABLE as RECEIPT_VARIABLE
-from shared_core.training_command import TrainingCommand
+from shared_core.training_command import TrainingCommand, without_secrets
 
 JOURNAL_FILE = "chain.json"
 _LOCK_FILE = ".chain.lock"
@@ -85,7 +85,7 @@ class TeacherChain:
         )
         if "," in str(self.folder.resolve()):
             raise ConfigError(f"chain: out must have no comma in its path, which separates teachers, got {self.folder}")
-        self._plan = {"format": _FORMAT, "command": list(command)}
+        self._plan = {"format": _FORMAT, "command": without_secrets(command)}
         self._model, self.metric = model, metric
         self._trained: dict[str, Any] = {}
         self._rows = self._finished_rows()
@@ -252,7 +252,7 @@ class TeacherChain:
 
     def _write(self) -> None:
         rows = [asdict(row) for row in self._rows]
-        write_object(self.folder / JOURNAL_FILE, {**self._plan, "stages": rows, "trained": self._trained})
+        write_object(self.folder / JOURNAL_FILE, {**self._plan, "stages": rows, "trained": self._trained}, private=True)
 
 
 def _follow(process: subprocess.Popen[bytes], log: Path, start: int, output: Callable[[bytes], object] | None) -> int:

@@ -132,7 +132,20 @@ def _goes_along(file: Path) -> bool:
 def _files(model: Path) -> dict[str, bytes]:
     if not model.is_dir():
         return {}
-    return {file.name: file.read_bytes() for file in sorted(model.iterdir()) if file.is_file() and _goes_along(file)}
+    found = {}
+    for file in sorted(model.iterdir()):
+        if file.is_file() and _goes_along(file):
+            if _stays_inside(file.resolve(), model.resolve()):
+                found[file.name] = file.read_bytes()
+            else:
+                typer.echo(f"left out {file.name}: it is a link to {file.resolve()}, outside the folder", err=True)
+    return found
+
+
+def _stays_inside(file: Path, folder: Path) -> bool:
+    # the Hub's cache: snapshots/<commit>/config.json is a link into blobs/
+    home = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    return file.is_relative_to(folder) or file.is_relative_to(home)
 
 
 def _bits_of(pairs: list[str]) -> dict[str, int | None]:

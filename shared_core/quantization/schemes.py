@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 from typing import Any, Literal
 
 from torch import nn
@@ -150,4 +151,10 @@ def _group_size(config: QatConfig, name: str, layer: nn.Module) -> int:
             f"qat.group_size: group_size must divide the {sorted(widths)} weights of a channel of {name}, "
             f"got {config.group_size}; skip the layer, or override its group_size"
         )
-    return max(widths)  # no usual size divides: a channel is one group
+    size = math.gcd(*widths)  # no usual size divides: a channel is one group, unless there are several widths
+    if size < 4 and len(widths) > 1:
+        raise ConfigError(
+            f"qat.scheme: groups of at least 4 must divide the weights of {name}, got {sorted(widths)} a channel; skip "
+            "the layer, or override its scheme with int8_weight"
+        )
+    return size

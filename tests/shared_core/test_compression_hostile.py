@@ -207,6 +207,19 @@ def test_an_index_that_inflates_without_end_is_refused(tmp_path):
         read(tmp_path, head + packed)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"shape": [1], "coding": "sparse", "gap_bits": 2**31},
+        {"shape": [1], "coding": "raw", "gap_bits": 2**62},
+        {"shape": [2**62] * 20_000, "coding": "raw"},
+    ],
+)
+def test_no_number_is_computed_that_has_no_end(tmp_path, fields):
+    with pytest.raises(CheckpointError, match="dimensions and gaps"):
+        read(tmp_path, build(bytes(4), bomb("w", bytes=4, **fields)))
+
+
 def test_no_elements_in_a_shape_of_huge_dimensions(tmp_path):
     index = bomb("w", shape=[0, 1 << 62, 1 << 62], coding="raw", bytes=0)
     assert read(tmp_path, build(b"", index))[0]["w"].numel() == 0

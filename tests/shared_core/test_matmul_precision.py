@@ -55,6 +55,18 @@ def test_it_is_set_and_put_back(precision, previous, end):
     assert torch.get_float32_matmul_precision() == "medium"
 
 
+@pytest.mark.parametrize("first_ends", ["first", "last"])
+def test_of_two_runs_the_one_that_goes_on_keeps_its_precision(first_ends):
+    torch.set_float32_matmul_precision("highest")
+    first, _ = run("high")
+    second, _ = run("medium")
+    order = [first, second] if first_ends == "first" else [second, first]
+    order[0].detach(nn.Linear(3, 2))
+    assert torch.get_float32_matmul_precision() == ("medium" if order[1] is second else "high")
+    order[1].detach(nn.Linear(3, 2))
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_newer_switches_are_put_back_too():
     torch.set_float32_matmul_precision("highest")
     backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul

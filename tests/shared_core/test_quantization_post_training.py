@@ -209,3 +209,17 @@ def test_a_weight_that_is_not_finite_is_refused_and_so_is_a_quantised_model():
     model[1].weight.data[0, 0] = float("nan")
     with pytest.raises(CompatibilityError, match="weights of 1 must be finite"):
         quantize(model, "int8_weight", fuse=False)
+
+
+def test_groups_of_a_recurrent_layer_divide_the_rows_of_all_its_weights():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LSTM(12, 16))
+    quantized = quantize(model, "int4_weight").state_dict()
+    for name, weight in model.state_dict().items():
+        if "weight" in name:
+            groups, change = weight.reshape(-1, 4), (quantized[name] - weight).reshape(-1, 4)  # 4 divides 12 and 16
+            step = groups.amax(dim=1).clamp(min=0) - groups.amin(dim=1).clamp(max=0)
+            assert 0 < change.abs().max() < step.max() / 14
+            assert (change.abs().amax(dim=1) <= groups.abs().amax(dim=1) / 7).all()
+    with pytest.raises(ConfigError, match="groups of at least 4"):
+        quantize(nn.Sequential(nn.LSTM(13, 16)), "int4_weight")

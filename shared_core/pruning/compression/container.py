@@ -179,21 +179,23 @@ def inflate(data: bytes, size: int) -> bytes:
 
 def _tensor_entry(values: Mapping[str, Any]) -> TensorEntry:
     entry = TensorEntry(**{**values, "shape": tuple(values["shape"])})
+    if len(entry.shape) > 64 or not 0 <= entry.gap_bits <= 8:  # before anything is computed from them
+        raise ValueError(f"{entry.name!r} has {len(entry.shape)} dimensions and gaps of {entry.gap_bits} bits")
     numbers = (entry.bytes, entry.crc, entry.values, entry.weights, entry.gaps, entry.gap_bits, *entry.shape)
     if not isinstance(entry.name, str) or entry.dtype not in DTYPES or entry.coding not in CODINGS:
         raise ValueError(f"{entry.name!r} has dtype {entry.dtype!r} and coding {entry.coding!r}")
     _check_numbers(entry.name, numbers)
     dtype, count = DTYPES[entry.dtype], entry.numel
-    holds = len(entry.shape) <= 64
+    holds = True
     if entry.coding == "raw":
-        holds &= entry.bytes == entry.num_bytes
+        holds = entry.bytes == entry.num_bytes
     elif entry.coding in ("dense", "sparse"):
         holds &= dtype.is_floating_point and dtype.itemsize > 1 and entry.values <= 257
         holds &= entry.bytes >= entry.values * (dtype.itemsize + 1)
         holds &= entry.values > 0 or count == 0 or entry.coding == "sparse"
     if entry.coding == "sparse":
         filler = 2**entry.gap_bits - 1
-        holds &= 1 <= entry.gap_bits <= 8 and entry.weights <= count and (entry.values > 0 or not entry.weights)
+        holds &= entry.gap_bits >= 1 and entry.weights <= count and (entry.values > 0 or not entry.weights)
         holds &= entry.weights <= entry.gaps <= entry.weights + count // max(filler, 1)
         holds &= entry.bytes >= entry.values * (dtype.itemsize + 1) + filler + 1
     if not holds:

@@ -41,7 +41,7 @@ class Journal:
             raise CheckpointError(
                 f"{self.folder}: folder must be new or hold a search, got rounds without {JOURNAL_FILE}"
             )
-        write_object(file, plan)
+        write_object(file, plan, private=True)
 
     def run_folder(self, number: int, control: str) -> Path:
         """Return the folder of a run."""

@@ -17,6 +17,7 @@ from shared_core.pruning.lottery.curve import TicketCurve, curve_of
 from shared_core.pruning.lottery.journal import Journal
 from shared_core.pruning.lottery.run_folder import RESULT_FILE
 from shared_core.recipe import Recipe
+from shared_core.training_command import without_secrets
 
 CONTROLS = ("random_reinit", "random_mask")
 _CHOSEN_HERE = ("out", "ticket", "control")
@@ -159,7 +160,7 @@ class LotteryTicket:
         def launch(recipe: Recipe, out: Path, lock: int) -> None:
             training.run(recipe, out, lock, stdout)
 
-        return self._search(folder, list(command), launch, progress)
+        return self._search(folder, without_secrets(command), launch, progress)
 
     def _runs(self) -> Iterator[tuple[int, str]]:
         yield 0, "none"

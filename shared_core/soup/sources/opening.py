@@ -109,8 +109,8 @@ def _read_index(index: Path) -> dict[str, str]:
     if not isinstance(shards, dict) or not shards:
         raise CheckpointError(f"{index}: index must have a weight_map, got {shards!r}; the file is damaged")
     for name in shards.values():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{index}: shard must be a file name in the same folder, got {name!r}")
+        if not isinstance(name, str) or Path(name).name != name or len(name.encode(errors="replace")) > 255:
+            raise CheckpointError(f"{index}: shard must be a file name in the same folder, got {name!r:.100}")
     return shards
 
 
