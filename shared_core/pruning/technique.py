@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.lbfgs import refuse_lbfgs
 from shared_core.packed_masks import unpack_mask
+from shared_core.peft_layers import refuse_adapters
 from shared_core.preview import Event, Touched
 from shared_core.pruning.config import UNITS, PruneConfig
 from shared_core.pruning.cost_watch import CostWatch
@@ -70,10 +71,14 @@ class Pruning(Technique):
 
         Raises:
             MatchError: If there are none.
+            CompatibilityError: If they are PEFT's adapters.
         """
         config = self.config
         self._targets = find_targets(model, config)
         modules = self._targets.modules
+        refuse_adapters(
+            "prune", model, modules, "merging would fill their zeros again", "merge, and prune the merged model"
+        )
         self._scorer = make_scorer(config.weight_criterion, modules, generator=context.generator)
         if config.granularity in UNITS:
             self._units = UnitPruning(config, modules)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shared_core.element_wise import is_element_wise
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.lbfgs import refuse_lbfgs
+from shared_core.peft_layers import refuse_adapters
 from shared_core.preview import Event, Touched
 from shared_core.pruning.compression.bundles import Bundle, Bundles
 from shared_core.pruning.compression.config import ShareConfig
@@ -59,8 +60,13 @@ class WeightSharing(Technique):
 
         Raises:
             MatchError: If there are none.
+            CompatibilityError: If they are PEFT's adapters.
         """
         self._targets = find_shared(model, self.config)
+        refuse_adapters(
+            "share", model, self._targets.modules, "merging would move members of a cluster apart",
+            "merge, and share the weights of the merged model",
+        )  # fmt: skip
 
     def holds(self) -> Mapping[str, Tensor]:
         """Return the weights."""

@@ -10,6 +10,7 @@ from eff_kernels.pruning import apply_mask_
 from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
+from shared_core.peft_layers import refuse_adapters
 from shared_core.preview import Event, Touched
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.lottery.config import TicketConfig
@@ -92,6 +93,10 @@ class TicketTraining(Technique):
             )
         except MatchError as error:
             raise MatchError(str(error).replace("prune:", "ticket:", 1)) from error
+        refuse_adapters(
+            "ticket", model, self._targets.modules, "merging would fill their zeros again",
+            "merge, and find tickets of the merged model",
+        )  # fmt: skip
         if config.scope == "local":
             self._rates = layer_rates(model, self._targets.modules, config)
         if config.ticket is not None:
