@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from eff_kernels.exact_sums import sums_exactly
 from eff_kernels.triton_available import has_triton
 
 from shared_core.hardware import matmul_hardware
@@ -56,14 +57,14 @@ def formats(device: torch.device) -> dict[str, str]:
     able = torch.cpu.get_capabilities()
     on_gpu = device.type == "cuda"
     fp16 = on_gpu or bool(able.get("avx512_fp16") or able.get("amx_fp16"))
-    integers = on_gpu or any(able.get(name) for name in ("avx512_vnni", "amx_int8"))
+    integers = on_gpu or sums_exactly("linear")
     by = "torchao's kernels and torch's" if find_spec("torchao") else "torch's kernels alone"
     return {
         "tf32": "native" if multiplies["tf32"] else "none: float32 products stay float32",
         "bf16": "native" if multiplies["bf16"] else "works, without instructions of its own: slow",
         "fp16": "native" if fp16 else "works, without instructions of its own: slow",
         "fp8": "native" if multiplies["fp8"] else "emulated in float32: slower than without",
-        "int8": f"{'native' if integers else 'works, without instructions of its own'}, by {by}",
+        "int8": f"{'native' if integers else 'weights of 7 bits at most (those of 8 saturate)'}, by {by}",
         "2:4": two_four_here(device),
     }
 

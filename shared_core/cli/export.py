@@ -57,7 +57,7 @@ def export(
         str,
         typer.Option(
             help="Of onnx: signed, the fastest with VNNI or AMX; unsigned, for x86 without, where products with signed "
-            "ones saturate; auto: as this processor needs it."
+            "ones saturate; auto: signed if onnxruntime sums them exactly here."
         ),
     ] = "auto",
     no_verify: Annotated[

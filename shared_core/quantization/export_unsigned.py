@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import platform
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
+from shared_core.atomic import scratch_folder
 from shared_core.errors import ConfigError, nearest
-from shared_core.quantization.fast_convert import has_vnni
+from shared_core.quantization.export_check import session_of
 
 WeightCodes = Literal["auto", "signed", "unsigned"]
 _EXACT = 64  # 255·64·2, a pair of products, still fits 16 bits
@@ -19,6 +21,7 @@ def wants_unsigned(weight_codes: str) -> bool:
     """Return whether weights are to be written as unsigned codes; ``auto``: where signed ones saturate here.
 
     Without VNNI, x86 multiplies unsigned by signed bytes and adds pairs of products in 16 bits: 255·127·2 is too much.
+    Where onnxruntime is not installed, unsigned ones: they are exact everywhere.
 
     Raises:
         ConfigError: If it is none of the three.
@@ -33,9 +36,37 @@ def wants_unsigned(weight_codes: str) -> bool:
             f"export_onnx: weight_codes must be one of {', '.join(known)}, got {weight_codes!r}"
             f"{nearest(str(weight_codes), known)}"
         )
-    return weight_codes == "unsigned" or (
-        weight_codes == "auto" and platform.machine().lower() in ("x86_64", "amd64") and not has_vnni()
+    return weight_codes == "unsigned" or (weight_codes == "auto" and not onnxruntime_sums_exactly())
+
+
+@cache
+def onnxruntime_sums_exactly() -> bool:
+    """Return whether onnxruntime's product of unsigned inputs and signed weights is exact for all 8-bit codes here.
+
+    One saturating product shows it, when it is first asked in a process. Without onnxruntime nothing shows it: False.
+    """
+    if find_spec("onnxruntime") is None:
+        return False
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    inputs, outputs = 64, 32
+    weight = numpy_helper.from_array(np.full((inputs, outputs), 127, np.int8), "weight")
+    graph = helper.make_graph(
+        [helper.make_node("MatMulInteger", ["codes", "weight"], ["sums"])],
+        "saturation",
+        [helper.make_tensor_value_info("codes", TensorProto.UINT8, ["rows", inputs])],
+        [helper.make_tensor_value_info("sums", TensorProto.INT32, ["rows", outputs])],
+        [weight],
     )
+    # of an IR and an opset that every onnxruntime of the extra reads
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 21)])
+    with scratch_folder() as folder:
+        file = folder / "saturation.onnx"
+        onnx.save(model, file)
+        session = session_of(file, optimise=True)
+        sums = [session.run(None, {"codes": np.full((rows, inputs), 255, np.uint8)})[0] for rows in (1, 17)]
+    return all((found == 255 * 127 * inputs).all() for found in sums)
 
 
 def make_unsigned(file: Path) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from eff_kernels.exact_sums import Kernel, sums_exactly
 from torch import Tensor, nn
 
 from shared_core.errors import ConfigError, MissingExtraError, nearest
@@ -97,7 +97,7 @@ def to_torchao(model: nn.Module) -> nn.Module:
             if why:
                 module.stays_because = why  # type: ignore[assignment]
             else:
-                OneDnnConv2d.take(module, _told("oneDNN int8 static", module.weight_codes.device, "onednn.qconv2d"))
+                OneDnnConv2d.take(module, _told("oneDNN int8 static", "onednn.qconv2d"))
     if id(model) in made:
         return made[id(model)]
     for parent in list(model.modules()):
@@ -111,16 +111,16 @@ def _fast_linear(module: IntLinear | FakeQuantLinear) -> tuple[nn.Module | None,
     """Return (the layer on a kernel, "") or (None, why it has none)."""
     if isinstance(module, IntLinear):
         device = module.weight_codes.device
-        why = _why_no_int8(device, module.weight_bits) or _why_no_float64(module.weight_scale.dtype)
+        why = _why_no_int8_linear(device, module.weight_bits) or _why_no_float64(module.weight_scale.dtype)
         if not why and _is_of_onednn(device):
-            return OneDnnLinear.take(module, _told("oneDNN int8 static", device, "onednn.qlinear")), ""
+            return OneDnnLinear.take(module, _told("oneDNN int8 static", "onednn.qlinear")), ""
         if module.activation_bits != 8:
             why = f"torchao has no inputs of {module.activation_bits} bits"
         why = why or _why_no_torchao()
         if why:
             return None, why
         weight = _int8(module.weight_codes, module.weight_scale, torch.float32, module)
-        return TorchaoLinear(weight, module.bias, True, _told("torchao int8 static", device)), ""
+        return TorchaoLinear(weight, module.bias, True, _told("torchao int8 static")), ""
     entry = layer_entry(module) or {}
     scheme = saved_scheme(entry, WHERE)
     float_weight = module.weight.detach()
@@ -133,13 +133,13 @@ def _fast_linear(module: IntLinear | FakeQuantLinear) -> tuple[nn.Module | None,
     if scheme.weight != "channel" or scheme.input not in ("none", "token"):
         return None, f"torchao has no kernel here for weights {scheme.weight} with inputs {scheme.input}"
     dynamic = scheme.input == "token"
-    why = _why_no_int8(float_weight.device, scheme.weight_bits) if dynamic else ""
+    why = _why_no_int8_linear(float_weight.device, scheme.weight_bits) if dynamic else ""
     why = why or _why_no_float64(float_weight.dtype)
     if dynamic and not why and _is_of_onednn(float_weight.device):
         if float_weight.shape[1] > _MOST_INPUTS:
             return None, f"sums of {float_weight.shape[1]} products of int8 and uint8 can overflow 32 bits"
         codes, scale = channel_codes(float_weight, scheme, entry)
-        told = _told("oneDNN int8 dynamic", codes.device, "onednn.qlinear")
+        told = _told("oneDNN int8 dynamic", "onednn.qlinear")
         return OneDnnTokenLinear(codes, scale, module.bias, scheme.activation_bits, told), ""
     if dynamic and scheme.activation_bits != 8:
         why = f"torchao has no inputs of {scheme.activation_bits} bits"
@@ -148,7 +148,7 @@ def _fast_linear(module: IntLinear | FakeQuantLinear) -> tuple[nn.Module | None,
         return None, why
     codes, scale = channel_codes(float_weight, scheme, entry)
     weight = _int8(codes, scale, float_weight.dtype, "token" if dynamic else None)
-    told = _told("torchao int8 dynamic", codes.device) if dynamic else "torchao int8 weight-only: a product in float"
+    told = _told("torchao int8 dynamic") if dynamic else "torchao int8 weight-only: a product in float"
     return TorchaoLinear(weight, module.bias, False, told), ""
 
 
@@ -157,11 +157,15 @@ def _is_of_onednn(device: torch.device) -> bool:
     return device.type == "cpu" and hasattr(torch.ops.onednn, "qlinear_pointwise")
 
 
-def _why_no_int8(device: torch.device, weight_bits: int) -> str:
+def _why_no_int8_linear(device: torch.device, weight_bits: int) -> str:
+    return _why_no_int8(device, weight_bits, "linear" if _is_of_onednn(device) else "matmul")
+
+
+def _why_no_int8(device: torch.device, weight_bits: int, kernel: Kernel) -> str:
     if device.type not in ("cpu", "cuda"):
         return f"torch has no product of int8 matrices on {device.type}"
-    if device.type == "cpu" and not has_vnni() and weight_bits == 8:
-        return "the processor has no VNNI: pairs of products would saturate 16 bits; train or quantise to 7 bits"
+    if device.type == "cpu" and weight_bits == 8 and not sums_exactly(kernel):
+        return "the kernel saturates here: it adds pairs of 8-bit products in 16 bits (no VNNI); quantise to 7 bits"
     return ""
 
 
@@ -177,24 +181,12 @@ def _why_no_convolution(module: IntConv2d) -> str:
     device = module.weight_codes.device
     if device.type != "cpu":
         return f"torch has no int8 convolution on {device.type}"
-    no_kernel = _why_no_int8(device, module.weight_bits) or _why_no_float64(module.weight_scale.dtype)
+    no_kernel = _why_no_int8(device, module.weight_bits, "convolution") or _why_no_float64(module.weight_scale.dtype)
     return no_kernel or OneDnnConv2d.why_not(module)
 
 
-def has_vnni() -> bool:
-    """Return whether this processor has instructions that sum products of bytes in 32 bits (VNNI, AMX)."""
-    return _cpu("vnni") or _cpu("amx_tile")
-
-
-def _cpu(instructions: str) -> bool:
-    supported: Callable[[], bool] | None = getattr(torch.cpu, f"_is_{instructions}_supported", None)
-    return supported is not None and supported()
-
-
-def _told(kind: str, device: torch.device, call: str = "torch._int_mm") -> str:
-    instructions = "AMX" if _cpu("amx_tile") else "AVX512-VNNI" if _cpu("vnni") else "no VNNI"
-    on = f", {instructions}" if device.type == "cpu" else ""
-    return f"{kind}: int8 x int8 -> int32 ({call}{on})"
+def _told(kind: str, call: str = "torch._int_mm") -> str:
+    return f"{kind}: int8 x int8 -> int32 ({call})"
 
 
 def _int8(codes: Tensor, scale: Tensor, dtype: torch.dtype, inputs: IntLinear | str | None) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from eff_kernels.exact_sums import sums_exactly
 from torch import Tensor, nn
 
 from shared_core.config import TechniqueConfig, option
@@ -140,8 +141,8 @@ def base_config(config: TorchaoMethodConfig, layer: nn.Linear) -> Any:
     if config.scheme == "int8_weight":
         return _torchao("quantization", "Int8WeightOnlyConfig")(set_inductor_config=False)
     if config.scheme == "int8_dynamic":
-        # without VNNI pairs of products saturate 16 bits
-        narrow = _torchao("utils", "should_reduce_range")(device)
+        # inductor puts oneDNN's product in the place of torch._int_mm
+        narrow = device.type == "cpu" and not (sums_exactly("matmul") and sums_exactly("linear"))
         make = _torchao("quantization", "Int8DynamicActivationInt8WeightConfig")
         return make(set_inductor_config=False, reduce_range=narrow)
     if config.method == "awq" and device.type == "cpu":

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from codes import WIDEST
 from eff_kernels.integer_linear import integer_linear, pack
-from vnni import WIDEST
 
 SHAPES = [(1, 1, 1), (4, 7, 3), (41, 401, 33), (64, 128, 32)]
 
@@ -12,7 +12,7 @@ SHAPES = [(1, 1, 1), (4, 7, 3), (41, 401, 33), (64, 128, 32)]
 def operands(rows, inputs, outputs, extreme=False):
     generator = torch.Generator().manual_seed(rows)
     codes = torch.randint(255 if extreme else 0, 256, (rows, inputs), dtype=torch.uint8, generator=generator)
-    low = -(2 ** (WIDEST - 1))
+    low = -(2 ** (WIDEST["linear"] - 1))
     weight = torch.randint(low, low + 1 if extreme else -low, (outputs, inputs), dtype=torch.int8, generator=generator)
     return codes, weight, torch.rand(outputs, generator=generator) + 0.1, torch.randn(outputs, generator=generator)
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from codes import assert_codes_close, code_step
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
@@ -60,23 +61,36 @@ def trained(net, options, steps=4):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_it_trains_and_converts_as_the_linear_layer_that_it_is(scheme):
+def test_it_trains_as_the_linear_layer_that_it_is(scheme):
     ours, stock = twins()
-    told, expected = (
-        trained(net, SCHEMES[scheme]).receipt().values["techniques"]["qat"]["per_layer"] for net in (ours, stock)
-    )
+    sessions = [trained(net, SCHEMES[scheme]) for net in (ours, stock)]
+    told, expected = (session.receipt().values["techniques"]["qat"]["per_layer"] for session in sessions)
     assert [entry["type"] for entry in told] == ["Conv1D", "Conv1D"]
     for one, other in zip(told, expected, strict=True):
         assert one.keys() == other.keys()
-        assert one["sqnr_db"] == pytest.approx(other["sqnr_db"], rel=1e-4)
-    for one, other in zip(ours[::2], stock[::2], strict=True):
+        assert one["sqnr_db"] == pytest.approx(other["sqnr_db"], abs=0.05)
+    ranges = sessions[1].techniques["qat"].ranges()
+    for name in ("0", "2"):
+        one, other = ours[int(name)], stock[int(name)]
         assert type(one) is Conv1D
         assert set(one.state_dict()) == {"weight", "bias"}
-        torch.testing.assert_close(one.weight.t(), other.weight)
+        assert_codes_close(one.weight.t(), other.weight, code_step(ranges[name], other.weight))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_it_converts_as_the_linear_layer_that_it_is(scheme):
+    ours, stock = twins()
+    ranges = trained(ours, SCHEMES[scheme]).techniques["qat"].ranges()
+    for one, other in zip(ours[::2], stock[::2], strict=True):
+        other.load_state_dict({"weight": one.weight.detach().t(), "bias": one.bias.detach()})
     for backend in ("reference", "auto"):
-        one, other = convert(ours, backend=backend), convert(stock, backend=backend)
-        torch.testing.assert_close(one(inputs()), other(inputs()))
+        one, other = (convert(net, ranges, backend=backend) for net in (ours, stock))
         assert conversion_report(one) == conversion_report(other)
+        # each layer from the same values: a sum in another order may turn a code of the next layer's inputs
+        x = inputs()
+        for layer, exact in zip(one, other, strict=True):
+            torch.testing.assert_close(layer(x), exact(x))
+            x = exact(x)
 
 
 def test_nothing_changes_before_it_begins_and_gradients_are_those_of_the_rounded_weight():

@@ -6,10 +6,10 @@ import pytest
 import torch
 from quantization_export_runs import assert_close_in_steps, constants, expected, run
 from torch import nn
-from vnni import HAS_VNNI, needs_vnni
 
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.quantization import export_onnx, export_unsigned, quantize
+from shared_core.quantization.export_unsigned import onnxruntime_sums_exactly, wants_unsigned
 
 
 def linear():
@@ -42,7 +42,7 @@ def test_what_is_right_for_this_processor_is_exact_on_its_integer_kernels(build,
     model, x = quantised(build, scheme, bits)
     path = tmp_path / "model.onnx"
     report = export_onnx(model, x, path)
-    assert report.unsigned_weights == (bits == 8 and not HAS_VNNI)
+    assert report.unsigned_weights == (bits == 8 and not onnxruntime_sums_exactly())
     assert_close_in_steps(run(path, x, optimise=True), expected(model, x))
     for name, value in constants(path).items():
         if "weight_codes" in name and bits < 8:
@@ -86,21 +86,30 @@ def test_tied_rows_of_an_embedding_stay_signed(tmp_path):
     assert_close_in_steps(run(tmp_path / "tied", tokens, optimise=True), expected(model, tokens))
 
 
-@needs_vnni
-def test_auto_asks_the_processor(monkeypatch, tmp_path):
+@pytest.mark.parametrize("exact", [True, False])
+def test_auto_asks_onnxruntime(monkeypatch, tmp_path, exact):
     model, x = quantised(linear, "int8")
-    assert not export_onnx(model, x, tmp_path / "model.onnx").unsigned_weights
-    monkeypatch.setattr(export_unsigned, "has_vnni", lambda: False)
-    for machine, unsigned in {"x86_64": True, "AMD64": True, "aarch64": False}.items():
-        monkeypatch.setattr(export_unsigned.platform, "machine", lambda machine=machine: machine)
-        assert export_onnx(model, x, tmp_path / "model.onnx").unsigned_weights == unsigned
+    monkeypatch.setattr(export_unsigned, "onnxruntime_sums_exactly", lambda: exact)
+    report = export_onnx(model, x, tmp_path / "model.onnx", verify=False)
+    assert report.unsigned_weights == (not exact)
 
 
-@pytest.mark.skipif(HAS_VNNI, reason="nothing saturates here")
+def test_without_onnxruntime_weights_are_unsigned(monkeypatch):
+    onnxruntime_sums_exactly.cache_clear()
+    monkeypatch.setattr(export_unsigned, "find_spec", lambda name: None)
+    assert wants_unsigned("auto")
+    onnxruntime_sums_exactly.cache_clear()
+
+
 def test_what_saturates_is_not_written(tmp_path):
     model, x = quantised(linear, "int8_dynamic")
+    path = tmp_path / "model.onnx"
+    if onnxruntime_sums_exactly():
+        export_onnx(model, x, path, weight_codes="signed")
+        assert_close_in_steps(run(path, x, optimise=True), expected(model, x))
+        return
     with pytest.raises(CompatibilityError, match=r"must equal the model's to 0\.01"):
-        export_onnx(model, x, tmp_path / "model.onnx", weight_codes="signed")
+        export_onnx(model, x, path, weight_codes="signed")
     assert not any(tmp_path.iterdir())
 
 

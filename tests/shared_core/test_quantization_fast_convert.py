@@ -6,9 +6,9 @@ import importlib.util
 import pytest
 import torch
 import torch.nn.functional as F
+from codes import WIDEST
 from torch import nn
 from torchao.quantization import Int8Tensor
-from vnni import WIDEST
 
 from shared_core.errors import ConfigError, MissingExtraError
 from shared_core.quantization import conversion_report, convert, fast_convert, quantize
@@ -49,7 +49,7 @@ def decibels(exact, other):
     return 10 * torch.log10(exact.double().square().mean() / noise).item()
 
 
-@pytest.mark.parametrize("bits", [WIDEST, 4, 2])
+@pytest.mark.parametrize("bits", [WIDEST["matmul"], 4, 2])
 def test_static_int8_has_the_references_codes_and_output(bits):
     quantized, reference, fast = both({"scheme": "int8", "weight_bits": bits})
     for name in ("0", "2", "4"):
@@ -80,7 +80,7 @@ def test_one_static_layer_equals_its_formula_in_float64():
 
 
 def test_dynamic_int8_has_the_weights_codes_and_quantises_each_row_by_its_own_largest_value():
-    quantized, _, fast = both({"scheme": "int8_dynamic", "weight_bits": WIDEST})
+    quantized, _, fast = both({"scheme": "int8_dynamic", "weight_bits": WIDEST["matmul"]})
     for name in ("0", "2", "4"):
         weight, baked = fast.get_submodule(name).weight, quantized.get_submodule(name).weight.detach()
         assert isinstance(weight.data, Int8Tensor)
@@ -137,11 +137,10 @@ def test_other_layers_and_widths_stay_on_the_reference_and_say_so():
     assert "groups of 32, 64 or 128" in conversion_report(convert(narrow, backend="torchao"))[""]["why"]
 
 
-def test_without_vnni_eight_bit_weights_stay_on_the_reference(monkeypatch):
-    for name in ("_is_vnni_supported", "_is_amx_tile_supported"):
-        monkeypatch.setattr(torch.cpu, name, lambda: False)
+def test_where_the_kernel_saturates_eight_bit_weights_stay_on_the_reference(monkeypatch):
+    monkeypatch.setattr(fast_convert, "sums_exactly", lambda kernel: kernel != "matmul")
     _, _, fast = both("int8")
-    assert all("no VNNI" in entry["why"] for entry in conversion_report(fast).values())
+    assert all("saturates" in entry["why"] for entry in conversion_report(fast).values())
     _, _, fast = both({"scheme": "int8", "weight_bits": 7})
     assert all(entry["why"] == "" for entry in conversion_report(fast).values())
 
@@ -182,7 +181,7 @@ def test_a_fused_encoder_layer_runs_the_converted_layers():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
     x = torch.randn(4, 6, 32)
-    quantized = quantize(layer, {"scheme": "int8_dynamic", "weight_bits": WIDEST})
+    quantized = quantize(layer, {"scheme": "int8_dynamic", "weight_bits": WIDEST["matmul"]})
     fast = convert(quantized, backend="torchao")
     assert type(fast.linear1) is TorchaoLinear
     assert decibels(run(quantized, x), run(fast, x)) > 35

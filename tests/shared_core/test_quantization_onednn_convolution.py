@@ -5,8 +5,8 @@ import io
 
 import pytest
 import torch
+from codes import WIDEST
 from torch import nn
-from vnni import WIDEST
 
 from shared_core.quantization import conversion_report, convert, fast_convert, quantize
 from shared_core.quantization.integer_modules import IntConv2d
@@ -27,7 +27,9 @@ def images(batch=5, dtype=torch.float32):
 
 def both(model, dtype=torch.float32, **options):
     torch.manual_seed(0)
-    quantized = quantize(model().to(dtype), {"scheme": "int8", "weight_bits": WIDEST, **options}, [images(dtype=dtype)])
+    quantized = quantize(
+        model().to(dtype), {"scheme": "int8", "weight_bits": WIDEST["convolution"], **options}, [images(dtype=dtype)]
+    )
     return convert(quantized), convert(quantized, backend="torchao")
 
 
@@ -47,7 +49,7 @@ def exact_sums(layer, x):
     return y if layer.bias is None else y + layer.bias.double().view(-1, 1, 1)
 
 
-@pytest.mark.parametrize("bits", [WIDEST, 4])
+@pytest.mark.parametrize("bits", [WIDEST["convolution"], 4])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sums_are_those_of_the_reference(shape, bits):
     reference, fast = both(
@@ -124,7 +126,7 @@ def test_the_report_says_what_runs_and_why_not(monkeypatch):
     _, fast = both(net)
     report = conversion_report(fast)
     assert [entry["type"] for entry in report.values()] == ["Conv2d"] * 4
-    assert report["0"]["kernel"].startswith("oneDNN int8 static: int8 x int8 -> int32 (onednn.qconv2d, ")
+    assert report["0"]["kernel"].startswith("oneDNN int8 static: int8 x int8 -> int32 (onednn.qconv2d)")
     assert report["0"]["why"] == report["3"]["why"] == ""
     assert report["1"] == {
         "type": "Conv2d",
@@ -134,5 +136,5 @@ def test_the_report_says_what_runs_and_why_not(monkeypatch):
     assert report["2"]["why"] == "oneDNN pads with zeros by numbers, not zeros by same"
     reference = both(net)[0]
     torch.testing.assert_close(run(fast, images()), run(reference, images()), rtol=1e-3, atol=1e-2)
-    monkeypatch.setattr(fast_convert, "_cpu", lambda instructions: False)
-    assert all("no VNNI" in entry["why"] for entry in conversion_report(both(net, weight_bits=8)[1]).values())
+    monkeypatch.setattr(fast_convert, "sums_exactly", lambda kernel: kernel != "convolution")
+    assert all("saturates" in entry["why"] for entry in conversion_report(both(net, weight_bits=8)[1]).values())

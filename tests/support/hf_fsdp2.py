@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from fsdp2_runs import ranges_and_steps
 from torch.distributed.tensor import DTensor
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, Trainer
@@ -34,6 +35,7 @@ QAT = {
     "FULL_STATE_DICT": {"qat": {"scheme": "int8", "range": "lsq", "begin": 2}},
     "SHARDED_STATE_DICT": {"qat": {"scheme": "int8", "begin": 2}, "low_rank": {"rank": 4, "min_size": 0}},
 }
+STEADY = {"optim": "sgd", "learning_rate": 0.5}  # Adam makes a step of its own of a gradient's last bit
 ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, **ACTIVATIONS, "matmul": {"precision": "high"}}
 
 
@@ -162,7 +164,7 @@ def found(trainer, session):
     }
     bank = session.state_dict()["techniques"].get("fp8", {}).get("bank", {})
     if "qat" in session.techniques:
-        values["qat.ranges"] = session.techniques["qat"].bank.ranges
+        values |= ranges_and_steps(session.techniques["qat"], values)
     return {**values, **{f"fp8.{name}": torch.as_tensor(value) for name, value in bank.items()}}
 
 
@@ -178,7 +180,7 @@ def compared(folder):
         "lora FULL_STATE_DICT": found(*train(folder / "lora FULL_STATE_DICT", LORA)),
         "dp": found(*train(folder / "dp", DP, gradient_accumulation_steps=2, **plain)),
         "distill": found(*train(folder / "distill", distilled(attention=ATTENTION), **plain)),
-        **{f"qat {kind}": found(*train(folder / f"compared {kind}", QAT[kind], **plain)) for kind in QAT},
+        **{f"qat {kind}": found(*train(folder / f"compared {kind}", QAT[kind], **plain, **STEADY)) for kind in QAT},
         "tensorwise": found(*train(folder / "tensorwise", FP8["tensorwise"], same=True, **plain)),
     }
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
+from fsdp2_runs import ranges_and_steps
 from lightning_world import BOTH, QUIET, saver
 from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import ModelParallelStrategy
@@ -114,6 +115,13 @@ class Sharded(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Steady(Sharded):
+    """Trained by SGD: Adam makes a step of its own of a gradient's last bit."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
 class Plain(Sharded):
     """Left to `eff_fsdp` to shard."""
 
@@ -182,7 +190,7 @@ def found(trainer, callback, module):
     }
     bank = callback.session.state_dict()["techniques"].get("fp8", {}).get("bank", {})
     if "qat" in callback.session.techniques:
-        values["qat.ranges"] = callback.session.techniques["qat"].bank.ranges
+        values |= ranges_and_steps(callback.session.techniques["qat"], values)
     return {**values, **{f"fp8.{name}": torch.as_tensor(value) for name, value in bank.items()}}
 
 
@@ -195,7 +203,7 @@ def compared(folder):
         "all": found(*train(folder / "all", ALL, same=True)),
         "tensorwise": found(*train(folder / "tensorwise", FP8["tensorwise"], same=True)),
         "distill": found(*train(folder / "distill", distilled())),
-        "qat": found(*train(folder / "qat", QAT)),
+        "qat": found(*train(folder / "qat", QAT, module=Steady())),
         "dp": found(*private(folder / "dp")),
         "soup": found(*train(folder / "soup", SOUP, module=Validated(), **own)),
     }
