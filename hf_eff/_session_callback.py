@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import IntervalStrategy, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_eff import _own_state
 from hf_eff._checkpoints import clean_run, complete_saved, load_renamed_, resumed_from, save_whole, step_of
@@ -54,7 +54,7 @@ class SessionCallback(TrainerCallback):
         self._made_optimizer: Any = None
         self._training = self._baking = self._complete = False
         self._scale_before: float | None = None
-        self._discarded = False
+        self._discarded = self._passed_over = False
         self._resumed_from: Path | None = None
         self._new_session(recipe)
         self._wire()
@@ -115,6 +115,7 @@ class SessionCallback(TrainerCallback):
             "_save": self._save,
             "_load_from_checkpoint": self._load_from_checkpoint,
             "_load_optimizer_and_scheduler": self._load_optimizer_and_scheduler,
+            "_determine_best_metric": self._determine_best_metric,
             "_load_best_model": self._load_best_model,
             "create_model_card": functools.partial(tell_in_card, self),
         }
@@ -209,7 +210,7 @@ class SessionCallback(TrainerCallback):
         """Restore the state of a resumed run and begin."""
         session = self.session
         compatibility.check(session.recipe, surroundings(self._trainer))
-        self._services.saved_steps = []
+        self._services.saved_steps, self._passed_over = [], False
         if self._resumed_from is not None:
             saved = load_state(self._resumed_from)
             _own_state.load(session, saved)
@@ -229,8 +230,13 @@ class SessionCallback(TrainerCallback):
         self._task.follows = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Bake, on every process; the best model has been loaded."""
-        self.session.finish()
+        """Bake, on every process; the best model has been loaded. Then evaluate what no validation has seen."""
+        session, trainer = self.session, self._trainer
+        if self._passed_over and trainer.state.best_global_step is None:
+            session.note("no checkpoint that was compared held what was asked for: the model is that of the last step")
+        session.finish()
+        if trainer.args.eval_strategy != IntervalStrategy.NO:
+            session.validate_final(self._services.evaluate)
 
     def _load_from_checkpoint(self, method: Callable[..., Any], folder: Any, *args: Any, **kwargs: Any) -> None:
         if not self.session.has_begun:
@@ -258,6 +264,18 @@ class SessionCallback(TrainerCallback):
             method(*args, **kwargs)
         finally:
             optimizer.scaler = scaler
+
+    def _determine_best_metric(self, method: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+        """Compare models that hold what was asked for; early stopping waits for the first of them, too."""
+        state, session = self._trainer.state, self.session
+        before = state.best_metric, state.best_global_step
+        is_best = method(*args, **kwargs)
+        compared = self._trainer.args.metric_for_best_model is not None and session.is_attached
+        if not compared or session.may_be_best():
+            return is_best
+        self._passed_over = True
+        state.best_metric, state.best_global_step = before
+        return False
 
     def _load_best_model(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         best, session = Path(str(self._trainer.state.best_model_checkpoint)), self.session

@@ -127,6 +127,11 @@ class LightningServices:
                 f"{filepath}; leave them out, for instance by save_hyperparameters(ignore=[...])"
             )
 
+    @property
+    def can_validate(self) -> bool:
+        """Whether the Trainer has a validation loop with batches that this run went through."""
+        return bool(self._trainer.enable_validation and any(self._trainer.num_val_batches))
+
     def check_validation(self) -> None:
         """Refuse a Trainer that cannot evaluate: a soup would learn of it only after training."""
         if not self._trainer.enable_validation:

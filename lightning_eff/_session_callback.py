@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightning_eff import _joining, _surroundings
+from lightning_eff._best import BestCheckpoints
 from lightning_eff._namespaces import Callback
 from lightning_eff._poisson import check_loss, wrap_loaders
 from lightning_eff._resume import ExactResume
@@ -70,6 +71,7 @@ class EffCallback(Callback):
         self._leader: EffCallback | None = None
         self._joined: list[EffCallback] = []
         self._tries_first = False
+        self._best: BestCheckpoints | None = None
         self._validated_at = -1
 
     def __repr__(self) -> str:
@@ -125,6 +127,8 @@ class EffCallback(Callback):
         self._wrapped += whole_files(trainer, self.session.note) + wrap_loading(trainer.strategy, self.session)
         self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
         self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
+        self._best = BestCheckpoints(trainer, self.session)
+        self._wrapped += self._best.wrapped
         if self._tries_first:
             self._wrapped.append(Wrapped(trainer.strategy, "on_exception", self._trial_failed))
         self._wrapped.append(Wrapped(pl_module, "training_step", self._training_step, keep_signature=True))
@@ -316,12 +320,15 @@ class EffCallback(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Bake the model in place on every process and write the receipt."""
         session = self.session
-        if session is None or self._resume is None:
+        if session is None or self._resume is None or self._best is None:
             return
         self._resume.use_up()
         session.finish()
         # Kept apart: a later test with a checkpoint writes that one's state into the precision plugin.
         self._final, trainer._eff_leader = session.state_dict(), self
+        if self._services.can_validate:
+            session.validate_final(self._services.evaluate, anew=self._best.is_missing)
+        self._best.save_last()
         receipt = session.receipt()
         folder = trainer.log_dir or trainer.default_root_dir  # every process must ask
         if trainer.is_global_zero:
@@ -392,7 +399,7 @@ class EffCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Processes are spawned before `fit` begins, and the Trainer of an earlier one must not travel along.
-        empty = dict.fromkeys(("session", "_trainer", "_resume", "_steps"))
+        empty = dict.fromkeys(("session", "_trainer", "_resume", "_steps", "_best"))
         return {**self.__dict__, **empty, "_wrapped": [], "_joined": []}
 
 

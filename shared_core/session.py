@@ -16,7 +16,7 @@ from shared_core.errors import TrainingError
 from shared_core.history import History
 from shared_core.micro_batches import MicroBatchMeans
 from shared_core.plain_checkpoint import PlainKeys
-from shared_core.receipt import Receipt, environment
+from shared_core.receipt import Receipt, environment, figures
 from shared_core.recipe import Recipe
 from shared_core.rooms import ROOMS
 from shared_core.step_watch import StepWatch
@@ -71,6 +71,8 @@ class Session:
         self._planned: dict[str, list[preview.Event]] = {}
         self._final_unreached: dict[str, str] | None = None
         self._furthest = 0
+        self._validated: tuple[int, dict[str, float]] | None = None
+        self._final_evaluation: dict[str, float] = {}
         self._tells_of_best = True
         self._history, self._steps, self._means = History(), StepWatch(), MicroBatchMeans()
         self._started, self._driven = time.perf_counter(), driven(self.techniques)
@@ -293,7 +295,29 @@ class Session:
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Tell what the user's own validation of the present weights found; nothing happens before `begin`."""
         self._history.validated(self.step, metrics if self._begun else {})
+        if self.context is not None and self._begun and not self._finished:
+            before = self._validated[1] if self._validated and self._validated[0] == self.step else {}
+            self._validated, self.context.unvalidated = (self.step, before | figures(metrics)), False
         self._drive("evaluated", metrics)
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether the user's last validation saw the model as it is now."""
+        return bool(
+            self.context and not self.context.unvalidated and self._validated and self._validated[0] == self.step
+        )
+
+    def validate_final(self, evaluate: Callable[[], Mapping[str, float]], *, anew: bool = False) -> None:
+        """Evaluate the finished model if it holds what no validation has seen; the figures go into the receipt.
+
+        Args:
+            evaluate: Returns the metrics of the weights of now, on every process.
+            anew: Whether steps of training after the last validation count, too.
+        """
+        if self.context is not None and (self.context.unvalidated or (anew and not self.is_validated)):
+            self._final_evaluation = {name: value for name, value in figures(evaluate()).items() if name != "epoch"}
+            told = ", ".join(f"{name} {value:.6g}" for name, value in self._final_evaluation.items())
+            self.note(f"the final model was evaluated after its last change: {told}")
 
     @property
     def furthest_step(self) -> int:
@@ -395,6 +419,7 @@ class Session:
         """
         context, self._furthest = self._attached("load_state_dict"), self.furthest_step
         recipe, self.skipped = session_state.restore(state, context, self.techniques, self._history)
+        context.unvalidated |= self._begun and not (self._validated and self._validated[0] == context.step)
         for change in self.recipe.changes_since(recipe):
             self.note(f"resumed {change}")
 
@@ -412,6 +437,7 @@ class Session:
     def receipt(self) -> Receipt:
         """Return what was asked, touched and run so far, and what it cost."""
         planned = self.context and self.context.total_steps
+        last_seen = self._validated if self.is_validated else None
         return Receipt(
             {
                 "recipe": self.recipe.to_dict(),
@@ -423,6 +449,7 @@ class Session:
                 "seconds": {key: round(spent, 4) for key, spent in self._seconds.items()},
                 "techniques": self._final_reports or self._reports(),
                 "unreached": self.unreached(),
+                "final_evaluation": self._final_evaluation or dict(last_seen[1] if last_seen else {}),
                 **self._history.told(),
                 "notes": list(self.notes),
             },

@@ -202,6 +202,9 @@ class Context:
     first_usable_step: int = 0
     """Checkpoints from before this step are no ingredients of a soup: their weights were not yet pruned or quantised.
     Techniques raise it in `begin` with ``max``."""
+    unvalidated: bool = False
+    """Whether the model holds what no validation of the user's has seen: a technique sets it where it puts in other
+    weights or ranges; steps of training do not."""
     generator: torch.Generator = field(default_factory=torch.Generator)
     """For techniques that draw: seeded from the run's seed, the same on every rank, part of the saved state."""
 

@@ -252,6 +252,7 @@ class QuantizationAwareTraining(Technique):
                     "raise qat.calibration_batches, or look for NaN"
                 )
             bank.refresh()
+            context.unvalidated = True
         except BaseException:
             bank.load_state_dict(before, torch.arange(len(self.static)))
             raise

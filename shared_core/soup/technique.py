@@ -125,6 +125,7 @@ class ModelSoup(Technique):
                 self._search(run, ingredients, target, context)
             else:
                 self._average(ingredients, target, context)
+            context.unvalidated |= self._report["ingredients"] != [final.name] or bool(options.bn_batches)
         except BaseException:
             candidate_for([final], run.into, load, None).write_single(final)
             raise

@@ -287,7 +287,7 @@ class TicketTraining(Technique):
         if not self._rewound:
             raise TrainingError(
                 f"ticket: run must go on beyond rewind_to = step {self._at}, but its final weights are of step "
-                f"{context.step}; rewind to an earlier step (or leave the best model out: load_best_model_at_end)"
+                f"{context.step}; rewind to an earlier step, or train longer"
             )
         self._masks.apply()
         unmeasured = self._evaluate(context)

@@ -240,6 +240,7 @@ class WeightAverage(Technique):
             context.services.say("efftrain: average: it was never updated, so the model holds the weights in training")
             return
         stand_in = self._stand_in
+        context.unvalidated |= not self.config.evaluate
         self._told |= self._size()
         with writing():
             live = stand_in.live()
