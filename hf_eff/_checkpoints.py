@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import re
 import shutil
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -17,6 +19,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from shared_core.atomic import clean_strays, named_failure
 from shared_core.errors import CheckpointError
@@ -28,6 +31,7 @@ from shared_core.soup.sources import check_indexes, load_torch_file, open_ingred
 from shared_core.state_file import STATE_FILE, load_state
 
 _STATE = "trainer_state.json"
+_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -55,11 +59,11 @@ def damage(folder: Path) -> str | None:
     would unpickle.
     """
     if not folder.is_dir():
-        return "is no folder"
+        return "it is no folder"
     shards = sorted(folder.glob(f"{FSDP_MODEL_NAME}_*/.metadata"))  # written last
     shards += folder.glob("global_step*/*model_states.pt")  # DeepSpeed's, beside which stage 3 saves no model
     try:
-        if reason := damage_by_list(folder):
+        if reason := damage_by_list(folder, functools.partial(_is_replaced, folder)):
             return reason
         if not shards and not any((folder / name).exists() for name in _ADAPTER_FILES):
             open_ingredient(folder).close()
@@ -84,6 +88,12 @@ def damage(folder: Path) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
+
+
+def _is_replaced(folder: Path, name: str) -> bool:
+    """Return whether a file of weights has given way to others that the trainer takes: shards, or their sum."""
+    stands_in = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+    return bool(_WEIGHTS.fullmatch(name)) and any((folder / other).is_file() for other in stands_in)
 
 
 def save_whole(trainer: Trainer, method: Callable[..., None], model: Any, trial: Any) -> None:
@@ -178,8 +188,10 @@ def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) ->
         return None
     if resume is not True:
         if broken := damage(Path(resume)):
+            # transformers' own words first: what looks for them finds them
             raise CheckpointError(
-                f"resume: {resume} must be a whole checkpoint of a run with these techniques, but {broken}"
+                f"Can't find a valid checkpoint at {resume}: it must be a whole checkpoint of a run with these "
+                f"techniques, but {broken}"
             )
         _tell_missing(Path(resume), session)
         return str(resume)
@@ -188,7 +200,9 @@ def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) ->
     for folder, reason in damaged.items():
         session.note(f"not resumed from {folder}, because {reason}; resumed from {newest} instead")
     if newest is None:
-        raise CheckpointError(f"resume: {run} must hold a checkpoint to resume from, got none")
+        raise CheckpointError(
+            f"No valid checkpoint found in output directory ({run}): it must hold a checkpoint to resume from"
+        )
     _tell_missing(newest, session)
     return str(newest)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -59,8 +60,12 @@ def is_unfinished(folder: Path) -> bool:
     return (folder / LIST_FILE).exists() and read_object(folder / LIST_FILE).get("complete") is not True
 
 
-def damage_by_list(folder: Path) -> str | None:
+def damage_by_list(folder: Path, replaced: Callable[[str], bool] = lambda name: False) -> str | None:
     """Return what a folder lacks of its list, None if nothing, or if it has none.
+
+    Args:
+        folder: What was written.
+        replaced: Whether a file may be missing, as others have taken its place.
 
     Raises:
         CheckpointError: If the list is damaged.
@@ -74,6 +79,8 @@ def damage_by_list(folder: Path) -> str | None:
     for name, expected in files.items():
         file = folder / name
         if len(name) > 1000 or not file.is_file():
+            if replaced(name):
+                continue
             return f"{name} is missing"
         if [file.stat().st_size, _checksum(file)] != expected:
             return (

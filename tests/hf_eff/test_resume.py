@@ -3,9 +3,11 @@ import shutil
 
 import pytest
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 
 from hf_eff import attach
+from hf_eff._checkpoints import _is_replaced
 from shared_core.errors import CheckpointError
 from shared_core.state_file import STATE_FILE, load_state
 
@@ -147,8 +149,39 @@ def test_a_checkpoint_of_the_model_alone_is_gone_on_from_and_told(make, tmp_path
 def test_no_checkpoint_to_resume_from(make, tmp_path):
     trainer = make.trainer(tmp_path)
     attach(trainer, {"prune": {"sparsity": 0.5}})
-    with pytest.raises(CheckpointError, match="checkpoint to resume from"):
+    with pytest.raises(CheckpointError, match=r"^No valid checkpoint found in output directory.*to resume from"):
         trainer.train(resume_from_checkpoint=True)
+    with pytest.raises(CheckpointError, match=r"^Can't find a valid checkpoint at bogus: .*but it is no folder"):
+        trainer.train(resume_from_checkpoint="bogus")
+
+
+@pytest.mark.parametrize("key", ["matmul", "average"])
+def test_weights_that_are_in_other_files_now_are_gone_on_from(make, tmp_path, key):
+    def trained(folder, resume=None):
+        trainer = make.trainer(tmp_path / folder, save_strategy="steps", save_steps=4)
+        options = {"matmul": {"precision": "high"}, "average": {"kind": "ema", "decay": 0.5}}
+        attach(trainer, {key: options[key]})
+        trainer.train(resume_from_checkpoint=resume and str(resume))
+        return trainer.model.state_dict()
+
+    straight, checkpoint = trained("straight"), tmp_path / "straight" / "checkpoint-4"
+    weights = load_file(checkpoint / "model.safetensors")
+    save_torch_state_dict(weights, checkpoint, max_shard_size="4KB")  # removes the file of all
+    shards = sorted(checkpoint.glob("model*.safetensors"))
+    assert len(shards) > 1
+    for name, value in trained("sharded", checkpoint).items():
+        assert torch.equal(value, straight[name])
+    shards[0].unlink()
+    with pytest.raises(CheckpointError, match=f"Can't find a valid checkpoint at .*{shards[0].name}"):
+        trained("lacking", checkpoint)
+
+
+def test_which_files_others_may_replace(tmp_path):
+    names = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    assert not any(_is_replaced(tmp_path, name) for name in names)
+    (tmp_path / "pytorch_model.bin").touch()
+    assert all(_is_replaced(tmp_path, name) for name in names)
+    assert not any(_is_replaced(tmp_path, name) for name in ("optimizer.pt", "models.safetensors", "rng_state.pth"))
 
 
 def test_swapped_layers_go_on_from_the_checkpoint_and_are_trained(make, tmp_path):
