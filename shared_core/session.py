@@ -132,6 +132,7 @@ class Session:
         self._plain = PlainKeys(model)
         context = Context(model, self._front_end, self._services, resumed=resumed or {})
         context.restructured = functools.partial(self._plain.read, model)
+        context.note = self.note
         context.done_with = functools.partial(leave_out, self._driven)
         context.generator.manual_seed(self._seed)
         context.weights_replaced = functools.partial(self._tell_all, "weights_replaced", context)

@@ -185,6 +185,8 @@ class Context:
     """Tells every technique that the weights came from elsewhere: masks are re-applied, ranges re-estimated."""
     resumed: Mapping[str, Any] = field(default_factory=dict)
     """The techniques' states in a checkpoint whose weights are loaded next, where they decide how to attach."""
+    note: Callable[[str], None] = lambda text: None
+    """Tells the user one line, and keeps it among the notes of the receipt; the same line only once."""
     done_with: Callable[[str, str], None] = lambda key, verb: None
     """``done_with(key, verb)``: a technique needs a verb no more in this run."""
     restructured: Callable[[], None] = lambda: None

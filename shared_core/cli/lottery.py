@@ -38,6 +38,14 @@ def lottery(
         str, typer.Option(help="weights, learning_rate (weights kept), or none (fine-tuning).")
     ] = "weights",
     scope: Annotated[str, typer.Option(help="local: every tensor by itself; global: one threshold.")] = "local",
+    max_layer_sparsity: Annotated[
+        float | None,
+        typer.Option(
+            "--max_layer_sparsity",
+            "--max-layer-sparsity",
+            help="With --scope global: largest share of one tensor that may go; 0.98, or what a round asks if more.",
+        ),
+    ] = None,
     control: Annotated[
         list[str] | None, typer.Option(help="Also train random_reinit or random_mask; may be given twice.")
     ] = None,
@@ -71,7 +79,8 @@ def lottery(
     if plot is not None:
         check_matplotlib()
     options: dict[str, Any] = {
-        "rewind": rewind, "output_rate": output_rate, "conv_rate": conv_rate, "scope": scope, "seed": seed,
+        "rewind": rewind, "output_rate": output_rate, "conv_rate": conv_rate, "scope": scope,
+        "max_layer_sparsity": max_layer_sparsity, "seed": seed,
         "include": include or [], "skip": skip or [], "min_size": min_size, "controls": control or [],
         "control_rounds": _numbers(control_rounds), "metric": metric, "mode": mode, "quality": quality,
     }  # fmt: skip

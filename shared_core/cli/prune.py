@@ -169,8 +169,10 @@ def _tell(out: Path, values: dict[str, Any]) -> None:
     seen = f", from {values['examples']} examples" if values["examples"] else ""
     console.print(
         f"{values['pruned']} of {values['numel']} weights are zero ({values['sparsity']:.1%}){of_units}; "
-        f"{values['criterion']}{seen}, {values['seconds']:.1f} s"
+        f"{values['criterion']}{seen}, scope {values['scope']}, {values['seconds']:.1f} s"
     )
+    for note in values["notes"]:
+        console.print(f"note: {note}", markup=False)
     for name, reason in values["left_out"].items():
         console.print(f"left dense: {name}: {reason}", markup=False)
     if values["shrink"]:

@@ -13,10 +13,15 @@ GATHERED = ("taylor", "movement", "fisher", "wanda", "neuron_taylor", "shapley")
 """Criteria that need gradients or activations: at least one step has to pass before the first update."""
 OF_UNITS = ("l1_norm", "l2_norm", "geometric_median", "bn_scale", "neuron_taylor", "shapley")
 """Criteria that score an output unit, never a single weight."""
+RELATIVE = ("magnitude", "l1_norm", "l2_norm", "geometric_median")
+"""Criteria by which units of different layers are compared only after division by their group's mean: sizes of weights.
+The others estimate what the loss or the output loses, are trained to be compared (bn_scale), or are drawn."""
 UNITS = ("neuron", "channel", "filter", "head", "layer")
 """Granularities that prune output units whole."""
 TRACED = ("neuron", "channel", "head")
 """Those of them that prune what belongs together through the whole network, found by tracing one micro-batch."""
+MOST_OF_WEIGHTS, MOST_OF_STRUCTURES = 0.98, 0.9
+"""The largest share of one layer that goes by default, unless more is asked of all."""
 DURING_TRAINING = (
     "schedule", "initial_sparsity", "begin", "end", "every", "dynamic", "drop_share", "sr_ste", "regularizer",
     "regularizer_strength",
@@ -75,10 +80,18 @@ class PruneConfig(TechniqueConfig):
     begin: Position = option(0.0, help="First update: a fraction of the run (0.1), a step (500) or epochs (2ep).")
     end: Position = option(0.5, help="Last update, with the full sparsity; one_shot prunes at begin alone.")
     every: int = option(10, help="Optimizer steps between two updates; there is always one at end.", low=1)
-    scope: Literal["global", "local", "erdos_renyi", "erdos_renyi_kernel"] = option(
-        "global",
-        help="global: all weights compete under one threshold; local: every tensor gets the same sparsity; "
-        "erdos_renyi: large tensors get more of it, by their layers' sizes (kernel: by kernels' too).",
+    scope: Literal["auto", "global", "local", "erdos_renyi", "erdos_renyi_kernel"] = option(
+        "auto",
+        help="global: all compete under one threshold; local: every tensor gets the same sparsity; erdos_renyi: large "
+        "tensors get more of it, by their layers' sizes (kernel: by kernels' too); auto: local for structures without "
+        "a cost, else global.",
+    )
+    max_layer_sparsity: float | None = option(
+        None,
+        help="Largest share of one layer that may go; what it does not give, others give. By default 0.98, for "
+        "structures 0.9, or sparsity where that is higher.",
+        above=0,
+        high=1,
     )
     dynamic: Literal["none", "recompute", "rigl"] = option(
         "none",
@@ -122,11 +135,20 @@ class PruneConfig(TechniqueConfig):
                 raise self._error(name, f"must be left out without {other} {value}, where it plays no part")
         if self.regularizer == "none" and self.regularizer_strength != fields["regularizer_strength"].default:
             raise self._error("regularizer_strength", "must be left out without a regularizer")
-        alone = {"scope": self.scope != "global", "granularity": self.granularity == "n_m",
+        alone = {"scope": self.resolved_scope != "global", "granularity": self.granularity == "n_m",
                  "criterion": self.criterion == "wanda"}  # fmt: skip
         for name in (name for name, is_so in alone.items() if is_so and self.cost != "none"):
             raise self._error("cost", f"must be none with {name} {getattr(self, name)}: layers do not compete, so it "
                               "plays no part")  # fmt: skip
+        if self.max_layer_sparsity is None:
+            return
+        if not self.layers_differ:
+            raise self._error("max_layer_sparsity", "must be left out where every layer loses the same share, or goes "
+                              f"whole (scope {self.resolved_scope}, granularity {self.granularity}, criterion "
+                              f"{self.criterion}): it plays no part")  # fmt: skip
+        if self.max_layer_sparsity < self.sparsity:
+            raise self._error("max_layer_sparsity", f"must be at least sparsity = {self.sparsity}, which no choice of "
+                              "weights would reach")  # fmt: skip
 
     def _validate_granularity(self) -> None:
         of_units = self.granularity in UNITS
@@ -148,7 +170,7 @@ class PruneConfig(TechniqueConfig):
             raise self._error("criterion", "must be another with granularity layer, which has no other units beside it")
         if self.scope.startswith("erdos_renyi") and self.granularity not in ("unstructured", "block"):
             raise self._error("scope", f"must be global or local with granularity {self.granularity}")
-        if self.granularity == "layer" and self.scope != "global":
+        if self.granularity == "layer" and self.resolved_scope != "global":
             raise self._error("scope", "must be global with granularity layer")
         kept, of = self.kept_of
         if self.granularity == "n_m":
@@ -174,6 +196,36 @@ class PruneConfig(TechniqueConfig):
             raise self._error("sr_ste", "must be 0 with dynamic rigl")
         if self.schedule == "one_shot" and self.criterion == "movement":
             raise self._error("schedule", "must grow with criterion movement, which decides until end; take cubic")
+
+    @property
+    def resolved_scope(self) -> str:
+        """The scope, ``auto`` resolved.
+
+        Example:
+            >>> PruneConfig(sparsity=0.5).resolved_scope, PruneConfig(sparsity=0.5, granularity="head").resolved_scope
+            ('global', 'local')
+        """
+        if self.scope != "auto":
+            return self.scope
+        alike = self.granularity in UNITS and self.granularity != "layer" and self.cost == "none"
+        return "local" if alike else "global"
+
+    @property
+    def layers_differ(self) -> bool:
+        """Whether one layer may lose a larger share than another."""
+        return self.resolved_scope != "local" and self.granularity not in ("n_m", "layer") and self.criterion != "wanda"
+
+    @property
+    def most_of_a_layer(self) -> float:
+        """The largest share of one layer that may go.
+
+        Example:
+            >>> PruneConfig(sparsity=0.5).most_of_a_layer, PruneConfig(sparsity=0.99).most_of_a_layer
+            (0.98, 0.99)
+        """
+        if self.max_layer_sparsity is not None:
+            return self.max_layer_sparsity
+        return max(self.sparsity, MOST_OF_STRUCTURES if self.granularity in UNITS else MOST_OF_WEIGHTS)
 
     @property
     def straight_through(self) -> bool:

@@ -17,7 +17,7 @@ from shared_core.module_match import check_model
 from shared_core.pruning.calibration import Calibration, Loss
 from shared_core.pruning.config import DURING_TRAINING, GATHERED, TRACED, UNITS, PruneConfig
 from shared_core.pruning.mask_store import MaskStore
-from shared_core.pruning.report import NOTES, UNITS_NOTE, weights_report
+from shared_core.pruning.report import NOTES, UNITS_NOTE, layers_report, weights_report
 from shared_core.pruning.scorers import layer_costs, make_scorer
 from shared_core.pruning.selection import RankedScores, select_weights
 from shared_core.pruning.targets import find_targets
@@ -45,6 +45,10 @@ class PruneReport:
         examples: How many examples these held.
         seconds: What it took.
         note: What this sparsity is good for.
+        scope: How it was shared out over layers.
+        max_layer_sparsity: The largest share of one layer that could go; None where all lose the same, or go whole.
+        capped: Layers, or groups of units, that reached it.
+        notes: What a user should know of layers that lost most of what they had.
         units: One entry a group of units: group, kind, units, pruned.
         groups_left_out: Groups that cannot be pruned, with the reason.
     """
@@ -62,6 +66,10 @@ class PruneReport:
     examples: int
     seconds: float
     note: str
+    scope: str
+    max_layer_sparsity: float | None
+    capped: list[str]
+    notes: list[str]
     units: list[dict[str, Any]] = field(default_factory=list)
     groups_left_out: dict[str, str] = field(default_factory=dict)
 
@@ -155,6 +163,7 @@ def prune(
         examples=calibrating.examples,
         seconds=time.perf_counter() - started,
         note=NOTES.get(config.granularity, UNITS_NOTE),
+        **layers_report(config, weights, store, units),
         **_told(units, store),
     )
 

@@ -13,6 +13,7 @@ from shared_core.pruning.blocks import block_scores, expand_blocks
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.criteria import below_threshold_mask
 from shared_core.pruning.distribution import erdos_renyi_sparsities
+from shared_core.pruning.layer_limits import layer_limits
 from shared_core.pruning.masks import prune_mask, prune_masks
 from shared_core.pruning.n_m import nm_mask_of_scores
 from shared_core.pruning.scorers import Scorer, from_output_rows, output_rows
@@ -123,13 +124,16 @@ def select_weights(
 
 
 def _by_scope(config: PruneConfig, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
-    if config.scope == "global":
-        return prune_masks(scores, sparsity)
-    if config.scope == "local":
+    shapes = [tensor.shape for tensor in getattr(scores, "tensors", scores)]
+    if config.resolved_scope == "global":
+        # of the sparsity at the end: what a layer may lose is the same at every update
+        sizes = [shape.numel() for shape in shapes]
+        return prune_masks(scores, sparsity, layer_limits(config.most_of_a_layer, config.sparsity, sizes))
+    if config.resolved_scope == "local":
         shares = [sparsity] * len(scores)
     else:
-        shapes = [tuple(tensor.shape) for tensor in getattr(scores, "tensors", scores)]
-        shares = erdos_renyi_sparsities(shapes, sparsity, kernel=config.scope == "erdos_renyi_kernel")
+        kernel = config.resolved_scope == "erdos_renyi_kernel"
+        shares = erdos_renyi_sparsities(shapes, sparsity, kernel=kernel, most=config.most_of_a_layer)
     return [prune_masks([scores[i]], share)[0] for i, share in enumerate(shares)]
 
 
@@ -159,8 +163,8 @@ def row_mask(module: nn.Module, scores: Tensor, sparsity: float) -> Tensor:
 def select_units(config: PruneConfig, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
     """Return which units of each group to keep.
 
-    With scope local or global every group keeps at least its best unit; with granularity layer a group is one layer,
-    and all of them compete.
+    With scope local or global every group keeps at least its best unit, with global at least what `layer_limits` leaves
+    it; with granularity layer a group is one layer, and all of them compete.
 
     Args:
         config: Granularity and scope.

@@ -112,14 +112,15 @@ def refuse_nothing(config: PruneConfig, sizes: Sequence[int], what: str) -> None
     """
     if config.granularity == "layer":
         most = round(config.sparsity * len(sizes))
-    elif config.scope == "local" or config.criterion == "wanda":
+    elif config.resolved_scope == "local" or config.criterion == "wanda":
         most = max(min(round(config.sparsity * size), size - 1) for size in sizes)
     else:
         most = min(round(config.sparsity * sum(sizes)), sum(sizes) - len(sizes))
     if config.sparsity and most < 1:
+        together = ", prune all under one threshold (scope global)" if config.resolved_scope == "local" else ""
         raise MatchError(
             f"prune: sparsity must prune at least one of {sum(sizes)} {what}, got {config.sparsity}, which rounds to "
-            "none, as no tensor is emptied; raise it, or prune in smaller pieces"
+            f"none, as no tensor is emptied; raise it{together}, or prune in smaller pieces"
         )
 
 

@@ -20,7 +20,7 @@ from shared_core.pruning.mask_store import MaskStore, check_saved, refuse_sparse
 from shared_core.pruning.moments import moments_told, resolve_moments
 from shared_core.pruning.optimizer_state import SLOW_ON_ZEROS, clear_moments_, is_slow_on_zeros
 from shared_core.pruning.penalty import Penalty
-from shared_core.pruning.report import NOTES, UNITS_NOTE, weights_report
+from shared_core.pruning.report import NOTES, UNITS_NOTE, layers_report, weights_report
 from shared_core.pruning.rigl import moved_masks, rigl_drop_share
 from shared_core.pruning.schedules import scheduled_sparsity, update_is_due
 from shared_core.pruning.scorers import make_scorer
@@ -218,6 +218,8 @@ class Pruning(Technique):
         """Bake the zeros that there are: no weight is pruned here that no step followed. Masks stay until `detach`."""
         reshard_(model)
         self._finalise(context)
+        for note in self._layers()["notes"]:
+            context.note(note)
         self._store.apply()
         self._counted = {
             name: weight.numel() - int(whole(weight.detach()).count_nonzero())
@@ -289,10 +291,14 @@ class Pruning(Technique):
             "end_step": self._end,
             "last_update_step": self._last_update,
             "left_out": dict(self._targets.left_out),
+            **self._layers(),
             **self._scorer.report(),
             **(self._units.report(self._store) if self._units else {}),
             "note": NOTES.get(self.config.granularity, UNITS_NOTE),
         }
+
+    def _layers(self) -> dict[str, Any]:
+        return layers_report(self.config, self._weights, self._store, self._units)
 
     def _refuse_sharded(self) -> None:
         sharded = next((name for name, weight in self._weights.items() if is_sharded(weight)), None)
@@ -365,7 +371,7 @@ class Pruning(Technique):
             return moved_masks(self._weights, self._dense_gradients, store, share)
         numel = sum(weight.numel() for weight in self._weights.values())
         stays, count = bool(store) and not config.straight_through, round(sparsity * numel)
-        if config.scope == "global" and stays and sum(store.num_pruned.values()) == count:
+        if config.resolved_scope == "global" and stays and sum(store.num_pruned.values()) == count:
             return dict(store)
         return new_masks(config, self._targets.modules, self._weights, store, self._scorer, sparsity)
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
 from shared_core.module_match import plain_name, stock_layers
-from shared_core.pruning.config import TRACED, PruneConfig
+from shared_core.pruning.config import RELATIVE, TRACED, PruneConfig
 from shared_core.pruning.example_calls import ExampleCalls
 from shared_core.pruning.mask_store import MaskStore
 from shared_core.pruning.removal.groups import ChannelGroup, Slice, find_groups
-from shared_core.pruning.scorers import GroupTaylor, Scorer, UnitSlices, gather_units, group_scores
+from shared_core.pruning.scorers import GroupTaylor, Scorer, UnitSlices, gather_units, group_scores, relative_scores
 from shared_core.pruning.scorers.neuron_taylor import NeuronTaylor
 from shared_core.pruning.scorers.scorer import all_finite
 from shared_core.pruning.selection import select_units
@@ -158,9 +158,12 @@ class UnitPruning:
         everything = [torch.ones(group.units, dtype=torch.bool) for group in self.groups]
         live = [kept_units(group, before) for group in self.groups] if before else everything
         if self._config.criterion == "shapley":
-            scores = self._shapley(context, live, scorer)
+            scores = self._shapley(context, live)
         else:
             scores = [self._scores(group, scorer).float().cpu() for group in self.groups]
+        if self._config.layers_differ and self._config.criterion in RELATIVE:
+            scores = [relative_scores(found, kept) for found, kept in zip(scores, live, strict=True)]
+        scores = [found / self._cost(group, scorer) for group, found in zip(self.groups, scores, strict=True)]
         for found, kept in zip(scores, live, strict=True):
             found[~kept] = -torch.inf
         keeps = select_units(self._config, scores, sparsity)
@@ -180,7 +183,9 @@ class UnitPruning:
         elif criterion == "fisher":
             scores = self._added(group, lambda part: scorer.scores(part.tensor, self._tensors[part.tensor]), None)
         else:
-            parts = [part for part in masked_slices(group) if part.tensor in self._tensors]
+            # magnitude is that of all weights of a unit: those that make it, and those that read it
+            slices = group.slices if criterion == "magnitude" else masked_slices(group)
+            parts = [part for part in slices if part.tensor in self._tensors]
             if criterion == "bn_scale":
                 parts = [part for part in parts if part.role == "norm" and part.tensor.endswith("weight")]
                 if not parts:
@@ -189,14 +194,14 @@ class UnitPruning:
                         "take another criterion, or skip its layers"
                     )
             else:
-                parts = [part for part in parts if part.role == "out" and not part.tensor.endswith("bias")]
+                parts = [part for part in parts if part.role in ("out", "in") and not part.tensor.endswith("bias")]
             weights = [
                 gather_units(whole(self._tensors[part.tensor].detach()), part.axis, part.positions) for part in parts
             ]
             scores = group_scores(criterion, weights)
-        return scores / self._cost(group, scorer)
+        return scores
 
-    def _shapley(self, context: Context, live: list[Tensor], scorer: Scorer) -> list[Tensor]:
+    def _shapley(self, context: Context, live: list[Tensor]) -> list[Tensor]:
         replay = self._shown or (self._calls.replay if self._calls and self._calls.calls else None)
         if replay is None:
             raise TrainingError(
@@ -207,7 +212,7 @@ class UnitPruning:
             context.model, self.groups, live, self._tensors, replay,
             permutations=self._config.permutations, generator=context.generator,
         )  # fmt: skip
-        return [scores.float() / self._cost(group, scorer) for group, scores in zip(self.groups, found, strict=True)]
+        return [scores.float() for scores in found]
 
     def _added(self, group: ChannelGroup, scores: Callable[[Slice], Tensor], axis: int | None) -> Tensor:
         parts = [part for part in masked_slices(group) if part.tensor in self._modules]
@@ -257,14 +262,19 @@ class UnitPruning:
         elif self._taylor and self._saved_taylor:
             self._taylor.load_state_dict(self._saved_taylor)
 
+    def pruned(self, masks: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+        """Return by the name of each group how many units it has, and how many of them whole masks prune."""
+        return {
+            group.name: (group.units, group.units - int(kept_units(group, masks).sum()) if masks else 0)
+            for group in self.groups
+        }
+
     def report(self, store: MaskStore) -> dict[str, Any]:
         """Return how many units each group has lost, and the groups that could not be pruned."""
-        masks = dict(store)
         units = [
-            {"group": group.name, "kind": group.kind, "units": group.units,
-             "pruned": group.units - int(kept_units(group, masks).sum()) if masks else 0}
-            for group in self.groups
-        ]  # fmt: skip
+            {"group": group.name, "kind": group.kind, "units": group.units, "pruned": pruned}
+            for group, (_, pruned) in zip(self.groups, self.pruned(dict(store)).values(), strict=True)
+        ]
         told = {"value": VALUE, "permutations": self._config.permutations}
         shapley = {"shapley": told} if self._config.criterion == "shapley" else {}
         return {"units": units, "groups_left_out": dict(self.left_out), **shapley}

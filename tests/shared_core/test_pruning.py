@@ -265,7 +265,7 @@ def test_no_tensor_is_emptied():
     with torch.no_grad():
         model[1].weight.mul_(1e-6)
         model[2].weight.mul_(1e-9)
-    session, _ = make_session(model, schedule="one_shot", sparsity=0.9)
+    session, _ = make_session(model, schedule="one_shot", sparsity=0.9, max_layer_sparsity=1.0)
     counts = [int((module.weight != 0).sum()) for module in model]
     assert min(counts[1:]) == max(counts[1:]) == 1
     assert sum(counts) == 2602 - round(0.9 * 2602)

@@ -25,14 +25,14 @@ def reference_mask(scores: np.ndarray, num_pruned: int) -> np.ndarray:
     return keep.reshape(scores.shape)
 
 
-def reference_masks(tensors: list[np.ndarray], sparsity: float) -> list[np.ndarray]:
-    """The best of each tensor is out of the competition; the rest is sorted as one list."""
+def reference_masks(tensors: list[np.ndarray], sparsity: float, most: list[int]) -> list[np.ndarray]:
+    """All but as many of each tensor as may go, the best, do not compete; the rest is sorted as one list."""
     entries, keeps = [], []
     numel = sum(tensor.size for tensor in tensors)
     for i, tensor in enumerate(tensors):
         flat = tensor.astype(np.float64).reshape(-1)
-        best = min(range(flat.size), key=lambda j: (-flat[j], j)) if flat.size else -1
-        entries += [(-flat[j], i, j) for j in range(flat.size) if j != best]
+        order = sorted(range(flat.size), key=lambda j: (-flat[j], j))
+        entries += [(-flat[j], i, j) for j in order[max(flat.size - most[i], 1) :]]
         keeps.append(np.ones(flat.size, dtype=bool))
     entries.sort()
     num_pruned = min(round(sparsity * numel), len(entries))
@@ -70,14 +70,20 @@ def test_prune_mask_equals_a_full_sort(data, sparsity, dtype, pieces):
     sparsity=st.floats(0, 1),
     dtype=st.sampled_from(DTYPES),
     pieces=st.booleans(),
+    share=st.floats(0, 1),
 )
-def test_prune_masks_equal_a_full_sort_with_the_best_of_each_protected(data, sparsity, dtype, pieces):
+def test_prune_masks_equal_a_full_sort_with_the_best_of_each_protected(data, sparsity, dtype, pieces, share):
     scores = [torch.tensor(items, dtype=dtype) for items in data]
+    most = [round(share * len(items)) for items in data]
     with pytest.MonkeyPatch.context() as patch:
         if pieces:
             patch.setattr("shared_core.pruning.masks._HELD", 0)
-        masks = prune_masks(scores, sparsity)
-    expected = reference_masks([score.double().numpy() for score in scores], sparsity)
+        masks = prune_masks(scores, sparsity, None if share == 1 else most)
+    # what is at -inf was pruned before: it goes as far as the count reaches, whatever the limit
+    gone = [sum(value == -math.inf for value in score.tolist()) for score in scores]
+    if any(pruned > limit for pruned, limit in zip(gone, most, strict=True)):
+        return
+    expected = reference_masks([score.double().numpy() for score in scores], sparsity, most)
     for mask, keep in zip(masks, expected, strict=True):
         np.testing.assert_array_equal(mask.numpy(), keep)
         assert not keep.size or mask.any()

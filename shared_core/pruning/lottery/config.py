@@ -42,6 +42,10 @@ class TicketConfig(TechniqueConfig):
     scope: Literal["local", "global"] = option(
         "local", help="local: every tensor loses its rate; global: all weights compete under one threshold."
     )
+    max_layer_sparsity: float | None = option(
+        None, help="Largest share of one tensor that may go; what it does not give, others give; 0.98, or what a round "
+        "asks of all where that is higher; scope global.", above=0, high=1, only_with={"scope": ("global",)},
+    )  # fmt: skip
     control: Literal["none", "random_reinit", "random_mask"] = option(
         "none",
         help="random_reinit: the ticket's masks over newly drawn weights, from the start; random_mask: as many weights "

@@ -41,7 +41,8 @@ class LotteryTicket:
         metric: What the curve shows, as the trainer names it; by default the validation loss.
         mode: Whether it is better when larger (``max``) or smaller (``min``).
         quality: Of a run: that of its ``last`` validation or of its ``best``.
-        options: Further ones of `TicketConfig`: rewind, output_rate, conv_rate, scope, seed, include, skip, min_size.
+        options: Further ones of `TicketConfig`: rewind, output_rate, conv_rate, scope, max_layer_sparsity, seed,
+            include, skip, min_size.
 
     Raises:
         ConfigError: If an option breaks its rule.
@@ -107,6 +108,11 @@ class LotteryTicket:
         if rewind_to is None:
             rewind_to = 1 / 3 if options.get("rewind") == "learning_rate" else 0
         self.config = TicketConfig.from_dict({"out": "-", "rate": rate, "rewind_to": rewind_to, **options})
+        most, asked = self.config.max_layer_sparsity, 1 - (1 - self.config.rate) ** rounds
+        if most is not None and most < asked - 1e-9:
+            raise ConfigError(
+                f"lottery: max_layer_sparsity must be at least what {rounds} rounds prune, {asked:.4g}, got {most}"
+            )
         self.rounds, self.controls = rounds, tuple(dict.fromkeys(controls))
         self.control_rounds = tuple(control_rounds) or tuple(range(1, rounds + 1))
         self.metric, self.mode, self.quality = metric, mode, quality

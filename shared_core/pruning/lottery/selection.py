@@ -9,7 +9,9 @@ from eff_kernels.pruning import rank_below_
 from torch import Tensor, nn
 
 from shared_core.module_match import match_modules
+from shared_core.pruning.config import MOST_OF_WEIGHTS
 from shared_core.pruning.criteria import magnitude
+from shared_core.pruning.layer_limits import layer_limits
 from shared_core.pruning.lottery.config import TicketConfig
 from shared_core.pruning.masks import prune_mask, prune_masks
 from shared_core.pruning.targets import prunable_types
@@ -42,7 +44,10 @@ def layer_rates(model: nn.Module, modules: Mapping[str, nn.Module], config: Tick
 
 @torch.no_grad()
 def next_masks(
-    weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], rates: Mapping[str, float] | float
+    weights: Mapping[str, Tensor],
+    masks: Mapping[str, Tensor],
+    rates: Mapping[str, float] | float,
+    most: float | None = None,
 ) -> dict[str, Tensor]:
     """Return the masks after pruning a share of what is left, the smallest magnitudes first.
 
@@ -54,6 +59,8 @@ def next_masks(
         weights: The trained weights, any shapes and devices; where FSDP2 shards them every process must call it.
         masks: bool by the same names, whole, True = left; empty means all of them.
         rates: By the same names, each in [0, 1): every tensor by itself. Or one number: all under one threshold.
+        most: With one threshold, the largest share of one tensor that may be gone afterwards; 0.98 by default, or what
+            is asked of all where that is higher.
 
     Returns:
         bool by the same names, True = keep.
@@ -79,8 +86,14 @@ def next_masks(
             found[name] = prune_mask(scores[index], (numel - keep) / max(numel, 1))
         return found
     numel = sum(tensor.numel() for tensor in scores.tensors)
-    keep = sum(left) - round(rates * sum(left))
-    return dict(zip(scores.names, prune_masks(scores, (numel - keep) / numel), strict=True))
+    sparsity = (numel - sum(left) + round(rates * sum(left))) / numel
+    limits = layer_limits(most_of_a_tensor(most, sparsity), sparsity, [tensor.numel() for tensor in scores.tensors])
+    return dict(zip(scores.names, prune_masks(scores, sparsity, limits), strict=True))
+
+
+def most_of_a_tensor(most: float | None, sparsity: float) -> float:
+    """Return the largest share of one tensor that may be gone where `sparsity` is asked of all; None: the default."""
+    return max(MOST_OF_WEIGHTS, sparsity) if most is None else most
 
 
 class _Scores(Sequence[Tensor]):

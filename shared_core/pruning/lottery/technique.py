@@ -13,6 +13,7 @@ from shared_core.errors import CheckpointError, CompatibilityError, ConfigError,
 from shared_core.peft_layers import refuse_adapters
 from shared_core.preview import Event, Touched
 from shared_core.pruning.config import PruneConfig
+from shared_core.pruning.layer_limits import at_limit, limit_notes
 from shared_core.pruning.lottery.config import TicketConfig
 from shared_core.pruning.lottery.rewinding import (
     first_difference,
@@ -25,9 +26,10 @@ from shared_core.pruning.lottery.rewinding import (
     whole_tensors,
 )
 from shared_core.pruning.lottery.run_folder import RunFolder
-from shared_core.pruning.lottery.selection import layer_rates, next_masks, random_masks, redraw_
+from shared_core.pruning.lottery.selection import layer_rates, most_of_a_tensor, next_masks, random_masks, redraw_
 from shared_core.pruning.lottery.ticket import Ticket, read_ticket
 from shared_core.pruning.mask_store import MaskStore
+from shared_core.pruning.masks import count_kept
 from shared_core.pruning.optimizer_state import clear_moments_
 from shared_core.pruning.targets import Targets, find_targets
 from shared_core.ranks import from_main, is_main, local_part
@@ -107,7 +109,16 @@ class TicketTraining(Technique):
                     f"ticket: {config.ticket} must be a ticket for rewind {config.rewind}, got one for "
                     f"{self._ticket.rewind}; find one with the same rewind"
                 )
+        self._check_most()
         return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
+
+    def _check_most(self) -> None:
+        left = self._ticket.kept / self._ticket.numel if self._ticket else 1.0
+        asked, most = 1 - left * (1 - self.config.rate), self.config.max_layer_sparsity
+        if most is not None and most < asked - 1e-9:
+            raise ConfigError(
+                f"ticket: max_layer_sparsity must be at least what this run's ticket prunes, {asked:.4g}, got {most}"
+            )
 
     def holds(self) -> Mapping[str, Tensor]:
         """Return the weights."""
@@ -319,6 +330,7 @@ class TicketTraining(Technique):
         masks = self._next_masks(context) if self.config.control == "none" else None
         if masks is not None:
             self._result["found"] = sum(int(mask.count_nonzero()) for mask in masks.values())
+            self._tell(masks, context)
         found = None if masks is None else self._found(masks, context)
         if is_main():
             self._folder.finish(self._result, found)
@@ -335,7 +347,7 @@ class TicketTraining(Technique):
 
     def _next_masks(self, context: Context) -> dict[str, Tensor]:
         try:
-            return next_masks(self._weights, self._masks, self._rates)
+            return next_masks(self._weights, self._masks, self._rates, self.config.max_layer_sparsity)
         except ConfigError as error:
             weights = {name: whole(weight.detach()) for name, weight in self._weights.items()}
             name = next((name for name, weight in weights.items() if weight.isnan().any()), "a weight")
@@ -343,6 +355,15 @@ class TicketTraining(Technique):
                 f"ticket: weights must be numbers, got NaN in {name} at step {context.step}; training has diverged: "
                 "lower the learning rate, or clip gradients"
             ) from error
+
+    def _tell(self, masks: Mapping[str, Tensor], context: Context) -> None:
+        """Name the tensors of the ticket that was found of which next to nothing is left."""
+        counts = {name: (mask.numel(), mask.numel() - count_kept(mask)) for name, mask in masks.items()}
+        sparsity = 1 - self._result["found"] / sum(size for size, _ in counts.values())
+        most = most_of_a_tensor(self.config.max_layer_sparsity, sparsity)
+        capped = at_limit(most, sparsity, counts) if self.config.scope == "global" else []
+        for note in limit_notes(self.key, most, capped, counts):
+            context.note(note)
 
     def _found(self, masks: dict[str, Tensor], context: Context) -> Ticket:
         if self.config.rewind != "weights":

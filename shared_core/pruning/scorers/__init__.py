@@ -5,6 +5,7 @@ from shared_core.pruning.scorers.group_scores import GroupTaylor as GroupTaylor
 from shared_core.pruning.scorers.group_scores import UnitSlices as UnitSlices
 from shared_core.pruning.scorers.group_scores import gather_units as gather_units
 from shared_core.pruning.scorers.group_scores import group_scores as group_scores
+from shared_core.pruning.scorers.group_scores import relative_scores as relative_scores
 from shared_core.pruning.scorers.layer_costs import HOROWITZ_45NM as HOROWITZ_45NM
 from shared_core.pruning.scorers.layer_costs import layer_costs as layer_costs
 from shared_core.pruning.scorers.layer_costs import observe_positions as observe_positions

@@ -159,6 +159,25 @@ def group_scores(
     return scores
 
 
+@torch.no_grad()
+def relative_scores(scores: Tensor, live: Tensor) -> Tensor:
+    """Return scores divided by their mean over the units that are left, so that groups can be compared.
+
+    The weights of one layer are larger than another's by its fan-in, its norm and its place, whatever they are worth.
+    A group whose mean is 0 stays as it is.
+
+    Args:
+        scores: (units,), at least 0.
+        live: bool, True = left.
+
+    Example:
+        >>> relative_scores(torch.tensor([1.0, 3.0, 8.0]), torch.tensor([True, True, False]))
+        tensor([0.5000, 1.5000, 4.0000])
+    """
+    mean = scores[live].double().mean()
+    return (scores.double() / mean).to(scores.dtype) if mean > 0 else scores
+
+
 class GroupTaylor:
     """``mean over steps of (Σ w·g)²`` of the units of groups, the sum over all weights of a unit.
 
