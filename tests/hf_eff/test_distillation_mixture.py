@@ -1,6 +1,7 @@
 """The mixture of task and soft term through the trainer where the model's own loss ignores the count of labels."""
 
 import copy
+import functools
 import os
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.data import SequentialSampler
-from transformers import BertConfig, BertForTokenClassification, Trainer
+from transformers import BertConfig, BertForMaskedLM, BertForTokenClassification, Trainer
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 from conftest import make_classifier, make_examples, make_language_model, make_texts, make_trainer  # noqa: E402
@@ -20,6 +21,10 @@ from hf_eff import attach  # noqa: E402
 
 ALPHA, T = 0.3, 2.0
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+TINY = {
+    "vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
+    "max_position_embeddings": 16, **QUIET,
+}  # fmt: skip
 
 
 class InOrder(Trainer):
@@ -39,9 +44,7 @@ class OwnLoss(InOrder):
 
 def tagger(seed=0, **config):
     torch.manual_seed(seed)
-    settings = {"vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "intermediate_size": 32, "max_position_embeddings": 16, "num_labels": 24, **QUIET}  # fmt: skip
-    return BertForTokenClassification(BertConfig(**settings | config))
+    return BertForTokenClassification(BertConfig(**TINY | {"num_labels": 24} | config))
 
 
 def classifier(seed=0, **config):
@@ -182,11 +185,12 @@ def test_looking_draws_nothing_and_moves_no_statistics(tmp_path):
     assert largest_difference({name: value / 4 for name, value in bare.first.items()}, distilled) < 1e-6
 
 
-def test_a_part_that_ignores_the_count_is_told(tmp_path):
+def test_a_part_that_ignores_the_count_is_told(tmp_path, monkeypatch):
     def with_penalty(outputs, labels, num_items_in_batch=None):
         return sum_by_number(outputs, labels, num_items_in_batch) + 0.2
 
-    CASES["penalised"] = (make_language_model, make_texts, {"extra": {"compute_loss_func": with_penalty}})
+    settings = {"extra": {"compute_loss_func": with_penalty}}
+    monkeypatch.setitem(CASES, "penalised", (make_language_model, make_texts, settings))
     *_, session = run(tmp_path, "penalised", 2, 4)
     assert any("of the loss of compute_loss_func ignores num_items_in_batch" in note for note in session.notes)
 
@@ -194,9 +198,58 @@ def test_a_part_that_ignores_the_count_is_told(tmp_path):
 def test_private_gradients_are_clipped_by_the_norm_of_one_examples_own_loss(tmp_path):
     found = []
     for size, windows in ((8, 1), (2, 4)):
-        recipe = {"dp": {"noise_multiplier": 0.0, "max_grad_norm": 0.5, "seed": 0, "delta": 1e-2}}
+        recipe = {"dp": {"noise_multiplier": 0.0, "max_grad_norm": 100.0, "seed": 0, "delta": 1e-2}}
         found.append(run(tmp_path / str(size), "classes", size, windows, rows=16, recipe=recipe)[1])
     assert max(value.abs().max() for value in found[0].values()) > 1e-3
+    assert largest_difference(*found) < 1e-6
+
+
+def test_a_loss_without_logits_of_all_positions_is_looked_at_by_one_row(tmp_path, monkeypatch):
+    rows, found = [], []
+
+    def masked(seed=0, **config):
+        torch.manual_seed(seed)
+        return BertForMaskedLM(BertConfig(**TINY | config))
+
+    evaluated = BertForMaskedLM.forward
+
+    @functools.wraps(evaluated)
+    def forward(self, input_ids=None, **kwargs):
+        rows.extend([] if self.training or "labels" not in kwargs else [len(input_ids)])
+        return evaluated(self, input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(BertForMaskedLM, "forward", forward)
+    monkeypatch.setitem(CASES, "masked", (masked, make_texts, {}))
+    for size, windows in ((8, 1), (4, 2)):
+        recipe = {"distill": {"teacher": masked(5), "temperature": T, "alpha": ALPHA, "chunked": True}}
+        found.append(run(tmp_path / str(size), "masked", size, windows, recipe=recipe)[1])
+    assert rows == [1, 1]
+    assert largest_difference(*found) < 1e-6
+
+
+def test_a_loss_that_eval_mode_does_not_have_is_told(tmp_path):
+    class OnlyInTraining(OwnLoss):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            if not model.training:
+                raise RuntimeError("no loss here")
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    trainer, _, session = run(tmp_path, "own", 2, 4, trainer_class=OnlyInTraining)
+    assert trainer.state.global_step == 1
+    assert any("cannot be computed in eval mode (no loss here)" in note for note in session.notes)
+
+
+def test_a_loss_function_that_is_told_no_count_returns_means(tmp_path, monkeypatch):
+    def by_tokens(outputs, labels, num_items_in_batch=None):
+        assert num_items_in_batch is None
+        return outputs.logits.square().mean()
+
+    def unlabelled(count):
+        return [{name: row[name] for name in ("input_ids", "attention_mask")} for row in make_examples(count)]
+
+    settings = {"extra": {"compute_loss_func": by_tokens}, "label_names": ["none"]}
+    monkeypatch.setitem(CASES, "uncounted", (classifier, unlabelled, settings))
+    found = [run(tmp_path / str(size), "uncounted", size, windows)[1] for size, windows in ((8, 1), (2, 4))]
     assert largest_difference(*found) < 1e-6
 
 
