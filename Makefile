@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 help:
 	@echo "make quickstart   install, run the main job on real data, show the before/after table"
 	@echo "make test         install what tests need, run them (no network, no GPU)"
+	@echo "make test-long    the further tests: what is slow and rare, and the other cases of what make test tries a few of"
 	@echo "make package      build the source archive and the wheel into dist/, use them where nothing else is installed"
 	@echo "make test-matrix  a share of the tests with the oldest and the newest torch and trainers, in environments of their own"
 	@echo "make check        ruff, format check, mypy; rewrites nothing"
@@ -34,7 +35,7 @@ test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 test-long: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "slow and not gpu"
 
 package: # needs an index; 3 minutes of CPU beside what the downloads take
 	OMP_NUM_THREADS=1 $(PYTHON) tests/package_smoke.py

@@ -3,6 +3,7 @@
 import gc
 import random
 import sys
+from collections import defaultdict
 
 import hypothesis
 import numpy as np
@@ -14,6 +15,20 @@ _modules = 0
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None)
 hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are left out by their marks
+def pytest_collection_modifyitems(items):
+    families = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            families[item.nodeid.partition("[")[0]].append(item)
+    for family, cases in families.items():
+        (count,) = cases[0].get_closest_marker("sampled").args
+        kept = random.Random(family.rpartition("/")[2]).sample(cases, min(count, len(cases)))
+        for case in cases:
+            if case not in kept:
+                case.add_marker("slow")
 
 
 def pytest_collection_finish(session):

@@ -37,6 +37,7 @@ def compile_all():
         sys.stdout.write(f"{file.name} {count}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_kernel_compiles_for_sm_90():
     code = f"import runpy; runpy.run_path({__file__!r})['compile_all']()"

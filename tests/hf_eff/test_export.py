@@ -40,6 +40,7 @@ def make_batch(rows, length=6):
     return {"input_ids": ids, "attention_mask": mask}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_classifier_by_keywords(rows, make, tmp_path):
     model = quantized(make.classifier(hidden_dropout_prob=0.0), make_batch(4))
@@ -57,6 +58,7 @@ def test_a_classifier_by_keywords(rows, make, tmp_path):
     assert np.abs(logits - reference).max() <= 0.02 * np.abs(reference).max()
 
 
+@pytest.mark.slow
 def test_a_language_model_by_keywords(make, tmp_path):
     inputs = {"input_ids": torch.randint(1, 24, (2, 6)), "use_cache": False}
     model = quantized(make.language_model(), inputs, scheme="int8_weight")
@@ -64,6 +66,7 @@ def test_a_language_model_by_keywords(make, tmp_path):
     assert report.largest_difference <= 1e-5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", ["int8", "int8_dynamic"])
 def test_an_open_length(scheme, make, tmp_path):
     model = quantized(make.classifier(), make_batch(4), scheme=scheme)
@@ -80,6 +83,7 @@ def test_an_open_length(scheme, make, tmp_path):
         assert np.abs(logits - reference).max() <= 0.02 * np.abs(reference).max()
 
 
+@pytest.mark.slow
 def test_encoder_and_decoder_have_lengths_of_their_own(tmp_path):
     torch.manual_seed(0)
     sizes = {"vocab_size": 24, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
@@ -125,6 +129,7 @@ def test_the_command_exports_a_folder_in_float_or_with_the_ranges_that_lie_in_it
     assert told in " ".join(CliRunner().invoke(app, arguments, catch_exceptions=False).output.split())
 
 
+@pytest.mark.slow
 def test_the_command_exports_a_mixture_of_experts_whose_config_asks_for_a_cache(tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -22,6 +22,7 @@ def history(folder):
     return json.loads((folder / "round.json").read_text())["history"]
 
 
+@pytest.mark.slow
 def test_a_search_over_an_unedited_script_killed_and_resumed_equals_one_in_this_process(tmp_path):
     runs = tmp_path / "runs"
     here = LotteryTicket(**OPTIONS).run(

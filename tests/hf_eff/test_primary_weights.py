@@ -27,6 +27,7 @@ def build(make, folder, dtype, recipe, **settings):
     return trainer, attach(trainer, recipe)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor"])
 @pytest.mark.parametrize(
     ("dtype", "kind", "more", "settings"),

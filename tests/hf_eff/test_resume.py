@@ -36,6 +36,7 @@ def snapshot(trainer):
     return [*trainer.model.state_dict().values(), *moments, torch.get_rng_state()]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("keys", [*([key] for key in RECIPES), list(RECIPES)], ids=lambda keys: "+".join(keys))
 @pytest.mark.parametrize("stop", [2, 3, 5])
 def test_resume_is_exact(make, recipe, tmp_path, keys, stop):
@@ -96,6 +97,7 @@ def stopped(make, tmp_path):
     return tmp_path / "run", fresh
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "spoil"),
     [

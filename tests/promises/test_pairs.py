@@ -17,41 +17,25 @@ HOUSES = {"hf": (run_hf, hf_eff), "lightning": (run_lightning, lightning_eff)}
 UNORDERED = list(itertools.combinations(EVERYTHING, 2))
 
 
-def some(pairs, count):
-    """`count` pairs with each trainer, not the same ones, in every run of the tests; the rest in `make test-long`."""
-    for number, house in enumerate(HOUSES):
-        now = pairs[number :: -(-len(pairs) // count)]
-        for pair in pairs:
-            marks = [] if pair in now else [pytest.mark.slow]
-            yield pytest.param(pair, house, id=f"{'+'.join(pair)}-{house}", marks=marks)
-
-
-def resumed_equals_whole(pair, house, stops, folder):
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("house", HOUSES)
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_a_pair_resumes_bit_for_bit_from_every_kind_of_step(pair, house, tmp_path):
     run, _ = HOUSES[house]
     options = {"dropout": 0.3, "shuffle": True, "save_every": 1} | ({"seed": 3} if house == "hf" else {})
     torch.manual_seed(3)
-    whole = run(recipe_of(*pair), folder / "whole", **options)
-    for stop in stops:
+    whole = run(recipe_of(*pair), tmp_path / "whole", **options)
+    for stop in STOPS:
         torch.manual_seed(3)
-        again = run(recipe_of(*pair), folder / str(stop), resume=copied(whole, stop, folder / str(stop)), **options)
+        again = run(recipe_of(*pair), tmp_path / str(stop), resume=copied(whole, stop, tmp_path / str(stop)), **options)
         for step in (stop + 1, NUM_STEPS):
             assert difference(saved_state(whole.checkpoints[step]), saved_state(again.checkpoints[step])) is None, stop
         assert difference(whole.weights, again.weights) is None
 
 
-@pytest.mark.parametrize(("pair", "house"), [param for param in some(PAIRS, 8) if not param.marks])  # all: below
-def test_a_pair_resumes_bit_for_bit(pair, house, tmp_path):
-    resumed_equals_whole(pair, house, [STOPS[PAIRS.index(pair) % len(STOPS)]], tmp_path)
-
-
-@pytest.mark.slow
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("house", HOUSES)
-@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-def test_a_pair_resumes_bit_for_bit_from_every_kind_of_step(pair, house, tmp_path):
-    resumed_equals_whole(pair, house, STOPS, tmp_path)
-
-
-@pytest.mark.parametrize(("pair", "house"), some(UNORDERED, 6))
+@pytest.mark.parametrize("pair", UNORDERED, ids="+".join)
 def test_the_order_of_two_callbacks_is_of_no_account(pair, house, tmp_path):
     run, package = HOUSES[house]
     found = []

@@ -54,6 +54,7 @@ def test_with_nothing_switched_on_the_bare_trainer_is_bit_equal(front_end, tmp_p
     assert difference(installed.weights, bare.weights) is None
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 @pytest.mark.parametrize("key", EVERYTHING)
 def test_every_checkpoint_loads_in_the_plain_model(key, front_end, tmp_path):
@@ -105,6 +106,7 @@ def test_baked_weights_and_saved_ranges_are_the_trained_model_bit_for_bit(front_
     assert not torch.equal(alone, trained[0])  # the weights alone do not quantise activations
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 @pytest.mark.parametrize("key", EVERYTHING)
 def test_the_model_comes_back_as_stock_classes_with_its_keys(key, front_end, tmp_path):
@@ -169,6 +171,7 @@ def test_micro_batches_equal_one_batch(key, tmp_path):
             torch.testing.assert_close(four.weights[tensor], weight, atol=tolerance, rtol=0)
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_every_pair_runs_saves_and_finishes(pair, front_end, tmp_path):

@@ -83,6 +83,7 @@ def check(run):
     assert since > STEPS / 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("recipe", "optimizer"),
     [*itertools.product(("2:4", "channels"), ("sgd", "adamw-8bit")), ("cubic", "adamw-fused")],
@@ -96,6 +97,7 @@ def test_no_weight_comes_back_when_steps_are_skipped(optimizer):
     check(train(RECIPES["cubic"], optimizer, scaled=True))
 
 
+@pytest.mark.slow
 def test_no_weight_comes_back_in_a_compiled_model():
     check(train(RECIPES["cubic"], "sgd", compiled=True))
 

@@ -34,6 +34,7 @@ export_module = importlib.import_module("shared_core.quantization.export_onnx")
 BUILDS = [conv1d, conv2d, conv3d, transposed, with_batch_norm, Tokens]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
 def test_without_optimisation_the_file_is_the_fake_quantising_model(build, tmp_path):
     model, _ = trained(build)
@@ -47,6 +48,7 @@ def test_without_optimisation_the_file_is_the_fake_quantising_model(build, tmp_p
     assert not report.float_layers
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("build", "bits", "kernel", "count"),
     [
@@ -97,6 +99,7 @@ def test_weights_are_stored_as_the_codes_that_were_trained(tmp_path):
     assert not any(value.dtype == np.float32 and value.ndim > 1 for value in found.values())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("bits", "range_"), [(2, "ema"), (3, "lsq"), (8, "lsq"), (4, "lsq_plus"), (4, "pact")])
 def test_few_bits_clip_and_learned_ranges_are_kept(bits, range_, tmp_path):
     model, _ = trained(mlp, weight_bits=bits, activation_bits=bits, range=range_)
@@ -127,6 +130,7 @@ def test_baked_weights_with_ranges_give_the_same_file(tmp_path):
             assert np.allclose(found[key], value, rtol=1e-5), key
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("scheme", "kernels"),
     [
@@ -191,6 +195,7 @@ def test_a_layer_that_saw_no_input_and_float_layers_stay_as_they_are(tmp_path):
     assert report.quantized == ("used", "unused")
 
 
+@pytest.mark.slow
 def test_one_example_and_a_fixed_batch(tmp_path):
     model, _ = trained(mlp)
     export_onnx(model, examples(mlp, 1), tmp_path / "open.onnx")
@@ -201,6 +206,7 @@ def test_one_example_and_a_fixed_batch(tmp_path):
     assert onnx.load(tmp_path / "open.onnx").opset_import[0].version == 21
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("finish", "options"),
     [(False, {"fold_batch_norm": False}), (True, {}), (False, {"range": "lsq"})],

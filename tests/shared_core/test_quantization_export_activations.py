@@ -65,6 +65,7 @@ def net(build, **options):
     return trained(build, shape=(3, 16, 16), steps=2, **options)[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("build", "before", "after", "added"),
     [
@@ -137,6 +138,7 @@ def test_a_tapped_tensor_is_quantised_once_with_the_step_of_the_layer_that_reads
     assert relu.output[0] == tap.input[0]
 
 
+@pytest.mark.slow
 def test_biases_go_on_the_grid_of_the_sums_where_steps_are_coarse(tmp_path):
     model, path = net(Residual, range="lsq", activation_bits=8), tmp_path / "model.onnx"
     exact = export_onnx(model, images(), path)
@@ -156,6 +158,7 @@ def test_biases_go_on_the_grid_of_the_sums_where_steps_are_coarse(tmp_path):
     assert not any(name.endswith(".bias_codes") for name in found if not name.startswith("head"))  # no orphans
 
 
+@pytest.mark.slow
 def test_few_bits_keep_their_clip_and_the_tap_gets_eight_bits_of_its_own(tmp_path):
     model, path = net(Residual, activation_bits=4), tmp_path / "model.onnx"
     report = export_onnx(model, images(), path, calibration=calibration())

@@ -150,6 +150,7 @@ def test_the_command_tells_a_diagnosis(room):
             eff(*arguments, *more)
 
 
+@pytest.mark.slow
 def test_processes_give_the_same_soup(room):
     torch.save({**runs(4)[0], "b": torch.full((5,), math.nan)}, "0.pt")
     one = json.loads(eff("--eval", "parallel_task:score", "--out", "one.pt", "--json").stdout)
