@@ -367,6 +367,11 @@ class SessionCallback(TrainerCallback):
             # accelerate knows of its scaler's skips alone; the learning rate must not move on this one either
             optimizer._is_overflow = self._discarded = True
 
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Look now and then whether steps are applied as planned: many may be skipped."""
+        if state.global_step & (state.global_step - 1) == 0 and state.max_steps > 0:
+            self.session.look_ahead(min(state.global_step / state.max_steps, 1.0))
+
     # --- evaluation, saving, logging
 
     def _within(self, what: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -248,11 +248,15 @@ class EffCallback(Callback):
         # Lightning's norm is over the optimizer's parameters, and the peers' are among them.
         distillation.one_by_one(lambda: original(*args, **kwargs))
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Count a skipped step; log figures when the Trainer logs."""
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count a skipped step; log figures when the Trainer logs; now and then look whether steps come as planned."""
         session = self.session
         if session is None or self._steps is None:
             return
+        seen = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        looks = seen & (seen - 1) == 0 or trainer.is_last_batch
+        if looks and (done := _surroundings.share_done(trainer, pl_module, batch_idx)) is not None:
+            session.look_ahead(done, stops_as_planned=trainer.max_steps >= 0)
         if self._steps.batch_ended() and trainer._logger_connector.should_update_logs:
             for name, value in session.metrics().items():
                 pl_module.log(name, value, prog_bar=is_in_bar(name), on_step=True, on_epoch=False)

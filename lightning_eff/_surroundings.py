@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_eff._namespaces import callback_kinds
+from shared_core.positions import StepsPerEpoch, steps_until
 from shared_core.wrappers import wrapped_by_user
 
 _STRATEGIES = {
@@ -52,30 +53,37 @@ def surroundings(trainer: Any, model: Any) -> set[str]:
 def total_steps(trainer: Any, model: Any) -> int | None:
     """Return how many optimizer steps the run has, None if that is unknown.
 
-    With manual optimisation every optimizer is taken to step once a batch, unless ``max_steps`` tells the number.
+    With manual optimisation every optimizer is taken to step once a batch, unless ``max_steps`` ends the run before.
     """
-    try:
-        steps = float(trainer.estimated_stepping_batches)
-    except Exception as error:
-        # Lightning refuses the estimate for accumulation that changes between epochs.
-        if type(error).__name__ != "MisconfigurationException":
-            raise
-        return trainer.max_steps if trainer.max_steps > 0 else None
-    if not math.isfinite(steps) or steps < 0:  # -1 for loaders without length
-        return None
-    if not model.automatic_optimization and trainer.max_steps < 0:
-        steps *= max(len(trainer.optimizers), 1)
-    return int(steps)
+    limit = trainer.max_steps if trainer.max_steps >= 0 else None
+    steps = steps_per_epoch(trainer, model)
+    if steps is None or trainer.max_epochs in (None, -1):
+        return limit
+    by_epochs = int(steps_until(max(trainer.max_epochs, 1), steps))
+    return by_epochs if limit is None else min(by_epochs, limit)
 
 
-def steps_per_epoch(trainer: Any, model: Any) -> float | None:
-    """Return how many optimizer steps an epoch has, None if that is unknown."""
+def steps_per_epoch(trainer: Any, model: Any) -> StepsPerEpoch | None:
+    """Return how many optimizer steps an epoch has, None if unknown, of each epoch where accumulation changes."""
     batches = float(trainer.num_training_batches)
     if not math.isfinite(batches):
         return None
     if not model.automatic_optimization:
         return batches * max(len(trainer.optimizers), 1)
+    for callback in trainer.callbacks:
+        if hasattr(callback, "get_accumulate_grad_batches"):
+            epochs = range(max(trainer.max_epochs or 1, *callback.scheduling, 1) + 1)
+            return tuple(math.ceil(batches / callback.get_accumulate_grad_batches(epoch)) for epoch in epochs)
     return float(math.ceil(batches / trainer.accumulate_grad_batches))
+
+
+def share_done(trainer: Any, model: Any, batch_index: int) -> float | None:
+    """Return which share of the run's epochs is over after a batch, weighted by planned steps; None without an end."""
+    steps = steps_per_epoch(trainer, model)
+    if steps is None or trainer.max_epochs in (None, -1) or not trainer.num_training_batches:
+        return None
+    epochs = trainer.current_epoch + (batch_index + 1) / trainer.num_training_batches
+    return steps_until(epochs, steps) / steps_until(max(trainer.max_epochs, 1), steps)
 
 
 def clips_by_norm(trainer: Any, model: Any) -> bool:

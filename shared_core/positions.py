@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from shared_core.errors import ConfigError, UnknownLengthError, as_share
 
 Position = int | float | str
+StepsPerEpoch = float | Sequence[float]
+"""Optimizer steps of every epoch, or of each where they differ; later ones are as the last."""
+
+
+def steps_until(epochs: float, steps_per_epoch: StepsPerEpoch) -> float:
+    """Return how many steps an amount of epochs has.
+
+    Args:
+        epochs: From the start of the run; need not be whole.
+        steps_per_epoch: Of every epoch, or of each.
+
+    Example:
+        >>> steps_until(2.5, 10), steps_until(2.5, (10, 10, 4)), steps_until(4, (10, 10, 4))
+        (25.0, 22.0, 28)
+    """
+    if not isinstance(steps_per_epoch, Sequence):
+        return epochs * steps_per_epoch
+    whole, last = int(epochs), len(steps_per_epoch) - 1
+    steps = sum(steps_per_epoch[min(epoch, last)] for epoch in range(whole))
+    return steps + (epochs - whole) * steps_per_epoch[min(whole, last)]
 
 
 @dataclass(frozen=True)
@@ -18,7 +39,7 @@ class ParsedPosition:
     value: float
     unit: Literal["step", "fraction", "epoch"]
 
-    def resolve(self, where: str, *, total_steps: int | None, steps_per_epoch: float | None) -> int:
+    def resolve(self, where: str, *, total_steps: int | None, steps_per_epoch: StepsPerEpoch | None) -> int:
         """Return the optimizer step (0 = before the first) that this position means; halves round up."""
         if self.unit == "step":
             return int(self.value)
@@ -28,7 +49,7 @@ class ParsedPosition:
                     f"{where}: '{self.value:g}ep' must be a step number here, because the length of an epoch is "
                     "unknown (a data loader without length); write a number of steps"
                 )
-            return math.floor(self.value * steps_per_epoch + 0.5)
+            return math.floor(steps_until(self.value, steps_per_epoch) + 0.5)
         if total_steps is None:
             raise UnknownLengthError(
                 f"{where}: {self.value} must be a step number here, because the number of training steps is unknown "

@@ -16,6 +16,7 @@ from shared_core.errors import TrainingError
 from shared_core.history import History
 from shared_core.micro_batches import MicroBatchMeans
 from shared_core.plain_checkpoint import PlainKeys
+from shared_core.positions import StepsPerEpoch
 from shared_core.receipt import Receipt, environment, figures
 from shared_core.recipe import Recipe
 from shared_core.rooms import ROOMS
@@ -70,10 +71,10 @@ class Session:
         self._final_reports: dict[str, Any] = {}
         self._planned: dict[str, list[preview.Event]] = {}
         self._final_unreached: dict[str, str] | None = None
-        self._furthest = 0
+        self._furthest = self._early_skips = 0
         self._validated: tuple[int, dict[str, float]] | None = None
         self._final_evaluation: dict[str, float] = {}
-        self._tells_of_best = True
+        self._tells_of_best = self._is_on_plan = True
         self._history, self._steps, self._means = History(), StepWatch(), MicroBatchMeans()
         self._started, self._driven = time.perf_counter(), driven(self.techniques)
 
@@ -162,7 +163,7 @@ class Session:
         optimizers: Iterable[torch.optim.Optimizer],
         *,
         total_steps: int | None,
-        steps_per_epoch: float | None = None,
+        steps_per_epoch: StepsPerEpoch | None = None,
         clips_gradients: bool = True,
     ) -> None:
         """Start or go on: the optimizer exists and `load_state_dict` was called if this is a resume.
@@ -170,7 +171,7 @@ class Session:
         Args:
             optimizers: The torch optimizers, unwrapped.
             total_steps: Optimizer steps of the whole run, None if unknown.
-            steps_per_epoch: Optimizer steps of one epoch, None if unknown.
+            steps_per_epoch: Optimizer steps of every epoch, or of each where they differ; None if unknown.
             clips_gradients: Whether gradients are clipped by norm.
 
         Raises:
@@ -293,6 +294,36 @@ class Session:
                 self._is_saving = False
                 self._drive("after_save")
 
+    def look_ahead(self, done: float, *, stops_as_planned: bool = True) -> None:
+        """Say once, as soon as it is clear, that optimizer steps come at another rate than positions were planned for.
+
+        Args:
+            done: The share of the run's data that was trained on, by which the trainer will end the run.
+            stops_as_planned: Whether it also ends after the planned number of steps.
+        """
+        context = self._attached("look_ahead")
+        total = context.total_steps or 0
+        expected, applied = done * total, self.step
+        if done < 0.25:
+            self._early_skips = self.skipped  # a loss scale that is too large at first soon fits
+        if not self._is_on_plan or expected < 10:
+            return
+        counted = float(applied + self._early_skips)
+        counted = min(counted, expected) if stops_as_planned else counted
+        if abs(counted - expected) <= 0.1 * expected + 1:
+            return
+        self._is_on_plan, end = False, round(applied / done)
+        never = "; ".join(f"{key}: {what} (step {step})" for key, step, what in self._events_after(end))
+        self.note(
+            f"OPTIMIZER STEPS DO NOT COME AS PLANNED: {applied} were applied where {expected:.0f} were planned; at "
+            f"this rate the run ends after {end} of {total}" + (f", before {never}" if never else "") + ". Positions "
+            "stay where they are: give them as numbers of steps, or the trainer its true number of steps"
+        )
+
+    def _events_after(self, step: int) -> list[tuple[str, int, str]]:
+        told = [(key, at, what) for key, events in self._planned.items() for at, what in events if at is not None]
+        return [event for event in told if event[1] > step]
+
     def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Tell what the user's own validation of the present weights found; nothing happens before `begin`."""
         self._history.validated(self.step, metrics if self._begun else {})
@@ -367,12 +398,11 @@ class Session:
         is_short = planned is not None and applied + self.skipped < planned
         ended = f"the run ended after {applied} steps" + (f" of {planned} planned" if is_short else "")
         unreached = self.unreached()
-        for key, events in self._planned.items():
-            missed = [f"{what} (step {step})" for step, what in events if step is not None and step > applied]
-            if key in unreached:
-                self.note(f"{key.upper()} DID NOT REACH WHAT WAS ASKED FOR: {unreached[key]}; {ended}")
-            elif missed:
-                self.note(f"{key.upper()} DID NOT RUN AS PLANNED: {ended}, before: {'; '.join(missed)}")
+        for key, text in unreached.items():
+            self.note(f"{key.upper()} DID NOT REACH WHAT WAS ASKED FOR: {text}; {ended}")
+        for key, step, what in self._events_after(applied):
+            if key not in unreached:
+                self.note(f"{key.upper()} DID NOT RUN AS PLANNED: {ended}, before step {step}: {what}")
         if is_short or (planned is not None and applied > planned):
             self.note(f"steps: {applied} were applied, {planned} were planned")
 

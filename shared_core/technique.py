@@ -15,7 +15,7 @@ from shared_core.config import TechniqueConfig
 from shared_core.element_wise import is_element_wise
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.left_out_buffers import LeftOutBuffers
-from shared_core.positions import Position, parse_position
+from shared_core.positions import Position, StepsPerEpoch, parse_position
 from shared_core.preview import Ability, Event, Touched
 
 # Attach: a factorised layer can be pruned, a pruned one quantised; what is left is cast and then checkpointed.
@@ -176,7 +176,7 @@ class Context:
     step: int = 0
     """Applied optimizer steps so far; micro-batches and skipped steps do not count."""
     total_steps: int | None = None
-    steps_per_epoch: float | None = None
+    steps_per_epoch: StepsPerEpoch | None = None
     clips_gradients: bool = True
     """Whether the trainer clips by norm."""
     normalise: Callable[[Tensor, Tensor | int], Tensor] = mean_over_micro_batch

@@ -364,3 +364,13 @@ def test_a_failed_attach_leaves_the_model_as_it_was():
         session.attach(model)
     assert type(model[0]) is nn.Linear
     assert not session.is_attached
+
+
+def test_positions_in_epochs_of_different_lengths():
+    assert [resolve(value, epoch=(10, 10, 4)) for value in ("1ep", "2ep", "2.5ep", "3ep", "5ep")] == [
+        10,
+        20,
+        22,
+        24,
+        32,
+    ]

@@ -1,0 +1,95 @@
+"""Positions in a Lightning run: planned from the accumulation schedule, and told loudly where steps come otherwise."""
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from promise_drivers import lightning_module, run_lightning
+from promise_table import BATCH, eval_examples, train_examples
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
+from torch.utils.data import DataLoader
+
+from lightning_eff import EffCallback
+
+PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.6, "end": 0.8, "every": 1}}
+EPOCHS = 10
+BATCHES = len(train_examples()) // BATCH
+
+
+def by_epochs(recipe, folder, **options):
+    return run_lightning(recipe, folder, max_steps=-1, max_epochs=EPOCHS, **options)
+
+
+def loud(receipt):
+    return [note for note in receipt["notes"] if "DO NOT COME AS PLANNED" in note]
+
+
+@pytest.mark.parametrize("schedule", [{4: 4}, {0: 2, 3: 3}, {2: 2, 50: 4}])
+def test_an_accumulation_schedule_is_planned_for(schedule, tmp_path):
+    recipe = {"prune": {**PRUNE["prune"], "begin": "3ep"}}
+    result = by_epochs(recipe, tmp_path, callbacks=[GradientAccumulationScheduler(dict(schedule))])
+    factors = {0: 1, **schedule}
+    steps = [-(-BATCHES // factors[max(first for first in factors if first <= epoch)]) for epoch in range(EPOCHS)]
+    told = result.receipt
+    assert told["steps"]["applied"] == told["steps"]["planned"] == sum(steps)
+    assert told["techniques"]["prune"]["begin_step"] == sum(steps[:3])
+    assert told["unreached"] == {}
+    assert not loud(told)
+
+
+class Manual(pl.LightningModule):
+    """Steps its one optimizer after every few batches."""
+
+    def __init__(self, every):
+        super().__init__()
+        self.automatic_optimization, self.every = False, every
+        self.net = lightning_module().net
+
+    def training_step(self, batch, index):
+        self.manual_backward(self.net(**batch)["loss"] / self.every)
+        if (index + 1) % self.every == 0:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def train_manually(every, folder, **options):
+    callback = EffCallback(PRUNE)
+    trainer = pl.Trainer(
+        accelerator="cpu", callbacks=[callback], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, **({"max_epochs": EPOCHS} | options),
+    )  # fmt: skip
+    model = Manual(every)
+    trainer.fit(model, DataLoader(train_examples(), batch_size=BATCH), DataLoader(eval_examples(), batch_size=BATCH))
+    return callback.receipt.values, model
+
+
+def test_manual_steps_that_come_too_rarely_are_told_at_once_and_at_the_end(tmp_path, capsys):
+    told, model = train_manually(2, tmp_path)
+    planned = EPOCHS * BATCHES
+    assert told["steps"] == {"applied": planned // 2, "skipped": 0, "planned": planned}
+    (early,) = loud(told)
+    assert f"at this rate the run ends after {planned // 2} of {planned}, before prune: first masks" in early
+    assert told["notes"].index(early) < next(i for i, note in enumerate(told["notes"]) if "DID NOT REACH" in note)
+    assert told["unreached"].keys() == {"prune"}
+    assert f"efftrain: {early}" in capsys.readouterr().out
+    assert not bool((model.net.hidden.weight == 0).any())
+
+
+def test_manual_steps_that_max_steps_tells_of_are_planned_for(tmp_path):
+    told, _ = train_manually(2, tmp_path, max_steps=EPOCHS * BATCHES // 2)
+    assert told["steps"]["applied"] == told["steps"]["planned"]
+    assert told["unreached"] == {}
+    assert not loud(told)
+
+
+def test_an_early_end_is_told_in_capitals(tmp_path):
+    class Ends(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            trainer.should_stop = trainer.global_step >= 8
+
+    recipe = {"distill": {"teacher": lightning_module().net, "student": "net", "begin": 0.5}}
+    told = by_epochs(recipe, tmp_path, callbacks=[Ends()]).receipt
+    assert told["unreached"] == {}
+    assert any("DISTILL DID NOT RUN AS PLANNED: the run ended after 8 steps" in note for note in told["notes"])
