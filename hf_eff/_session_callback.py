@@ -12,7 +12,16 @@ from torch import Tensor
 from transformers import IntervalStrategy, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_eff import _own_state
-from hf_eff._checkpoints import clean_run, complete_saved, load_renamed_, resumed_from, save_whole, step_of
+from hf_eff._checkpoints import (
+    ModelWeights,
+    checkpoint_folder,
+    clean_run,
+    complete_saved,
+    load_renamed_,
+    resumed_from,
+    save_whole,
+    step_of,
+)
 from hf_eff._given import GivenCallbacks
 from hf_eff._model_card import tell_in_card
 from hf_eff._poisson import PoissonData
@@ -24,7 +33,9 @@ from hf_eff._unlabelled import UnlabelledExamples
 from hf_eff._window import Window
 from hf_eff._wrapped import Wrapped
 from shared_core import compatibility
-from shared_core.errors import TrainingError
+from shared_core.claims import Where
+from shared_core.errors import CheckpointError, ReceiptError, TrainingError
+from shared_core.ranks import from_main
 from shared_core.recipe import Recipe
 from shared_core.resuming import fit_to, loading
 from shared_core.session import Session
@@ -152,8 +163,46 @@ class SessionCallback(TrainerCallback):
         finally:
             self._training = self._complete = self._scaler.unscaled = False
             self._scaler.give_back()
-        self._write_receipt()
+        try:
+            self._verify_end()
+        finally:
+            self._write_receipt()
         return output
+
+    def _verify_end(self) -> None:
+        """Count again, now that every callback has had its last event, in the model and in what was saved of it."""
+        session, trainer = self.session, self._trainer
+        if not session.is_finished or session.context is None:
+            return
+        session.verify(None, "the trained model", self._others())
+        folder = checkpoint_folder(trainer._get_output_dir(getattr(trainer, "_trial", None)), session.step)
+        found = ""
+        try:
+            if folder.is_dir():
+                self._verify_saved(folder, Where.TRAINED)
+        except ReceiptError as error:
+            found = str(error)
+        if found := from_main(found):
+            raise ReceiptError(found)
+
+    def _verify_saved(self, folder: Path, where: Where) -> None:
+        session, trainer = self.session, self._trainer
+        if session.context is None or not session.claims_of(where) or not trainer.args.should_save:
+            return
+        if is_peft(trainer.model):
+            return  # a folder of PEFT holds adapters alone
+        try:
+            weights = ModelWeights(folder, session.context.model)
+        except CheckpointError as error:
+            session.note(f"not counted again in {folder}, whose weights cannot be read as this model's: {error}")
+            return
+        session.verify(weights, str(folder), self._others(), where=where)
+
+    def _others(self) -> list[str]:
+        """Return the classes of callbacks that are neither ours nor transformers' own, none of which writes weights."""
+        kinds = [type(callback) for callback in self._trainer.callback_handler.callbacks]
+        own = [type(self), *map(type, self.given.callbacks)]
+        return [kind.__name__ for kind in kinds if kind not in own and not kind.__module__.startswith("transformers.")]
 
     def _let_go(self) -> bool:
         """Return whether techniques are left without those of callbacks that were removed since the last training."""
@@ -394,6 +443,8 @@ class SessionCallback(TrainerCallback):
                     complete_saved(output_dir or str(self._trainer.args.output_dir), self.session, self._trainer.model)
         finally:
             self._baking = False
+        if not _internal_call and self.session.is_finished:
+            self._verify_saved(Path(output_dir or str(self._trainer.args.output_dir)), Where.END)
         step = step_of(output_dir) if output_dir and _internal_call else None
         if step is not None and self.session.is_attached and self.session.has_begun:
             self._save_state(Path(str(output_dir)), step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 from collections.abc import Callable, Mapping
@@ -11,9 +12,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightning_eff import _joining, _surroundings
+from lightning_eff._averages import Averages
 from lightning_eff._best import BestCheckpoints
 from lightning_eff._namespaces import Callback
 from lightning_eff._poisson import check_loss, wrap_loaders
+from lightning_eff._recount import Recount
 from lightning_eff._resume import ExactResume
 from lightning_eff._saved_weights import bake_saved, restore_raw, wrap_loading
 from lightning_eff._services import LightningServices
@@ -67,6 +70,8 @@ class EffCallback(Callback):
         self._resume: ExactResume | None = None
         self._saved: Mapping[str, Any] | None = None
         self._final: Mapping[str, Any] | None = None
+        self._recount: Recount | None = None
+        self._averages: Averages | None = None
         self._stock_precision: Any = None
         self._leader: EffCallback | None = None
         self._joined: list[EffCallback] = []
@@ -102,7 +107,11 @@ class EffCallback(Callback):
             trainer.callbacks = [callback for callback in trainer.callbacks if callback not in mine]
             return
         self._trainer, self._joined, self._tries_first = trainer, mine, _joining.tries_first(trainer, recipe)
-        if (earlier := _joining.replaced(trainer, recipe)) is not None and before is None:
+        earlier = _joining.replaced(trainer, recipe)
+        for one in (self, earlier):
+            if one is not None and one._recount is not None:
+                one._recount.close()
+        if earlier is not None and before is None:
             before, self._run_id, self._final = earlier.session, earlier._run_id, earlier._final
         trains_on = before is not None and before.is_finished and trainer.global_step > 0
         self._run_id = self._run_id if trains_on else trainer.strategy.broadcast(uuid.uuid4().hex)
@@ -111,6 +120,7 @@ class EffCallback(Callback):
         self.session = Session(recipe, front_end="lightning", services=services, seed=seed)
         self._saved = self._final if trains_on else None  # on the same Trainer, what was pruned stays pruned
         self._resume = ExactResume(trainer, self.session)
+        self._averages = Averages(trainer, pl_module, self.session)
         check(recipe, _surroundings.surroundings(trainer, pl_module))
         if (scaling := recipe.get("loss_scale")) is not None:
             self._stock_precision = use_scaling_precision(trainer, scaling)
@@ -129,6 +139,8 @@ class EffCallback(Callback):
         self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
         self._best = BestCheckpoints(trainer, self.session)
         self._wrapped += self._best.wrapped
+        self._wrapped += self._averages.wrapped()
+        self._recount = Recount(trainer, pl_module, self.session, self._write_receipt)
         if self._tries_first:
             self._wrapped.append(Wrapped(trainer.strategy, "on_exception", self._trial_failed))
         self._wrapped.append(Wrapped(pl_module, "training_step", self._training_step, keep_signature=True))
@@ -188,9 +200,11 @@ class EffCallback(Callback):
         session = self._session
         if self._saved is not None:
             session.load_state_dict(self._saved)
+        with self._averages.planned_epochs() if self._averages else contextlib.nullcontext():
+            total_steps = _surroundings.total_steps(trainer, pl_module)
         session.begin(
             trainer.optimizers,
-            total_steps=_surroundings.total_steps(trainer, pl_module),
+            total_steps=total_steps,
             steps_per_epoch=_surroundings.steps_per_epoch(trainer, pl_module),
             clips_gradients=_surroundings.clips_by_norm(trainer, pl_module),
         )
@@ -239,7 +253,7 @@ class EffCallback(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Gradients are unscaled, not yet clipped."""
-        if self.session is not None and self._steps is not None:
+        if self.session is not None and self._steps is not None and not trainer.fit_loop._skip_backward:
             self._steps.before_step()
             self.session.before_optimizer_step()
 
@@ -281,6 +295,8 @@ class EffCallback(Callback):
     def _save_checkpoint(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         with self._session.saving():
             original(*args, **kwargs)
+        if self._recount is not None:
+            self._recount.saved(args[0] if args else kwargs["filepath"])
         if "soup" in self._session.recipe:
             self._services.check_saved(*args, **kwargs)
 
@@ -296,6 +312,8 @@ class EffCallback(Callback):
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the saved state until training starts; an evaluation after `fit` loads weights alone."""
+        if trainer.state.fn != "fit" and self._recount is not None:
+            self._recount.close()  # the module gets the weights of some checkpoint
         if self.session is None or self._resume is None or trainer.state.fn != "fit":
             return
         _joining.refuse_trials_on_resume(trainer, checkpoint)
@@ -328,12 +346,17 @@ class EffCallback(Callback):
             return
         self._resume.use_up()
         session.finish()
+        if self._averages is not None:
+            self._averages.take_over()
         # Kept apart: a later test with a checkpoint writes that one's state into the precision plugin.
         self._final, trainer._eff_leader = session.state_dict(), self
         if self._services.can_validate:
             session.validate_final(self._services.evaluate, anew=self._best.is_missing)
         self._best.save_last()
-        receipt = session.receipt()
+        self._write_receipt()
+
+    def _write_receipt(self) -> None:
+        trainer, receipt = self._trainer, self._session.receipt()
         folder = trainer.log_dir or trainer.default_root_dir  # every process must ask
         if trainer.is_global_zero:
             if not trainer.fast_dev_run:
@@ -403,7 +426,7 @@ class EffCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # Processes are spawned before `fit` begins, and the Trainer of an earlier one must not travel along.
-        empty = dict.fromkeys(("session", "_trainer", "_resume", "_steps", "_best"))
+        empty = dict.fromkeys(("session", "_trainer", "_resume", "_steps", "_best", "_recount", "_averages"))
         return {**self.__dict__, **empty, "_wrapped": [], "_joined": []}
 
 

@@ -59,6 +59,8 @@ class WatchedSteps:
         return window_ended
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._trainer.fit_loop._skip_backward:
+            return  # an epoch of Lightning's SWA, which steps without gradients
         self._applied = self._session.after_optimizer_step()
         self._discarded = not self._applied
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_eff._averages import averaging
 from lightning_eff._namespaces import callback_kinds
 from shared_core.positions import StepsPerEpoch, steps_until
 from shared_core.wrappers import wrapped_by_user
@@ -20,7 +21,6 @@ _STRATEGIES = {
     "SingleDeviceXLAStrategy": "tpu",
     "XLAFSDPStrategy": "tpu",
 }
-_AVERAGING = {"StochasticWeightAveraging", "WeightAveraging"}
 
 
 def surroundings(trainer: Any, model: Any) -> set[str]:
@@ -35,8 +35,10 @@ def surroundings(trainer: Any, model: Any) -> set[str]:
         found |= wrapped_by_user(model)
     precision = str(trainer.precision_plugin.precision)
     found |= {kind for kind, start in (("bf16", "bf16"), ("fp16", "16")) if precision.startswith(start)}
-    if callback_kinds(trainer) & _AVERAGING:
+    if averaging(trainer):
         found.add("averaging_callback")
+    if "ModelPruning" in callback_kinds(trainer):
+        found.add("pruning_callback")
     peft = sys.modules.get("peft")  # without it there is no such model
     if peft is not None and any(isinstance(module, peft.PeftModel) for module in model.modules()):
         found.add("peft")

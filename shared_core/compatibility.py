@@ -14,6 +14,16 @@ from shared_core.surroundings import SURROUNDINGS as SURROUNDINGS
 _FLAT = "flat shards of FSDP1 have no rows, channels or names left to decide on; use DDP"
 _OWN = "DeepSpeed partitions the optimizer and scales the loss by itself; use DDP"
 _FACTORS_STAY = "It is allowed with low_rank merge false, where the model stays factorised"
+_REWOUND = (
+    "weights are rewound at step k, and the next masks come from those that were trained; average the winning ticket's "
+    "own run"
+)
+_COPIED = (
+    "before its layers are changed, and would average other tensors than are trained; the technique average does both"
+)
+_PRUNED = "it replaces the weights by masks and weights of its own; the technique prune does what it does"
+# Techniques that neither hold weights nor say anything of them.
+_NO_WEIGHTS = ("matmul", "checkpointing", "activations", "distill", "loss_scale", "comm")
 _LBFGS = "LBFGS moves the weights many times in one step, and nothing holds in between; use another optimizer"
 
 # (recipe key, other recipe key or surrounding) → reason. What is not listed is allowed and tested as a pair.
@@ -140,10 +150,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("comm", "deepspeed"): "DeepSpeed reduces gradients itself; its own communication_data_type sends 16 bits",
     ("comm", "fsdp1"): "FSDP reduces gradients itself; its mixed precision's reduce_dtype sends 16 bits",
     ("comm", "lbfgs"): "its line search compares gradients, and inexact ones mislead it; use another optimizer",
-    ("average", "ticket"): (
-        "weights are rewound at step k, and the next masks come from those that were trained; average the winning "
-        "ticket's own run"
-    ),
+    ("average", "ticket"): _REWOUND,
     ("average", "deepspeed"): "DeepSpeed keeps the weights in parts of its own; use DDP or FSDP version 2",
     ("average", "fsdp1"): _FLAT,
     ("activations", "deepspeed"): (
@@ -196,6 +203,13 @@ REFUSED: dict[tuple[str, str], str] = {
         (key, "averaging_callback"): "each would put its own weights into the model for validation; keep one of them"
         for key in ("average", "soup")
     },
+    ("ticket", "averaging_callback"): _REWOUND,
+    ("qat", "averaging_callback"): (
+        "ranges are observed on the weights in training, and an average lies between the codes; the technique average "
+        "does both"
+    ),
+    **{(key, "averaging_callback"): _COPIED for key in ("lora", "low_rank")},
+    **{(key, "pruning_callback"): _PRUNED for key in ROOMS if key not in _NO_WEIGHTS},
     ("soup", "deepspeed"): _OWN,
     ("soup", "fsdp1"): "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
     **{

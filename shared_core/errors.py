@@ -44,6 +44,10 @@ class TrainingError(EffError, RuntimeError):
     """Training reached a state that no technique can go on from."""
 
 
+class ReceiptError(EffError, RuntimeError):
+    """A final model, or a file of it, is not what the receipt says of it."""
+
+
 class MissingExtraError(EffError, ImportError):
     """An optional library is not installed."""
 

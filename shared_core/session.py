@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared_core import compatibility, held, preview, session_state
-from shared_core.errors import TrainingError
+from shared_core import compatibility, endings, held, preview, session_state
+from shared_core.claims import Where
+from shared_core.errors import ReceiptError, TrainingError
 from shared_core.history import History
 from shared_core.micro_batches import MicroBatchMeans
 from shared_core.plain_checkpoint import PlainKeys
@@ -20,6 +21,7 @@ from shared_core.positions import StepsPerEpoch
 from shared_core.receipt import Receipt, environment, figures
 from shared_core.recipe import Recipe
 from shared_core.rooms import ROOMS
+from shared_core.sharded import reshard_
 from shared_core.step_watch import StepWatch
 from shared_core.technique import BareServices, Context, Services, Technique
 from shared_core.turns import driven, leave_out, to_finish
@@ -76,6 +78,7 @@ class Session:
         self._final_evaluation: dict[str, float] = {}
         self._tells_of_best = self._is_on_plan = True
         self._history, self._steps, self._means = History(), StepWatch(), MicroBatchMeans()
+        self._claims: endings.Claims = {}
         self._started, self._driven = time.perf_counter(), driven(self.techniques)
 
     @property
@@ -391,6 +394,10 @@ class Session:
             for key in to_finish(self.techniques):
                 with self._timed(key):
                     self.techniques[key].finish(self.context.model, self.context)
+            reports = self._reports()
+            claims = {key: one.claims(self.context, reports[key]) for key, one in self.techniques.items()}
+            self.detach()
+            self._claims = endings.settled(claims, self.context.model)
         self.detach()
 
     def _tell_end(self, context: Context) -> None:
@@ -405,6 +412,43 @@ class Session:
                 self.note(f"{key.upper()} DID NOT RUN AS PLANNED: {ended}, before step {step}: {what}")
         if is_short or (planned is not None and applied > planned):
             self.note(f"steps: {applied} were applied, {planned} were planned")
+
+    def claims_of(self, where: Where) -> bool:
+        """Return whether the receipt says anything that weights of such a moment can be compared with."""
+        return any(claim.holds >= where for said in self._claims.values() for claim in said.values())
+
+    def verify(
+        self,
+        weights: Mapping[str, Tensor] | None,
+        what: str,
+        changed_by: Iterable[str] = (),
+        *,
+        where: Where = Where.END,
+        gather: bool = True,
+    ) -> None:
+        """Count again in final weights what the receipt says of them; a note there tells a difference too.
+
+        Args:
+            weights: Of a file, under the names of the model's state dict; None: those of the model itself.
+            what: The model or the file, for the message.
+            changed_by: Classes of the callbacks that may have changed them.
+            where: Of which moment they are.
+            gather: Whether sharded tensors are gathered, for which every process must call; else they are left out.
+
+        Raises:
+            ReceiptError: If they are not what the receipt says.
+        """
+        if self.context is None or not self.claims_of(where):
+            return
+        if weights is None and gather:
+            reshard_(self.context.model)
+        found = self.context.model.state_dict() if weights is None else weights
+        lines = endings.differences(self._claims, found, where, lacking=weights is None, gather=gather)
+        try:
+            endings.refuse(lines, what, changed_by)
+        except ReceiptError as error:
+            self.note(f"NOT AS THIS RECEIPT SAYS: {error}")
+            raise
 
     def detach(self) -> None:
         """Leave stock modules behind without baking: the run was cut short."""

@@ -16,5 +16,6 @@ SURROUNDINGS = {
     "peft": "a model of PEFT",
     "tpu": "XLA",
     "averaging_callback": "another callback that averages weights",
+    "pruning_callback": "Lightning's ModelPruning",
     "trainer_checkpointing": "the trainer's own activation checkpointing",
 }

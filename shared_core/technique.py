@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from shared_core.claims import Claim
 from shared_core.config import TechniqueConfig
 from shared_core.element_wise import is_element_wise
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
@@ -354,6 +355,10 @@ class Technique:
     def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the model's state dict as the user's plain model should load it; the input stays as it is."""
         return state_dict
+
+    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+        """Return by name in the model's state dict what the final report says of weights; every technique finished."""
+        return {}
 
     def deployment(self) -> dict[str, Any]:
         """Return what a deployment needs beside the plain weights, such as activation ranges, as plain values."""

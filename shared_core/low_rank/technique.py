@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from shared_core.claims import Claim, Gone, Rank, Shape, Where
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.fast_paths import Undo, fast_paths_off, fast_paths_on
 from shared_core.low_rank.config import LowRankConfig
@@ -17,6 +19,7 @@ from shared_core.low_rank.layers import LowRankLayer, factorised, put_in_, repla
 from shared_core.low_rank.matrices import as_matrix
 from shared_core.low_rank.moments import InputMoments, buffers_kept
 from shared_core.low_rank.selection import select
+from shared_core.module_match import plain_name
 from shared_core.preview import Event, Touched
 from shared_core.ranks import broadcast_
 from shared_core.technique import Context, Technique
@@ -212,6 +215,19 @@ class LowRankTraining(Technique):
     def finish(self, model: nn.Module, context: Context) -> None:
         """Multiply the factors if asked to; otherwise they stay."""
         self._stays = not self.config.merge
+
+    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+        """Return that factors keep their shapes, or that products have their rank and no factor is left."""
+        said: dict[str, Claim] = {}
+        for name, layer in self._of_name.items():
+            factors = {f"{plain_name(name)}.{part}.weight": getattr(layer, part).weight for part in ("first", "second")}
+            if not self.config.merge:
+                said |= {key: Shape(tuple(factor.shape), holds=Where.TRAINED) for key, factor in factors.items()}
+                continue
+            matrix = functools.partial(as_matrix, scheme=layer.scheme, transposed=layer.transposed)
+            said[f"{plain_name(name)}.weight"] = Rank(matrix, layer.rank, holds=Where.SAVED)
+            said |= {key: Gone(holds=Where.SAVED) for key in factors}
+        return said
 
     def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the state dict with the products under the user's own names, if factors are to be multiplied."""

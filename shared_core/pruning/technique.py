@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from eff_kernels.pruning import apply_mask_
 from torch import Tensor, nn
 
+from shared_core.claims import Claim, Where, Zeros
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.lbfgs import refuse_lbfgs
 from shared_core.packed_masks import unpack_mask
@@ -226,6 +227,12 @@ class Pruning(Technique):
             for name, weight in self._weights.items()
             if is_sharded(weight)
         }
+
+    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+        """Return that what the masks prune is 0, of biases and norms of pruned units too."""
+        counted = {entry["name"]: entry["pruned"] for entry in report["tensors"]}
+        packed = self._store.packed().items()
+        return {name: Zeros(mask, counted.get(name), holds=Where.TRAINED) for name, mask in packed}
 
     def detach(self, model: nn.Module) -> None:
         """Let go of the masks; the state stays readable."""

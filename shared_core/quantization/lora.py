@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from shared_core.claims import Claim, Gone, Same
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.fast_paths import Undo, fast_paths_off, fast_paths_on
 from shared_core.preview import Ability, Event, Touched, needs
@@ -264,6 +265,13 @@ class LoraTraining(Technique):
                 told |= _cost(exact, whole(on_qat_grid(layer.user_layer, merged)))
             give_back(model, layer, merged)
         self.layers = {}
+
+    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+        """Return that merged weights stay what they are, and that no adapter is left."""
+        names = [entry["name"] for entry in report["per_layer"]]
+        merged = {f"{name}.weight": Same() for name in names}
+        left = {f"{name}.lora_{which}.default.weight": Gone() for name in names for which in "AB"}
+        return {**merged, **left}
 
     def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the state dict, whose weights are merged already, rounded to the base's grid if asked to."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from shared_core.claims import Claim
 from shared_core.errors import CheckpointError, CompatibilityError, TrainingError
 from shared_core.fast_paths import Undo, fast_paths_off, fast_paths_on
 from shared_core.module_match import own_class, plain_name
@@ -27,7 +28,7 @@ from shared_core.quantization.observers import RangeBank
 from shared_core.quantization.plain_state import own_parameters
 from shared_core.quantization.schemes import LayerScheme, layer_schemes
 from shared_core.quantization.selection import select_layers
-from shared_core.quantization.weights import bake_, weight_report
+from shared_core.quantization.weights import bake_, grid_of, weight_report
 from shared_core.sharded import cut, is_sharded, reshard_, whole
 from shared_core.technique import Context, Technique
 
@@ -300,6 +301,16 @@ class QuantizationAwareTraining(Technique):
                     layer: Any = self.layers[name]
                     baked[key] = cut(layer.quantizer.baked_weight(layer, whole(value.detach())), value)
         return baked
+
+    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+        """Return of each baked weight that it lies on the grid of its codes."""
+        if not self.bank.quantizing or self.config.keep:
+            return {}
+        entries, there = self.ranges(), context.model.state_dict()
+        found = {key: self._weight_keys[key] for key in map(plain_name, there) if key in self._weight_keys}
+        return {
+            key: grid_of(self.layers[name], self.schemes[name], entries.get(name, {})) for key, name in found.items()
+        }
 
     def ranges(self) -> dict[str, dict[str, Any]]:
         """Return every layer's scheme and range as plain values, for `apply_ranges` and `convert`."""

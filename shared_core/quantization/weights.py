@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shared_core.quantization.layers import weights_of
+from shared_core.claims import Grid, Where
+from shared_core.quantization.layers import as_rows, weights_of
+from shared_core.quantization.schemes import LayerScheme
 from shared_core.sharded import fill_, is_sharded, whole
 
 
@@ -47,3 +52,28 @@ def weight_report(module: nn.Module, *, gather: bool = False) -> dict[str, float
         "sqnr_db": 10 * math.log10(signal / noise) if noise and signal else math.inf,
         "largest_relative_error": largest / peak if peak else 0.0,
     }
+
+
+def grid_of(module: nn.Module, scheme: LayerScheme, entry: Mapping[str, Any]) -> Grid:
+    """Return what a baked weight must look like.
+
+    Args:
+        module: The layer, which says how its channels lie.
+        scheme: How its weights are quantised.
+        entry: What its deployment needs, learned scales among it.
+    """
+    kind = scheme.weight
+    group = {"group": scheme.group_size, "mxfp4": 32, "nvfp4": 16}.get(kind, 0)
+    levels = {"fp8": 255, "mxfp4": 15, "nvfp4": 15, "ternary": 3}.get(kind, 2**scheme.weight_bits)
+    largest = {"channel": scheme.weight_qmax, "fp8": 448}.get(kind)
+    # of a folded layer the weight is unfolded again: its rows are multiples of other steps than the folded weight's
+    scale = None if "batch_norm" in entry else entry.get("weight_scale")
+    return Grid(
+        functools.partial(as_rows, module),
+        levels,
+        group,
+        largest,
+        None if scale is None else tuple(scale),
+        torch.float8_e4m3fn if kind == "fp8" else None,
+        holds=Where.SAVED,
+    )

@@ -8,7 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from shared_core.claims import Claim, Same
 from shared_core.errors import ConfigError, MatchError, nearest
+from shared_core.module_match import plain_name
 from shared_core.preview import Event, Touched
 from shared_core.ranks import broadcast_
 from shared_core.sharded import reshard_
@@ -198,6 +200,10 @@ class ModelSoup(Technique):
         device = next((parameter.device for parameter in context.model.parameters()), torch.device("cpu"))
         # metrics may differ in the last bit between processes, and one that decides otherwise would hang the others
         return float(broadcast_(torch.tensor(score, dtype=torch.float64, device=device)))
+
+    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+        """Return that parameters stay those of the soup, masks and quantisers of the recipe included."""
+        return {plain_name(name): Same() for name, _ in context.model.named_parameters()}
 
     def report(self) -> dict[str, Any]:
         """Return members, path and scores of the soup; empty before the end of training."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shared_core.claims import Claim, FewValues, Where
 from shared_core.element_wise import is_element_wise
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
 from shared_core.lbfgs import refuse_lbfgs
@@ -150,6 +151,11 @@ class WeightSharing(Technique):
         self._tie()
         if any(map(is_sharded, self._weights.values())):
             self._gathered, self._told = self._whole_codes(), self._tensors(gather=True)
+
+    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+        """Return that each weight has no more values than its bits can tell apart."""
+        shared = [entry for entry in report["tensors"] if entry["name"] in self._codes]
+        return {entry["name"]: FewValues(2 ** entry["bits"], entry["values"], holds=Where.TRAINED) for entry in shared}
 
     def before_save(self, context: Context, baked: bool) -> None:
         """Gather the clusters of sharded weights, so that saving needs no other process."""

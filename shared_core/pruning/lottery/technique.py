@@ -9,6 +9,7 @@ import torch
 from eff_kernels.pruning import apply_mask_
 from torch import Tensor, nn
 
+from shared_core.claims import Claim, Where, Zeros
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.peft_layers import refuse_adapters
 from shared_core.preview import Event, Touched
@@ -371,6 +372,12 @@ class TicketTraining(Technique):
         if self._ticket is not None:
             return Ticket(masks, self._ticket.weights, self._at)
         return Ticket(masks, (is_main() and self._folder.kept_weights()) or {}, self._at)
+
+    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+        """Return that what the ticket prunes is 0."""
+        counted = {entry["name"]: entry["numel"] - entry["nonzero"] for entry in report["tensors"]}
+        packed = self._masks.packed().items()
+        return {name: Zeros(mask, counted[name], holds=Where.TRAINED) for name, mask in packed}
 
     def detach(self, model: nn.Module) -> None:
         """Let go of masks and ticket."""

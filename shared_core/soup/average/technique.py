@@ -8,7 +8,9 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from shared_core.claims import Claim, Same
 from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
+from shared_core.module_match import plain_name
 from shared_core.preview import Event, Touched, every, trained
 from shared_core.ranks import all_reduce_, broadcast_
 from shared_core.sharded import part_of, whole, whole_of
@@ -253,6 +255,11 @@ class WeightAverage(Technique):
             self._settle_norms(context)
         stand_in.stay_in()
         running.kept = []
+
+    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+        """Return that parameters stay what the average has become, masks and quantisers of the recipe included."""
+        names = [plain_name(name) for name, _ in context.model.named_parameters()]
+        return dict.fromkeys(names if report["updates"] else [], Same())
 
     def detach(self, model: nn.Module) -> None:
         """Leave the weights in training in the model, if the run was cut short."""

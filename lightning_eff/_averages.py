@@ -1,0 +1,112 @@
+"""Lightning's own averages of weights beside techniques: what must hold of weights holds of their average too."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_eff._wrapped import Wrapped
+from shared_core.session import Session
+
+AVERAGING = {"StochasticWeightAveraging", "WeightAveraging"}
+
+
+def averaging(trainer: Any) -> list[Any]:
+    """Return the callbacks that average weights, those that derive from Lightning's included."""
+    return [one for one in trainer.callbacks if AVERAGING & {kind.__name__ for kind in type(one).__mro__}]
+
+
+class Averages:
+    """Keeps the averages of other callbacks within what techniques hold: masks and shared values.
+
+    They come before ours, so that their average is in the module when techniques finish it, and what they save later
+    is what techniques made of it.
+
+    Args:
+        trainer: In the setup of `fit`.
+        module: The user's.
+        session: Of this run.
+    """
+
+    def __init__(self, trainer: Any, module: Any, session: Session) -> None:
+        self._trainer, self._module, self._session = trainer, module, session
+        self._callbacks = averaging(trainer)
+        if self._callbacks:  # rebound, because Lightning is going through it
+            trainer.callbacks = [*self._callbacks, *(one for one in trainer.callbacks if one not in self._callbacks)]
+
+    def wrapped(self) -> list[Wrapped]:
+        """Return wrappers of the moments at which an average is used."""
+        before = ("_swap_models", "on_save_checkpoint"), ("_copy_average_to_current", "transfer_weights")
+        return [
+            Wrapped(callback, name, self._use if name in before[0] else self._put_in)
+            for callback in self._callbacks
+            for name in (*before[0], *before[1])
+            if hasattr(callback, name)
+        ]
+
+    @contextlib.contextmanager
+    def planned_epochs(self) -> Iterator[None]:
+        """Let the Trainer plan without the epoch that SWA adds, in which batch norms alone look at the data."""
+        loop = self._trainer.fit_loop
+        added = sum(
+            bool(getattr(one, "_model_contains_batch_norm", False)) and getattr(one, "_max_epochs", -1) != -1
+            for one in self._callbacks
+        )
+        if not added:
+            yield
+            return
+        loop.max_epochs -= added
+        try:
+            yield
+        finally:
+            loop.max_epochs += added
+
+    def take_over(self) -> None:
+        """Let the callbacks save from now on what techniques left in the module."""
+        live = _tensors(self._module)
+        for callback in self._callbacks:
+            for name, value in _tensors(_average_of(callback)).items():
+                if name in live and live[name].shape == value.shape:
+                    value.copy_(live[name])
+
+    def _use(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._constrain()
+        return original(*args, **kwargs)
+
+    def _put_in(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._constrain()
+        result = original(*args, **kwargs)
+        context = self._session.context
+        if self._session.is_attached and self._session.has_begun and context is not None:
+            context.weights_replaced()
+        return result
+
+    def _constrain(self) -> None:
+        context = self._session.context
+        if context is None or context.constrain is None or not self._session.is_attached:
+            return
+        parameters = dict(self._module.named_parameters())
+        for callback in self._callbacks:
+            averages = {name: value for name, value in _tensors(_average_of(callback)).items() if name in parameters}
+            # an average may lie on another device than the masks
+            there = {name: value.to(parameters[name].device) for name, value in averages.items()}
+            context.constrain({parameters[name]: value for name, value in there.items()})
+            for name, value in averages.items():
+                if there[name] is not value:
+                    value.copy_(there[name])
+
+
+def _average_of(callback: Any) -> Any:
+    average = callback._average_model
+    return getattr(average, "module", average) if type(average).__name__ == "AveragedModel" else average
+
+
+def _tensors(model: Any) -> Mapping[str, Tensor]:
+    if model is None:
+        return {}
+    with torch.no_grad():
+        return {name: value.detach() for name, value in [*model.named_parameters(), *model.named_buffers()]}
