@@ -76,7 +76,8 @@ def precision_class(namespace: str) -> Any:
         def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
             """Run the closure, unscale, clip, and step unless gradients overflowed; fused optimizers too."""
             result = closure()
-            no_loss = result is None and model.automatic_optimization
+            # no backward: `training_step` gave no loss, or Lightning's SWA shows batch norms the data once more
+            no_loss = model.automatic_optimization and (result is None or model.trainer.fit_loop._skip_backward)
             if not no_loss:
                 self.scaler.unscale_(optimizer)
             self._after_closure(model, optimizer)

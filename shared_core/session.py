@@ -398,6 +398,10 @@ class Session:
             claims = {key: one.claims(self.context, reports[key]) for key, one in self.techniques.items()}
             self.detach()
             self._claims = endings.settled(claims, self.context.model)
+        elif self.recipe:
+            self.note(
+                f"TRAINING NEVER BEGAN: it ended before its first step; nothing was done of {', '.join(self.recipe)}"
+            )
         self.detach()
 
     def _tell_end(self, context: Context) -> None:

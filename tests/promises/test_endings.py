@@ -1,0 +1,239 @@
+"""A run of each technique beside each callback that the trainers ship ends as its receipt says, or is refused."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+import torch
+from promise_drivers import hf_trainer, lightning_module
+from promise_table import BATCH, NUM_STEPS, TECHNIQUES, eval_examples, recipe_of, train_examples
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+
+from shared_core.compatibility import SURROUNDINGS, refusal
+from shared_core.errors import CompatibilityError, EffError
+
+pl = pytest.importorskip("pytorch_lightning")
+from pytorch_lightning import callbacks as shipped  # noqa: E402
+from pytorch_lightning.loggers import CSVLogger  # noqa: E402
+from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback  # noqa: E402
+
+from lightning_eff import EffCallback  # noqa: E402
+
+
+class Writer(shipped.BasePredictionWriter):
+    """Stands for what users derive from it."""
+
+
+class Finetuning(shipped.BaseFinetuning):
+    """Thaws the head after an epoch, as users' own do."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net.head)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net.head, optimizer)
+
+
+class Digits(pl.LightningDataModule):
+    """Batches of a size that a finder may change."""
+
+    batch_size = BATCH
+
+    def train_dataloader(self):
+        return DataLoader(train_examples(), self.batch_size)
+
+    def val_dataloader(self):
+        return DataLoader(eval_examples(), self.batch_size)
+
+
+def harmless():
+    """Everything that only looks on, in one run."""
+    return [
+        shipped.LambdaCallback(on_train_epoch_end=lambda *_: None),
+        shipped.LearningRateMonitor(),
+        shipped.DeviceStatsMonitor(),
+        shipped.ThroughputMonitor(batch_size_fn=lambda batch: len(batch["labels"])),
+        shipped.Timer("00:01:00:00"),
+        shipped.RichProgressBar() if importlib.util.find_spec("rich") else shipped.TQDMProgressBar(),
+        shipped.RichModelSummary() if importlib.util.find_spec("rich") else shipped.ModelSummary(),
+        shipped.OnExceptionCheckpoint("."),
+        shipped.EarlyStopping("eval_loss", patience=100),
+        Writer(),
+    ]
+
+
+def onlookers():
+    """Everything of transformers' own that only looks on."""
+    if importlib.util.find_spec("IPython"):
+        from transformers.utils.notebook import NotebookProgressCallback
+
+        return [PrinterCallback(), ProgressCallback(), NotebookProgressCallback()]
+    return [PrinterCallback(), ProgressCallback()]
+
+
+# case → the callbacks, and what a refusal must name
+LIGHTNING = {
+    "harmless": (harmless, None),
+    "ema": (lambda: [shipped.EMAWeightAveraging(decay=0.5)], "averaging_callback"),
+    "mean": (lambda: [shipped.WeightAveraging()], "averaging_callback"),
+    "swa": (lambda: [shipped.StochasticWeightAveraging(0.01, swa_epoch_start=1)], "averaging_callback"),
+    "pruning": (lambda: [shipped.ModelPruning("l1_unstructured", amount=0.5)], "pruning_callback"),
+    "finetuning": (lambda: [Finetuning()], None),
+    "accumulation": (lambda: [shipped.GradientAccumulationScheduler({0: 1, 1: 2})], None),
+    "batch_size": (lambda: [shipped.BatchSizeFinder(steps_per_trial=1, max_trials=1)], None),
+    "learning_rate": (lambda: [shipped.LearningRateFinder(num_training_steps=4, max_lr=0.02)], None),
+    "early_stop": (lambda: [shipped.EarlyStopping("eval_loss", stopping_threshold=100.0)], None),
+    "time": (lambda: [shipped.Timer({"seconds": 0})], None),
+}
+HF = {
+    "harmless": (onlookers, {}),
+    "best": (lambda: [], {"load_best_model_at_end": True}),
+    "early_stop": (lambda: [EarlyStoppingCallback(1, 100.0)], {"load_best_model_at_end": True}),
+}
+# where a callback does what a technique cannot go on from: the error names the callback, or what it did
+REFUSED = {
+    ("average", "finetuning"): "begin after the last unfreezing",
+    ("ticket", "finetuning"): "must be a ticket of this model's weights",
+    ("dp", "finetuning"): "must get its gradient",
+    ("dp", "learning_rate"): "LearningRateFinder",
+    ("dp", "batch_size"): "BatchSizeFinder",
+}
+# of a rank that a weight has not by itself
+OPTIONS = {"low_rank": {"low_rank": {"rank": 4, "force": True, "merge": True}}}
+
+
+def recipe(key):
+    return OPTIONS.get(key) or recipe_of(key)
+
+
+def some(cases, default):
+    """All techniques with all cases in `make test-long`; here those of `default`, and each technique once more."""
+    for number, key in enumerate(TECHNIQUES):
+        for place, case in enumerate(cases):
+            now = (key, case) in default or place == number % len(cases)
+            yield pytest.param(key, case, id=f"{key}-{case}", marks=[] if now else [pytest.mark.slow])
+
+
+def numbers(tensor):
+    return tensor.detach().float().numpy()
+
+
+def as_said(key, receipt, weights, options):
+    """Count in final weights what the receipt says of them."""
+    if receipt["steps"]["applied"] == 0:
+        assert "TRAINING NEVER BEGAN" in " ".join(receipt["notes"])
+        return
+    told, reached = receipt["techniques"][key], key not in receipt["unreached"]
+    if key == "prune":
+        zeros = {entry["name"]: int((numbers(weights[entry["name"]]) == 0).sum()) for entry in told["tensors"]}
+        assert zeros == {entry["name"]: entry["pruned"] for entry in told["tensors"]}
+        assert sum(zeros.values()) == round(options["sparsity"] * told["numel"]) or not reached
+    if key == "ticket":
+        for entry in told["tensors"]:
+            assert np.count_nonzero(numbers(weights[entry["name"]])) == entry["nonzero"] <= entry["kept"]
+        assert sum(entry["kept"] for entry in told["tensors"]) < 0.6 * told["numel"]
+    if key == "share":
+        for entry in told["tensors"]:
+            found = np.unique(numbers(weights[entry["name"]]))
+            assert np.count_nonzero(found) == entry["values"]
+            assert np.count_nonzero(found) <= 2 ** options["bits"] or not reached
+    if key == "qat" and reached:
+        for entry in told["per_layer"]:
+            rows = numbers(weights[f"{entry['name']}.weight"])
+            rows = rows.reshape(len(rows), -1)
+            codes = rows / np.abs(rows).max(axis=1, keepdims=True) * 127
+            assert np.abs(codes - codes.round()).max() < 1e-3
+    if key == "low_rank":
+        factorised = {name: numbers(weights[f"{name}.weight"]) for name in told["structure"]}
+        assert all(np.linalg.matrix_rank(rows.reshape(len(rows), -1), tol=1e-5) <= 4 for rows in factorised.values())
+    assert not [name for name in weights if "lora" in name or ".first." in name or name.endswith(("_mask", "_orig"))]
+    steps = receipt["steps"]
+    assert steps["applied"] + steps["skipped"] == steps["planned"] or any(
+        "planned" in note for note in receipt["notes"]
+    )
+
+
+def same(first, second):
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name].cpu(), second[name].cpu())] == []
+
+
+def read(file):
+    return torch.load(file, weights_only=True)["state_dict"]
+
+
+LIGHTNING_NOW = {(key, case) for key in ("prune", "share") for case in ("ema", "swa", "mean")} | {
+    *((key, "pruning") for key in ("prune", "ticket")),
+    *(("prune", case) for case in ("early_stop", "accumulation", "time")),
+    ("qat", "swa"),
+    ("lora", "ema"),
+    ("lora", "finetuning"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("key", "case"), some(LIGHTNING, LIGHTNING_NOW))
+def test_beside_lightnings_callbacks(key, case, tmp_path):
+    callbacks, surrounding = LIGHTNING[case][0](), LIGHTNING[case][1]
+    module = lightning_module(optim="adamw_torch", recipe=(key,))
+    module.lr = 0.01
+    files = shipped.ModelCheckpoint(tmp_path, save_last=True, every_n_epochs=1, save_top_k=1)
+    best = shipped.ModelCheckpoint(tmp_path / "best", monitor="eval_loss")
+    plugins = []
+    wanted = recipe(key)
+    if key == "distill":
+        wanted["distill"]["student"] = "net"
+    if key == "loss_scale":
+        from lightning_eff.pytorch import LossScalingPrecision
+
+        plugins, wanted = [LossScalingPrecision(precision="32-true", **wanted["loss_scale"])], {}
+    trainer = pl.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        devices=1,
+        callbacks=[EffCallback(wanted), *callbacks, files, best],
+        plugins=plugins,
+        logger=CSVLogger(tmp_path / "logs"),
+        default_root_dir=tmp_path,
+        enable_progress_bar=any("Bar" in type(one).__name__ for one in callbacks),
+        enable_model_summary=any("Summary" in type(one).__name__ for one in callbacks),
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+    )
+    if surrounding and refusal(key, surrounding):
+        with pytest.raises(CompatibilityError, match=f"{key} cannot be combined with {SURROUNDINGS[surrounding]}"):
+            trainer.fit(module, Digits())
+        return
+    if (key, case) in REFUSED:
+        with pytest.raises(EffError, match=f"{key}: .*{REFUSED[key, case]}"):
+            trainer.fit(module, Digits())
+        return
+    trainer.fit(module, Digits())
+    callback = next(one for one in trainer.callbacks if isinstance(one, EffCallback))
+    receipt, options = callback.receipt.values, recipe_of(key)[key]
+    as_said(key, receipt, module.state_dict(), options)
+    for weights_only in (False, True):
+        trainer.save_checkpoint(tmp_path / "after.ckpt", weights_only=weights_only)
+        same(read(tmp_path / "after.ckpt"), dict(module.state_dict()))
+    if key != "soup":  # whose ingredients these are
+        as_said(key, receipt, read(files.last_model_path) if files.last_model_path else module.state_dict(), options)
+    if key in ("prune", "share", "qat") and case != "time" and key not in receipt["unreached"]:
+        as_said(key, receipt, read(best.best_model_path), options)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("key", "case"), some(HF, {(key, "best") for key in ("prune", "qat", "share")}))
+def test_beside_transformers_callbacks(key, case, tmp_path):
+    callbacks, options = HF[case]
+    more = {"eval_strategy": "steps", "eval_steps": 1, **options} if options else {}
+    trainer = hf_trainer(recipe(key), tmp_path, save_every=1, callbacks=callbacks(), **more)
+    trainer.train()
+    receipt = json.loads((tmp_path / "eff_receipt.json").read_text())
+    assert receipt["steps"]["applied"] <= NUM_STEPS
+    model = dict(trainer.model.state_dict())
+    as_said(key, receipt, model, recipe_of(key)[key])
+    trainer.save_model(tmp_path / "final")
+    same(load_file(tmp_path / "final" / "model.safetensors"), model)
