@@ -398,9 +398,12 @@ class EffCallback(Callback):
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Bake a run that was resumed at its very end: latent weights were loaded, and no training came."""
         session = self.session
-        if session is None or self._resume is None or self._saved is None:
+        if session is None or self._resume is None or not session.is_attached or session.has_begun:
             return
-        if session.is_attached and not session.has_begun:
+        if self._saved is None:  # Lightning leaves training out, and its end, where a Timer has no time left
+            session.finish()
+            self._write_receipt()
+        else:
             self._begin(trainer, pl_module)
             baked = session.bake(pl_module.state_dict())
             session.detach()
