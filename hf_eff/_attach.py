@@ -10,7 +10,7 @@ from transformers import Trainer
 
 from hf_eff._session_callback import SessionCallback
 from hf_eff.training_args import EffFlags
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, TrainingError
 from shared_core.recipe import Recipe
 from shared_core.session import Session
 
@@ -29,6 +29,7 @@ def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | N
         ConfigError: If an option is wrong or a technique is given twice.
         CompatibilityError: If the techniques cannot run in this trainer.
         MatchError: If a technique matches no module.
+        TrainingError: If the trainer trains or has trained.
 
     Example:
         ``attach(trainer, {"prune": {"sparsity": 0.8}}); trainer.train()``
@@ -37,6 +38,11 @@ def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | N
         raise ConfigError(f"hf: trainer must be a transformers Trainer, got {type(trainer).__name__}; construct one")
     session_callback = session_callback_of(trainer)
     wanted = as_recipe(recipe)
+    if wanted and (trainer.is_in_train or trainer.state.max_steps > 0):
+        when = "trains" if trainer.is_in_train else "has trained"
+        raise TrainingError(
+            f"hf: attach must come before train, got a trainer that {when}; construct another one and attach to that"
+        )
     args: Any = trainer.args
     flags = args.recipe if isinstance(args, EffFlags) else None
     if flags is not None and not (session_callback and session_callback.args_recipe is not None):

@@ -79,7 +79,7 @@ def surroundings(trainer: Trainer) -> set[str]:
 
 
 def check_sharding(trainer: Trainer, recipe: Recipe) -> None:
-    """Refuse a run that asked for FSDP where accelerate, which says nothing, would train in plain DDP instead.
+    """Refuse a run that asked for FSDP or DeepSpeed where accelerate, which says nothing, would train in plain DDP.
 
     Raises:
         CompatibilityError: If it would, or if it would shard a model by a state dict that lacks what is trained.
@@ -92,6 +92,12 @@ def check_sharding(trainer: Trainer, recipe: Recipe) -> None:
         raise CompatibilityError(
             f"hf: {key} needs cpu_ram_efficient_loading false in fsdp_config: accelerate would fill the sharded model "
             f"from its state dict, which holds {held}"
+        )
+    if getattr(trainer.args, "deepspeed_plugin", None) is not None and not trainer.is_deepspeed_enabled:
+        raise CompatibilityError(
+            f"hf: DeepSpeed was asked for, but accelerate does not use it here (distributed type "
+            f"{trainer.accelerator.distributed_type.value}): every process would hold the whole model, as in DDP; "
+            "leave out use_cpu, or drop deepspeed and ACCELERATE_USE_DEEPSPEED"
         )
     asked = bool(trainer.args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if asked and not trainer.is_fsdp_enabled and not trainer.is_fsdp_xla_enabled:

@@ -61,14 +61,18 @@ class EffCallback(TrainerCallback):
     ) -> None:
         """Refuse a callback that came after construction: the optimizer exists, so it is too late to attach.
 
+        It is asked at each event that follows too: another callback may have added this one in any of them.
+
         Raises:
             TrainingError: If nothing is attached.
         """
         if self.session is None and self.recipe:
             raise TrainingError(
                 f"hf: {type(self).__name__} must be known when the trainer is constructed, got add_callback after it; "
-                "pass it in Trainer(callbacks=[...]), or call hf_eff.attach(trainer, recipe)"
+                "pass it in Trainer(callbacks=[...]), or call hf_eff.attach(trainer, recipe) before it trains"
             )
+
+    on_epoch_begin = on_step_begin = on_step_end = on_train_end = on_train_begin
 
 
 class TechniqueCallback(EffCallback):

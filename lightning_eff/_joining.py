@@ -10,6 +10,7 @@ from lightning_eff._namespaces import callback_kinds
 from lightning_eff._services import say
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.recipe import Recipe
+from shared_core.session import Session
 
 
 def as_recipe(recipe: Mapping[str, Any] | str | Path) -> Recipe:
@@ -53,6 +54,22 @@ def replaced(trainer: Any, recipe: Recipe) -> Any:
     earlier = vars(trainer).pop("_eff_leader", None)
     session = getattr(earlier, "session", None)
     return earlier if session is not None and session.recipe.keys() == recipe.keys() else None
+
+
+def refuse_other_module(trainer: Any, session: Session | None, module: Any) -> None:
+    """Refuse a module other than the one that this Trainer has trained: its masks and clusters are not for that one.
+
+    Raises:
+        TrainingError: If it is another.
+    """
+    session = session or getattr(vars(trainer).get("_eff_leader"), "session", None)
+    before = session and session.context and session.context.model
+    if before is not None and before is not module and trainer.global_step > 0:
+        raise TrainingError(
+            f"lightning: fit must go on with the module that this Trainer has trained, got another one after "
+            f"{trainer.global_step} steps, which Lightning counts on from; make a new Trainer for it, of the same "
+            "callbacks if you like"
+        )
 
 
 def tries_first(trainer: Any, recipe: Recipe) -> bool:

@@ -25,7 +25,7 @@ from lightning_eff._whole_files import whole_files
 from lightning_eff._wrapped import Wrapped
 from lightning_eff.loss_scaling import use_scaling_precision
 from shared_core.compatibility import check
-from shared_core.errors import EffError
+from shared_core.errors import CompatibilityError, EffError, TrainingError
 from shared_core.logged_figures import is_in_bar
 from shared_core.plain_checkpoint import DEPLOYMENT_KEY
 from shared_core.ranks import world_size
@@ -96,6 +96,7 @@ class EffCallback(Callback):
             return
         self._undo()
         mine = _callbacks(trainer)
+        _joining.refuse_other_module(trainer, mine[0].session, pl_module)
         before, self.session = self.session, None
         self._leader = mine[0]
         if mine[0] is not self:
@@ -187,6 +188,7 @@ class EffCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin the session; sharded strategies have restored callbacks only now."""
+        self._check_set_up(trainer)
         if self.session is None or self._resume is None:
             return
         self._resume.mark_train_start()
@@ -213,9 +215,31 @@ class EffCallback(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Nothing was tried or applied in this batch so far."""
+        self._check_set_up(trainer)
         if self._steps is not None and self._resume is not None:
             self._steps.next_batch()
             self._resume.backward_began = False
+
+    def _check_set_up(self, trainer: Any) -> None:
+        leader = self._leader
+        if self.recipe and (leader is None or leader._trainer is not trainer or self not in leader._joined):
+            raise TrainingError(
+                f"lightning: {type(self).__name__} must be among the Trainer's callbacks before fit, got it in "
+                "training, when the optimizer exists; pass it in Trainer(callbacks=[...])"
+            )
+
+    def on_after_setup(self, *_: Any, **__: Any) -> None:
+        """Refuse Fabric, which asks this of its callbacks when a module is set up.
+
+        Raises:
+            CompatibilityError: Always; no Trainer asks it.
+        """
+        raise CompatibilityError(
+            f"lightning: {type(self).__name__} must be a callback of a Trainer, got Fabric, whose loop is your own and "
+            "tells of no step; drive a shared_core.Session in it"
+        )
+
+    on_after_optimizer_step = on_after_setup  # of an optimizer that was set up without its module
 
     def _check_there(self) -> None:
         if self._tries_first and not self._session.has_begun:

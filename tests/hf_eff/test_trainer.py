@@ -344,3 +344,47 @@ def test_dead_gradients_move_no_live_weight_of_adafactor_where_nothing_is_clippe
     for name, weight in found.items():
         assert torch.equal(weight, expected[name])
         assert weight.count_nonzero() < weight.numel()
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin", "on_step_begin", "on_step_end"])
+@pytest.mark.parametrize("beside", [{}, {"qat": QAT}])
+def test_a_callback_that_comes_in_training_is_refused(make, tmp_path, event, beside):
+    class Adds(TrainerCallback):
+        pass
+
+    def add(self, args, state, control, **kwargs):
+        if not any(isinstance(callback, Pruning) for callback in trainer.callback_handler.callbacks):
+            trainer.add_callback(Pruning(**PRUNE))
+
+    setattr(Adds, event, add)
+    trainer = make.trainer(tmp_path, callbacks=[Adds()])
+    attach(trainer, beside)
+    with pytest.raises(TrainingError, match="Pruning must be known when the trainer is constructed"):
+        trainer.train()
+
+
+def test_attaching_to_a_trainer_that_trains_or_has_trained_is_refused(make, tmp_path):
+    found = []
+
+    class Attaches(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if not found:
+                with pytest.raises(TrainingError, match="attach must come before train, got a trainer that trains"):
+                    attach(trainer, {"prune": PRUNE})
+                found.append(attach(trainer, {}))
+
+    trainer = make.trainer(tmp_path, callbacks=[Attaches()], max_steps=2)
+    trainer.train()
+    assert len(found) == 1
+    with pytest.raises(TrainingError, match="got a trainer that has trained"):
+        attach(trainer, {"prune": PRUNE})
+
+
+def test_deepspeed_that_accelerate_does_not_use_is_refused(make, tmp_path):
+    trainer = make.trainer(tmp_path)
+    trainer.args.deepspeed_plugin = object()  # as transformers makes it of deepspeed=
+    with pytest.raises(CompatibilityError, match=r"DeepSpeed was asked for.*\(distributed type NO\)"):
+        attach(trainer, {"prune": PRUNE})
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(CompatibilityError, match="prune cannot be combined with DeepSpeed"):
+        attach(trainer, {"prune": PRUNE})

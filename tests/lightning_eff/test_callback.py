@@ -387,3 +387,32 @@ def test_pruning_and_qat_together_leave_zeros_and_codes(tmp_path):
     assert callback.receipt["techniques"]["prune"]["sparsity"] == 0.5
     codes = weight / (weight.abs().amax(1, keepdim=True) / 127)
     torch.testing.assert_close(codes, codes.round(), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("event", ["on_train_start", "on_train_epoch_start"])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_callback_that_comes_in_training_is_refused(event, beside, tmp_path):
+    late = Pruning(**PRUNE)
+
+    def add(trainer, *_):
+        if late not in trainer.callbacks:
+            trainer.callbacks.append(late)
+
+    callbacks = [hook_callback(BOTH[0], **{event: add}), *([EffCallback({"qat": QAT})] if beside else [])]
+    module = make_module()
+    with pytest.raises(TrainingError, match="Pruning must be among the Trainer's callbacks before fit"):
+        fit(make_trainer(tmp_path, callbacks=callbacks), module)
+    assert {type(part) for part in module.net.modules()} <= STOCK
+
+
+@pytest.mark.parametrize("name", ["lightning.fabric", "lightning_fabric"])
+def test_fabric_is_refused_where_a_module_or_an_optimizer_is_set_up(name):
+    fabric = pytest.importorskip(name).Fabric(accelerator="cpu", devices=1, callbacks=[Pruning(sparsity=0.5)])
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(CompatibilityError, match="Pruning must be a callback of a Trainer, got Fabric"):
+        fabric.setup(model, optimizer)
+    model, optimizer = fabric.setup_module(model), fabric.setup_optimizers(optimizer)
+    fabric.backward(model(torch.ones(1, 4)).sum())
+    with pytest.raises(CompatibilityError, match="got Fabric, whose loop is your own"):
+        optimizer.step()
