@@ -119,7 +119,12 @@ def test_the_command_exports_a_folder_in_float_or_with_the_ranges_that_lie_in_it
         assert told in CliRunner().invoke(app, [*arguments, "--length", "6"], catch_exceptions=False).output
         (logits,) = session(tmp_path / "model.onnx").run(None, {name: value.numpy() for name, value in batch.items()})
         with torch.no_grad():
-            assert np.allclose(logits, model(**batch).logits, atol=2e-3 if ranges else 1e-6)
+            difference = np.abs(logits - model(**batch).logits.numpy())
+        if ranges:  # a code of an input may flip: its step, 2/255, by a weight of 1 at most, in one row
+            assert difference.max() <= 2.1 / 255
+            assert (difference.max(1) > 1e-5).sum() <= 1
+        else:
+            assert difference.max() <= 1e-6
     half = make.classifier().eval().bfloat16()
     with pytest.raises(CompatibilityError, match=r"model must be float32, got torch.bfloat16 for bert.*; call model"):
         export_onnx(half, batch, tmp_path / "half.onnx")

@@ -46,3 +46,15 @@ def code_step(told, weight):
     codes = 2 ** told["weight_bits"] - 1
     steps = {"channel": largest / (codes // 2), "group": largest * 2 / codes, "fp8": largest / 8}
     return steps.get(told["weight"], largest)
+
+
+def grid_step(weight):
+    """Return the smallest distance of two values of each row: a code's step, or a few where a row has not all codes.
+
+    Args:
+        weight: Baked, with a scale for each output, outputs first.
+    """
+    rows = weight.detach().double().flatten(1).sort(1).values
+    gaps, largest = rows.diff(dim=1), rows.abs().amax(1, keepdim=True)
+    gaps = torch.where(gaps > 1e-4 * largest, gaps, torch.inf).amin(1, keepdim=True)
+    return torch.where(gaps.isinf(), largest, gaps).view(-1, *[1] * (weight.dim() - 1))
