@@ -53,7 +53,7 @@ def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | N
         if not wanted:
             return Session(wanted, front_end="hf")
         session_callback = SessionCallback(trainer, wanted)
-    elif wanted:
+    elif wanted or wanted.allow_partial:
         session_callback.join(wanted)
     session_callback.args_recipe = session_callback.args_recipe or flags
     return session_callback.session

@@ -47,4 +47,4 @@ class GivenCallbacks:
         for callback in gone if left else self.callbacks:
             callback.session = None
         self.callbacks = [callback for callback in self.callbacks if callback not in gone]
-        return Recipe(left)
+        return Recipe(left, allow_partial=recipe.allow_partial)

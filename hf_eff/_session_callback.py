@@ -250,7 +250,8 @@ class SessionCallback(TrainerCallback):
             others = {key: config for key, config in self.session.recipe.items() if key not in self.args_recipe}
             self.session.detach()
             self.args_recipe = args.recipe
-            self._new_session(Recipe(others).merged(self.args_recipe))
+            partial = self.session.recipe.allow_partial
+            self._new_session(Recipe(others, allow_partial=partial).merged(self.args_recipe))
             args.mark_taken()
 
     def on_train_begin(

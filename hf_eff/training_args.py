@@ -16,7 +16,7 @@ from shared_core.config import TechniqueConfig
 from shared_core.errors import ConfigError
 from shared_core.option_texts import default_text, meaning, type_text
 from shared_core.positions import Position
-from shared_core.recipe import Recipe
+from shared_core.recipe import PARTIAL_FLAG, Recipe
 from shared_core.rooms import ROOMS, flags
 
 RECIPE_FLAG = "eff_recipe"
@@ -75,6 +75,8 @@ def _fields() -> list[tuple[str, Any, Any]]:
         )
     help_text = "A YAML or JSON file of a recipe, beside or instead of the single flags."
     fields.append((RECIPE_FLAG, str | None, _argument(help_text, "file")))
+    help_text = "Train also where a technique reaches less than half of the weights that multiply activations."
+    fields.append((PARTIAL_FLAG, bool | None, _argument(help_text, "true | false")))
     return fields
 
 
@@ -93,7 +95,9 @@ class EffFlags:
 
     _argument_group_name = _GroupName()
 
-    def __init__(self, **flags: Any) -> None: ...  # replaced by the dataclass's
+    if typing.TYPE_CHECKING:  # `dataclass` leaves one that is there in place
+
+        def __init__(self, **flags: Any) -> None: ...
 
     def __post_init__(self) -> None:
         """Check every flag, and write the values back as what they mean: YAML gives ``1e-3`` as a text."""
@@ -113,7 +117,7 @@ class EffFlags:
         return self._flags_recipe().merged(self._file_recipe())
 
     def _flags_recipe(self) -> Recipe:
-        return Recipe.from_flags({flag: getattr(self, flag) for flag in flags()})
+        return Recipe.from_flags({flag: getattr(self, flag) for flag in (*flags(), PARTIAL_FLAG)})
 
     def _file_recipe(self) -> Recipe:
         file = getattr(self, RECIPE_FLAG)
@@ -193,7 +197,8 @@ def with_eff(arguments_class: type) -> type:
     """
     if issubclass(arguments_class, EffFlags):
         return arguments_class
-    taken = {field.name for field in dataclasses.fields(cast(Any, arguments_class))} & {*flags(), RECIPE_FLAG}
+    ours = {*flags(), RECIPE_FLAG, PARTIAL_FLAG}
+    taken = {field.name for field in dataclasses.fields(cast(Any, arguments_class))} & ours
     if taken:
         raise ConfigError(f"hf: {arguments_class.__name__} must not have fields of flags' names, got {sorted(taken)}")
     name = f"Eff{arguments_class.__name__}"

@@ -39,10 +39,11 @@ def joined_recipe(trainer: Any, recipes: list[Recipe]) -> Recipe:
                 raise ConfigError(
                     f"recipe: {key} must be given once, got it in a callback and in {type(plugin).__name__}; keep one"
                 )
-            recipe = Recipe({**recipe, key: config})
+            recipe = Recipe({**recipe, key: config}, allow_partial=recipe.allow_partial)
     if trainer.fast_dev_run and "soup" in recipe:
         say("efftrain: soup: left out, as fast_dev_run saves no checkpoints")
-        recipe = Recipe({key: config for key, config in recipe.items() if key != "soup"})
+        left = {key: config for key, config in recipe.items() if key != "soup"}
+        recipe = Recipe(left, allow_partial=recipe.allow_partial)
     return recipe
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shared_core import compatibility
+from shared_core import compatibility, coverage
 from shared_core.errors import CompatibilityError, ConfigError, EffError, UnknownLengthError
 from shared_core.hardware import default_device
 from shared_core.positions import Position
@@ -51,6 +51,7 @@ class Explanation:
         touched: By technique, where there is a model.
         abilities: By technique, how it runs on the device.
         checkpoint: By technique, what of it is saved.
+        coverage: By technique of layers, what it reaches of the weights that multiply activations.
     """
 
     conflicts: list[str] = field(default_factory=list)
@@ -59,6 +60,7 @@ class Explanation:
     touched: dict[str, Touched] = field(default_factory=dict)
     abilities: dict[str, Ability] = field(default_factory=dict)
     checkpoint: dict[str, list[str]] = field(default_factory=dict)
+    coverage: dict[str, coverage.Reach] = field(default_factory=dict)
 
 
 def measured_costs() -> dict[str, list[str]]:
@@ -106,9 +108,9 @@ def explain(
         compatibility.check(recipe, surroundings)
     except CompatibilityError as error:
         told.conflicts.extend(str(error).removeprefix("recipe: ").splitlines())
-    told.remarks.extend(compatibility.remarks(recipe))
     if model is not None:
-        _preview(techniques, context, told)
+        _preview(techniques, context, told, allow_partial=recipe.allow_partial)
+    told.remarks.extend(compatibility.remarks(recipe))
     for key, technique in techniques.items():
         told.timeline.extend(_events(key, technique, context, told.conflicts))
         told.abilities[key] = type(technique).ability(where)
@@ -117,12 +119,20 @@ def explain(
     return told
 
 
-def _preview(techniques: Mapping[str, Technique], context: Context, told: Explanation) -> None:
+def _preview(techniques: Mapping[str, Technique], context: Context, told: Explanation, *, allow_partial: bool) -> None:
+    counted = coverage.count(context.model)
     for key, technique in techniques.items():
         try:
             told.touched[key] = technique.preview(context.model, context)
         except EffError as error:
             told.conflicts.append(str(error))
+    for key in told.touched:
+        config = techniques[key].config
+        if (found := coverage.reach(counted, told.touched[key], config, context.model)) is not None:
+            told.coverage[key] = found
+            refusal = None if allow_partial else found.refusal(key, config)
+            told.conflicts.extend([] if refusal is None else [str(refusal)])
+    told.remarks.extend(coverage.lines(told.coverage))
 
 
 def _events(key: str, technique: Technique, context: Context, conflicts: list[str]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import fnmatch
 import functools
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,7 +146,7 @@ def match_modules(
     def hit(pattern: str, found: Matched) -> bool:
         if pattern in _PLACES:
             return found is able[_PLACES.index(pattern) * -1]
-        return fnmatch.fnmatchcase(found.name, pattern) or own_class(found.module).__name__ == pattern
+        return _fits(pattern, found.name, found.module)
 
     include, skip = list(include), list(skip)
     for pattern in include:
@@ -174,12 +174,34 @@ def match_modules(
     return chosen
 
 
+def named_by(patterns: Iterable[str], modules: Mapping[str, nn.Module]) -> set[str]:
+    """Return the names of the modules that patterns name, as `match_modules` reads them.
+
+    Args:
+        patterns: Globs, type names, ``first`` or ``last``.
+        modules: By name, in registration order.
+
+    Example:
+        >>> sorted(named_by(["last", "ReLU"], {"a": nn.ReLU(), "b": nn.Linear(1, 1), "c": nn.Linear(1, 1)}))
+        ['a', 'c']
+    """
+    places = dict(zip(_PLACES, [*modules][:1] + [*modules][-1:], strict=False))
+    asked = list(patterns)
+    named = {places[pattern] for pattern in asked if pattern in places}
+    others = [pattern for pattern in asked if pattern not in _PLACES]
+    return named | {name for name, module in modules.items() if any(_fits(pattern, name, module) for pattern in others)}
+
+
+def _fits(pattern: str, name: str, module: nn.Module) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) or own_class(module).__name__ == pattern
+
+
 def _num_weights(module: nn.Module) -> int:
     weight = getattr(module, "weight", None)
     if isinstance(weight, Tensor):
         return weight.numel()
-    # a recurrent layer has several, ``weight_ih_l0`` and so on
-    return sum(value.numel() for name, value in module.named_parameters(recurse=False) if name.startswith("weight"))
+    # a recurrent layer has several, ``weight_ih_l0`` and so on, attention ``in_proj_weight``
+    return sum(value.numel() for name, value in module.named_parameters(recurse=False) if "weight" in name)
 
 
 PAST_FORWARD = "computes with its weight itself"

@@ -10,11 +10,14 @@ from typing import Any
 
 import yaml
 
-from shared_core.config import TechniqueConfig
+from shared_core.config import TechniqueConfig, coerce
 from shared_core.errors import ConfigError, nearest
 from shared_core.parsing import parse_json, parse_yaml
 from shared_core.rooms import ROOMS, flags, room
 from shared_core.technique import in_order
+
+PARTIAL, PARTIAL_FLAG = "allow_partial", "eff_allow_partial"
+"""The one entry of a recipe that is no technique, and its flag."""
 
 
 class Recipe(Mapping[str, TechniqueConfig]):
@@ -25,6 +28,7 @@ class Recipe(Mapping[str, TechniqueConfig]):
 
     Args:
         configs: Recipe key → config.
+        allow_partial: Whether techniques may run that reach less than half of a model (`shared_core.coverage`).
 
     Example:
         >>> recipe = Recipe.from_dict({"prune": {"sparsity": "8e-1"}})
@@ -35,31 +39,38 @@ class Recipe(Mapping[str, TechniqueConfig]):
         shared_core.errors.ConfigError: recipe: prune.sparsitty is not an option; did you mean 'sparsity'?
     """
 
-    def __init__(self, configs: Mapping[str, TechniqueConfig]) -> None:
+    def __init__(self, configs: Mapping[str, TechniqueConfig], *, allow_partial: bool = False) -> None:
         for key, config in configs.items():
             if not isinstance(config, room(key).config_class):
                 raise ConfigError(
                     f"recipe: {key} must be a {room(key).config_name}, got {config!r}; Recipe.from_dict takes options"
                 )
         self._configs = {key: configs[key] for key in in_order(configs)}
+        self.allow_partial = allow_partial
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
         """Return the recipe of ``{"prune": {"sparsity": 0.8}, …}``; the value may also be a config.
+
+        ``"allow_partial": True`` may stand beside the techniques.
 
         Raises:
             ConfigError: If a key, an option or a value is wrong; names the nearest known one.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(f"recipe: must be a mapping of techniques, got {values!r}")
+        if isinstance(values, Recipe):
+            return values
         configs = {}
         for key, options in values.items():
+            if key == PARTIAL:
+                continue
             config_class = room(key).config_class
             if isinstance(options, config_class):
                 configs[key] = options
                 continue
             configs[key] = config_class.from_dict({} if options is None else options)
-        return cls(configs)
+        return cls(configs, allow_partial=coerce(values.get(PARTIAL, False), bool, f"recipe.{PARTIAL}"))
 
     @classmethod
     def from_yaml(cls, source: str | Path) -> Recipe:
@@ -79,8 +90,10 @@ class Recipe(Mapping[str, TechniqueConfig]):
             ConfigError: If a flag is unknown, or belongs to a technique whose switch was not given.
         """
         known = flags()
-        options: dict[str, dict[str, Any]] = {}
+        options: dict[str, Any] = {}
         for flag, value in values.items():
+            if flag == PARTIAL_FLAG:
+                continue
             if flag not in known:
                 raise ConfigError(f"flags: --{flag} is not a flag{nearest(flag, known)}")
             if value is not None:
@@ -94,6 +107,8 @@ class Recipe(Mapping[str, TechniqueConfig]):
                 raise ConfigError(
                     f"flags: --{key}_{other} must come with --{key}_{switch}, which switches the technique on; add it"
                 )
+        if (partial := values.get(PARTIAL_FLAG)) is not None:
+            options[PARTIAL] = coerce(partial, bool, f"flags.{PARTIAL_FLAG}")
         return cls.from_dict(options)
 
     def changes_since(self, saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -117,12 +132,13 @@ class Recipe(Mapping[str, TechniqueConfig]):
         return changes
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Return plain values that `from_dict` reads back, every default written out."""
+        """Return the techniques as plain values that `from_dict` reads back, every default written out."""
         return {key: config.to_dict() for key, config in self._configs.items()}
 
     def to_yaml(self) -> str:
-        """Return the recipe as YAML text."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+        """Return the recipe as YAML text, `allow_partial` with it."""
+        partial = {PARTIAL: True} if self.allow_partial else {}
+        return yaml.safe_dump({**partial, **self.to_dict()}, sort_keys=False)
 
     def merged(self, other: Recipe) -> Recipe:
         """Return both recipes in one.
@@ -133,7 +149,7 @@ class Recipe(Mapping[str, TechniqueConfig]):
         twice = self.keys() & other.keys()
         if twice:
             raise ConfigError(f"recipe: {', '.join(sorted(twice))} must be given once, got it twice; keep one of them")
-        return Recipe({**self, **other})
+        return Recipe({**self, **other}, allow_partial=self.allow_partial or other.allow_partial)
 
     def __getitem__(self, key: str) -> TechniqueConfig:
         return self._configs[key]
@@ -145,15 +161,20 @@ class Recipe(Mapping[str, TechniqueConfig]):
         return len(self._configs)
 
     def __hash__(self) -> int:
-        return hash(_text(self.to_dict()))
+        return hash(self._identity())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Recipe) and _text(self.to_dict()) == _text(other.to_dict())
+        return isinstance(other, Recipe) and self._identity() == other._identity()
+
+    def _identity(self) -> tuple[bool, str]:
+        return self.allow_partial, _text(self.to_dict())
 
     def __repr__(self) -> str:
         changed = {key: config.changed().items() for key, config in self._configs.items()}
         options = {key: ", ".join(f"{name!r}: {text}" for name, text in items) for key, items in changed.items()}
-        return f"Recipe.from_dict({{{', '.join(f'{key!r}: {{{text}}}' for key, text in options.items())}}})"
+        texts = [f"{key!r}: {{{text}}}" for key, text in options.items()]
+        texts += [f"{PARTIAL!r}: True"] if self.allow_partial else []
+        return f"Recipe.from_dict({{{', '.join(texts)}}})"
 
 
 def _text(values: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared_core import compatibility, endings, held, preview, session_state
+from shared_core import compatibility, coverage, endings, held, preview, session_state
 from shared_core.claims import Where
 from shared_core.errors import ReceiptError, TrainingError
 from shared_core.history import History
@@ -68,6 +68,8 @@ class Session:
         self.context: Context | None = None
         self.skipped, self._eval_depth, self._seconds = 0, 0, dict.fromkeys(self.techniques, 0.0)
         self.notes: list[str] = []
+        self.coverage: dict[str, coverage.Reach] = {}
+        """By key what a technique of layers reaches of the weights that multiply activations."""
         self._plain: PlainKeys | None = None
         self._begun = self._finished = self._is_saving = False
         self._final_reports: dict[str, Any] = {}
@@ -124,7 +126,7 @@ class Session:
 
         Raises:
             CompatibilityError: If the recipe cannot be run like this.
-            MatchError: If a technique matches nothing; the model is as it was.
+            MatchError: If a technique matches nothing, or too little (`coverage.of_run`); the model is as it was.
         """
         compatibility.check(self.recipe, surroundings)
         if self._finished:
@@ -142,6 +144,7 @@ class Session:
         context.weights_replaced = functools.partial(self._tell_all, "weights_replaced", context)
         context.constrain = functools.partial(self._tell_all, "constrain") if self._driven["constrain"] else None
         attached: list[Technique] = []
+        counted = coverage.count(model) if self.techniques else coverage.Counted()
         for technique in self.techniques.values():
             technique.before_attach(model, context)
         try:
@@ -149,6 +152,8 @@ class Session:
                 attached.append(technique)
                 with self._timed(key):
                     technique.attach(model, context)
+            partial = self.recipe.allow_partial
+            self.coverage = coverage.of_run(counted, self.techniques, model, allow_partial=partial)
         except BaseException:
             for technique in reversed(attached):
                 technique.detach(model)
@@ -195,7 +200,7 @@ class Session:
                 technique.begin(context)
             self._planned[key] = technique.timeline(context)
         self._begun = True
-        for remark in [*compatibility.remarks(self.recipe), *preview.out_of_reach(context.model, self.techniques)]:
+        for remark in [*coverage.lines(self.coverage), *compatibility.remarks(self.recipe)]:
             self.note(remark)
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
@@ -529,6 +534,7 @@ class Session:
                 "techniques": self._final_reports or self._reports(),
                 "unreached": self.unreached(),
                 "final_evaluation": self._final_evaluation or dict(last_seen[1] if last_seen else {}),
+                "coverage": {key: reach.to_dict() for key, reach in self.coverage.items()},
                 **self._history.told(),
                 "notes": list(self.notes),
             },

@@ -121,8 +121,10 @@ def _told(recipe: Recipe, name: str | None, run: Any, options: dict[str, Any]) -
     for key in recipe:
         touched, ability = explained.touched.get(key), explained.abilities[key]
         matched = {} if touched is None else dataclasses.asdict(touched) | {"elements": sum(touched.tensors.values())}
+        reach = explained.coverage.get(key)
         techniques[key] = {
             **matched,
+            "coverage": reach and reach.to_dict(),
             "here": dataclasses.asdict(ability),
             "checkpoint": explained.checkpoint[key],
             "measured": measured.get(key, []),
@@ -243,6 +245,12 @@ def _matched(entry: dict[str, Any]) -> str:
     names = list(entry["tensors"])
     more = f", … {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     text = f"{len(names)} {entry['what']}, {entry['elements']:,} elements: {', '.join(names[:_SHOWN])}{more}"
+    if entry["coverage"] is not None:
+        from shared_core.coverage import percent
+
+        text = (
+            f"{percent(entry['coverage']['share'])} of the weights that multiply activations are within reach\n{text}"
+        )
     for reason, count in Counter(entry["left_out"].values()).most_common():
         text += f"\nleft out: {count}, {reason}"
     return text

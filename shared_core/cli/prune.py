@@ -157,6 +157,8 @@ def _tell(out: Path, values: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from shared_core import coverage
+
     console = Console()
     table = Table(title=f"pruned: {out}", title_justify="left")
     for heading in ("tensor", "weights", "zero", "sparsity"):
@@ -171,6 +173,8 @@ def _tell(out: Path, values: dict[str, Any]) -> None:
         f"{values['pruned']} of {values['numel']} weights are zero ({values['sparsity']:.1%}){of_units}; "
         f"{values['criterion']}{seen}, scope {values['scope']}, {values['seconds']:.1f} s"
     )
+    share = values["coverage"]["share"]
+    console.print(f"{coverage.percent(share)} of the weights that multiply activations are within reach", markup=False)
     for note in values["notes"]:
         console.print(f"note: {note}", markup=False)
     for name, reason in values["left_out"].items():

@@ -77,6 +77,7 @@ def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
         >>> take_flags(["--lr", "0.1", "--prune_sparsity=0.8", "--prune_skip", "last"])
         ({'prune_sparsity': '0.8', 'prune_skip': 'last'}, ['--lr', '0.1'])
     """
+    from shared_core.recipe import PARTIAL_FLAG
     from shared_core.rooms import ROOMS, flags
 
     known = flags()
@@ -91,7 +92,7 @@ def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
         name, equals, value = argument.removeprefix("--").partition("=")
         name = name.replace("-", "_")
         is_flag = argument.startswith("--")
-        if not is_flag or (name not in known and name != "eff_recipe"):
+        if not is_flag or (name not in known and name not in ("eff_recipe", PARTIAL_FLAG)):
             key = next((key for key in ROOMS if name.startswith(f"{key}_")), None)
             if is_flag and key and name not in _OF_A_TRAINER:
                 hint = nearest(name, flags(key))
@@ -99,7 +100,7 @@ def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
             rest.append(argument)
             continue
         if not equals:
-            is_bool = name in known and known[name][1].type in ("bool", bool)
+            is_bool = name == PARTIAL_FLAG or (name in known and known[name][1].type in ("bool", bool))
             if is_bool and (not queue or queue[0].lower() not in ("true", "false")):
                 value = "true"
             elif not queue or queue[0].startswith("--"):
@@ -124,10 +125,11 @@ def recipe_of(flags: dict[str, Any]) -> Recipe:
 
 def _nearest_flag(arguments: list[str]) -> str:
     """Return what the first flag that resembles one of ours may have been meant for, or nothing."""
+    from shared_core.recipe import PARTIAL_FLAG
     from shared_core.rooms import flags
 
     names = (argument[2:].partition("=")[0] for argument in arguments if argument.startswith("--"))
-    known = [f"--{flag}" for flag in (*flags(), "eff_recipe")]
+    known = [f"--{flag}" for flag in (*flags(), "eff_recipe", PARTIAL_FLAG)]
     return next((hint for name in names if (hint := did_you_mean(f"--{name}".replace("-", "_"), known))), "")
 
 
@@ -140,9 +142,9 @@ def run(
 ) -> None:
     """Run a training script of either trainer with techniques switched on by flags; the script is not edited.
 
-    Our flags (--prune_sparsity, --qat_scheme, --distill_teacher, --loss_scale_kind, --soup_kind, … and --eff_recipe
-    FILE; `eff flags` lists all) may stand anywhere after the script, which never sees them. All others are the
-    script's, --help too, and so is what follows `--`.
+    Our flags (--prune_sparsity, --qat_scheme, --distill_teacher, --loss_scale_kind, --soup_kind, … , --eff_recipe FILE
+    and --eff_allow_partial; `eff flags` lists the techniques') may stand anywhere after the script, which never sees
+    them. All others are the script's, --help too, and so is what follows `--`.
     """
     if script.startswith("-"):
         raise ConfigError(f"eff run: script must come before the flags, got {script!r}")

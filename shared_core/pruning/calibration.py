@@ -134,12 +134,16 @@ class Calibration:
     @contextlib.contextmanager
     def _prepared(self, *, gradients: bool) -> Iterator[None]:
         modes = [(module, module.training) for module in self._model.modules()]
+        dropouts = [(each, each.dropout) for each in self._scorer.modules.values() if isinstance(each, nn.RNNBase)]
         before = [(tensor, tensor.grad, tensor.requires_grad) for tensor in self._model.parameters()]
         try:
             self._model.eval()
             for module in self._scorer.modules.values():
-                # scorers count forwards in train mode; linear and convolutional layers do the same in either
-                module.training = True
+                # scorers count forwards in train mode; linear and convolutional layers do the same in either, and
+                # recurrent ones without dropout, whose backward cuDNN has in train mode alone
+                module.training = not isinstance(module, nn.MultiheadAttention)
+                if isinstance(module, nn.RNNBase):
+                    module.dropout = 0.0
             for tensor, _, _ in before if gradients else ():
                 tensor.grad = None
             for name in self._scorer.modules if gradients else ():
@@ -150,6 +154,8 @@ class Calibration:
         finally:
             for module, mode in modes:
                 module.training = mode
+            for recurrent, dropout in dropouts:
+                recurrent.dropout = dropout
             for tensor, gradient, required in before:
                 tensor.grad = gradient
                 tensor.requires_grad_(required)

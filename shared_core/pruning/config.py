@@ -245,7 +245,12 @@ class PruneConfig(TechniqueConfig):
     @property
     def watches_layers(self) -> bool:
         """Whether layers must be called as modules, for hooks to see what passes through them."""
-        return self.weight_criterion in ("fisher", "wanda", "neuron_taylor") or self.cost in ("flops", "energy")
+        return self.gathers_at_layers or self.cost in ("flops", "energy")
+
+    @property
+    def gathers_at_layers(self) -> bool:
+        """Whether scores come from what passes through each layer."""
+        return self.weight_criterion in ("fisher", "wanda", "neuron_taylor")
 
     @property
     def why_not_sharded(self) -> str | None:

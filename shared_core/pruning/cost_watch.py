@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from shared_core.pruning.axes import weight_of
 from shared_core.pruning.scorers.layer_costs import LayerUses, layer_costs
 from shared_core.ranks import all_reduce_
 
@@ -45,7 +46,7 @@ class CostWatch:
         if self._uses is None:
             return
         uses = [(self._uses.positions.get(name, 0.0), self._uses.calls.get(name, 0)) for name in self._modules]
-        weight: Any = next(iter(self._modules.values())).weight
+        weight = weight_of(*next(iter(self._modules.items())))
         # where the weights are: NCCL takes no tensor of the CPU
         joined = all_reduce_(torch.tensor(uses, dtype=torch.float64).to(weight.device), "sum").tolist()
         forwards = next((calls for _, calls in joined if calls), 1)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shared_core.errors import MatchError
 from shared_core.module_match import plain_name
-from shared_core.pruning.axes import output_axis
+from shared_core.pruning.axes import output_axis, weight_of
 from shared_core.pruning.regularizers import add_group_lasso_gradient_, add_l1_gradient_
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -23,7 +22,7 @@ class Penalty:
         kind: ``l1``, ``group_lasso``, ``bn_l1`` or ``weight_decay``.
         strength: Its factor.
         model: Where ``bn_l1`` finds batch norms.
-        modules: Weight name to the module that holds it as ``weight``: what may be pruned.
+        modules: Weight name to the module that holds it: what may be pruned.
 
     Raises:
         MatchError: If ``bn_l1`` finds no scale.
@@ -56,10 +55,10 @@ class Penalty:
                 for group in optimizer.param_groups
                 for parameter in group["params"]
             }
-            self._rates = {name: rates.get(_weight(module), 0.0) for name, module in self._modules.items()}
+            self._rates = {name: rates.get(weight_of(name, module), 0.0) for name, module in self._modules.items()}
             return
-        for module in self._modules.values():
-            weight = _weight(module)
+        for name, module in self._modules.items():
+            weight = weight_of(name, module)
             if weight.grad is None:
                 continue
             if self.kind == "group_lasso":
@@ -71,13 +70,9 @@ class Penalty:
     def decay_(self) -> None:
         """Shrink the weights by ``1 - lr·strength``, decoupled from the gradient: the step was applied."""
         for name, rate in self._rates.items():
-            _weight(self._modules[name]).detach().mul_(1 - rate * self.strength)
+            weight_of(name, self._modules[name]).detach().mul_(1 - rate * self.strength)
         self._rates = {}
 
     def forget_step(self) -> None:
         """The step was skipped: no weight decays."""
         self._rates = {}
-
-
-def _weight(module: nn.Module) -> Tensor:
-    return cast("Tensor", module.weight)

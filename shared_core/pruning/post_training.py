@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shared_core import coverage
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.module_match import check_model
+from shared_core.preview import Touched
 from shared_core.pruning.calibration import Calibration, Loss
 from shared_core.pruning.config import DURING_TRAINING, GATHERED, TRACED, UNITS, PruneConfig
 from shared_core.pruning.mask_store import MaskStore
@@ -51,6 +53,7 @@ class PruneReport:
         notes: What a user should know of layers that lost most of what they had.
         units: One entry a group of units: group, kind, units, pruned.
         groups_left_out: Groups that cannot be pruned, with the reason.
+        coverage: How much of the model is within reach (`shared_core.coverage.Reach`).
     """
 
     masks: dict[str, Tensor] = field(repr=False)
@@ -72,6 +75,7 @@ class PruneReport:
     notes: list[str]
     units: list[dict[str, Any]] = field(default_factory=list)
     groups_left_out: dict[str, str] = field(default_factory=dict)
+    coverage: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all but the masks as plain values that JSON can hold."""
@@ -130,6 +134,8 @@ def prune(
     batches = _checked_batches(config, calibration, num_batches)
     targets = find_targets(model, config)
     weights = targets.weights()
+    touched = Touched.parameters(weights.items(), targets.left_out)
+    reached = coverage.reach(coverage.count(model), touched, config, model)
     _check_weights(config, weights)
     context = Context(model=model)
     context.generator.manual_seed(seed)
@@ -164,6 +170,7 @@ def prune(
         seconds=time.perf_counter() - started,
         note=NOTES.get(config.granularity, UNITS_NOTE),
         **layers_report(config, weights, store, units),
+        coverage=reached.to_dict() if reached is not None else {},
         **_told(units, store),
     )
 

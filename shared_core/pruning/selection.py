@@ -76,7 +76,7 @@ def new_masks(
 
     Args:
         config: Criterion, granularity and scope.
-        modules: By weight name, the module that holds it as ``weight``.
+        modules: By weight name, the module that holds it.
         weights: All within reach.
         masks: The whole masks so far.
         scorer: What computes scores.

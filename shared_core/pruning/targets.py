@@ -10,20 +10,23 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shared_core.errors import CompatibilityError, MatchError
 from shared_core.module_match import conv1d_of, match_modules, own_class, plain_name
-from shared_core.pruning.axes import input_axis, output_axis
+from shared_core.pruning.axes import input_axis, output_axis, weight_of
 from shared_core.pruning.config import UNITS, PruneConfig
 
 _TYPES: tuple[type[nn.Module], ...] = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
+_PACKED: tuple[type[nn.Module], ...] = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 _NEVER_CALLED = (
     "attention reads its weight and never calls it, so that its inputs are not seen; take criterion magnitude or "
     "taylor, without cost flops or energy"
 )
+_NO_INPUTS = "computes with it inside, where its inputs are not seen; take criterion magnitude or taylor"
+_NO_UNITS = "holds products whose outputs are no units of their own; take granularity unstructured, n_m or block"
 
 
 def prunable_types(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """Return the module types whose ``weight`` can be pruned: linear and convolutional layers.
+    """Return the module types that have one ``weight``, which can be pruned: linear and convolutional layers.
 
     transformers' ``Conv1D`` (GPT-2's linear layer) is found by its name, so that transformers need not be
     imported.
@@ -36,7 +39,7 @@ class Targets:
     """What pruning touches in a model.
 
     `modules` maps the name of each weight (as in ``model.state_dict()``, without the prefixes of wrappers)
-    to a module that holds it as ``weight``; `left_out` the name of every other matrix or larger tensor to
+    to a module that holds it (`axes.weight_of`); `left_out` the name of every other matrix or larger tensor to
     the reason.
     """
 
@@ -45,8 +48,7 @@ class Targets:
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Return the parameters that the modules hold now: a wrapper (FSDP2) may have replaced them since."""
-        weights = {name: module._parameters["weight"] for name, module in self.modules.items()}
-        return {name: weight for name, weight in weights.items() if weight is not None}
+        return {name: weight_of(name, module) for name, module in self.modules.items()}
 
 
 def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
@@ -55,13 +57,14 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
     The rule for tensors that are not simply one layer's: a tensor that several modules share is pruned,
     once, only if all of them are chosen (so an output layer tied to an embedding stays dense); a frozen
     tensor only if `config.include` names its module; a ``weight`` that is computed (weight norm, another
-    parametrisation) or not floating point never. Biases and other vectors are never pruned.
+    parametrisation) or not floating point never. Biases and other vectors are never pruned. Attention's packed
+    projections and the weights of recurrent layers are matrices that are pruned one by one, but not by units.
 
     Raises:
         MatchError: If nothing is left.
         CompatibilityError: If `config.include` names a layer that the criterion cannot score.
     """
-    types = prunable_types(model)
+    types = (*prunable_types(model), *_PACKED)
     chosen = match_modules(
         model, types, where="prune", include=config.include, skip=config.skip, min_size=config.min_size
     )
@@ -78,7 +81,7 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
         place, module, name = next((held for held in held_by if held[1] in places), held_by[0])
         full_name = f"{place}.{name}".removeprefix(".")
         reason = _reason(parameter, held_by, places, types, config)
-        if reason == _NEVER_CALLED and place in config.include:
+        if reason and reason.endswith((_NEVER_CALLED, _NO_INPUTS, _NO_UNITS)) and place in config.include:
             raise CompatibilityError(f"prune: include must name layers that can be scored, got {place}: {reason}")
         if reason is None:
             modules[full_name] = module
@@ -86,8 +89,7 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
             left_out[full_name] = reason
     if config.granularity == "n_m":
         for name in list(modules):
-            module = modules[name]
-            size = module._parameters["weight"].shape[input_axis(module)]  # type: ignore[union-attr]
+            size = weight_of(name, modules[name]).shape[input_axis(modules[name])]
             if size % config.kept_of[1]:
                 left_out[name] = f"its {size} inputs are no multiple of {config.kept_of[1]} (n_m = {config.n_m})"
                 del modules[name]
@@ -125,14 +127,13 @@ def refuse_nothing(config: PruneConfig, sizes: Sequence[int], what: str) -> None
 
 
 def _refuse_nothing_of_weights(config: PruneConfig, modules: dict[str, nn.Module]) -> None:
-    weights = {module: weight for module in modules.values() if (weight := module._parameters["weight"]) is not None}
-    sizes = [weight.numel() for weight in weights.values()]
+    shapes = {name: weight_of(name, module).shape for name, module in modules.items()}
+    sizes = [shape.numel() for shape in shapes.values()]
     if config.granularity == "block":
         rows, columns = config.block_size
-        shapes = [weight.shape for weight in weights.values()]
-        sizes = [-(-shape[0] // rows) * -(-shape[1:].numel() // columns) for shape in shapes]
+        sizes = [-(-shape[0] // rows) * -(-shape[1:].numel() // columns) for shape in shapes.values()]
     elif config.criterion == "wanda":
-        sizes = [weight.numel() // weight.shape[output_axis(module)] for module, weight in weights.items()]
+        sizes = [shape.numel() // shape[output_axis(modules[name])] for name, shape in shapes.items()]
     refuse_nothing(config, sizes, "blocks" if config.granularity == "block" else "weights")
 
 
@@ -144,17 +145,30 @@ def _reason(
     config: PruneConfig,
 ) -> str | None:
     """Return why a tensor is left dense, None if it is to be pruned."""
-    outside = [held for held in held_by if held[1] not in places or held[2] != "weight"]
+    outside = [held for held in held_by if held[1] not in places or not _is_pruned(held[1], held[2], parameter)]
     if outside:
         place, module, name = outside[0]
         tied = f"shared with {place or 'the model'}: " if len(outside) < len(held_by) else ""
-        if isinstance(module, types) and name == "weight":
+        if isinstance(module, types) and _is_pruned(module, name, parameter):
             return f"{tied}left out by include, skip or min_size"
         return f"{tied}{type(module).__name__}.{name} is not a weight that is pruned"
     if not parameter.is_floating_point():
         return f"not floating point ({parameter.dtype})"
     if not parameter.requires_grad and not config.include:
         return "frozen; name its module in include to prune it"
-    if config.watches_layers and own_class(held_by[0][1]) is NonDynamicallyQuantizableLinear:
+    module = held_by[0][1]
+    if config.watches_layers and own_class(module) is NonDynamicallyQuantizableLinear:
         return _NEVER_CALLED
+    if isinstance(module, _PACKED):
+        if parameter.numel() < config.min_size:
+            return "left out by min_size"
+        if config.granularity in UNITS:
+            return f"{type(module).__name__} {_NO_UNITS}"
+        if config.gathers_at_layers:
+            return f"{type(module).__name__} {_NO_INPUTS}"
     return None
+
+
+def _is_pruned(module: nn.Module, name: str, parameter: Tensor) -> bool:
+    """Return whether a tensor that a chosen module holds under this name is one that is pruned."""
+    return (parameter.ndim == 2 and "weight" in name) if isinstance(module, _PACKED) else name == "weight"

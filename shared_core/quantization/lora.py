@@ -178,10 +178,9 @@ class LoraTraining(Technique):
         return {f"{name}.weight": layer.base_layer.weight for name, layer in self.layers.items()}
 
     def touched(self, model: nn.Module) -> Touched:
-        """Return the layers that get adapters, without what those add."""
-        return Touched(
-            {name: layer.base_layer.weight.numel() for name, layer in self.layers.items()}, self.left_out, "layers"
-        )
+        """Return the layers that get adapters, without what those add; others are trained whole."""
+        sizes = {name: layer.base_layer.weight.numel() for name, layer in self.layers.items()}
+        return Touched(sizes, self.left_out, "layers", self.whole)
 
     def timeline(self, context: Context) -> list[Event]:
         """Return what happens before and after training."""

@@ -15,10 +15,10 @@ import torch
 from eff_kernels import quantization as kernels
 from torch import Tensor, nn
 
+from shared_core import coverage
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.model_calls import call_model
 from shared_core.module_match import check_model
-from shared_core.preview import out_of_reach
 from shared_core.quantization import bias_correction, equalization
 from shared_core.quantization.config import QatConfig
 from shared_core.quantization.estimator_bank import EstimatorBank
@@ -148,8 +148,9 @@ def quantize_with_report(
     reference = copy.deepcopy(quantized) if compares else None
     technique = QuantizationAwareTraining(config, trains=False)
     context = Context(model=quantized)
+    counted = coverage.count(quantized)
     technique.attach(quantized, context)
-    notes += out_of_reach(quantized, {"qat": technique})
+    notes += coverage.lines(coverage.of_run(counted, {"qat": technique}, quantized, allow_partial=True))
     _check_finite(technique)
     used = _calibrate(quantized, technique, batches, notes, progress)
     if config.range == "mse":

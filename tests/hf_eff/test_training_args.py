@@ -8,9 +8,9 @@ import torch
 from transformers import HfArgumentParser, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from trl import SFTConfig
 
-from hf_eff import EffFlags, EffTrainer, EffTrainingArguments, attach, with_eff
+from hf_eff import EffCallback, EffFlags, EffTrainer, EffTrainingArguments, Pruning, attach, with_eff
 from shared_core.cli.run import take_flags
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, MatchError
 from shared_core.rooms import flags
 
 FLAGS = [
@@ -202,7 +202,7 @@ def parse(*arguments):
 def test_the_flags_are_these():
     stock = {field.name for field in dataclasses.fields(TrainingArguments)}
     ours = [field.name for field in dataclasses.fields(EffTrainingArguments) if field.name not in stock]
-    assert ours == [*FLAGS, "eff_recipe"]
+    assert ours == [*FLAGS, "eff_recipe", "eff_allow_partial"]
     assert all(getattr(EffTrainingArguments(output_dir="out"), name) is None for name in ours)
 
 
@@ -367,3 +367,28 @@ def test_help_of_every_flag_is_a_sentence_with_its_range_and_default():
     assert shown["distill_alpha"] == "Weight of the task loss; the soft term gets 1 - alpha. In [0, 1]. Default: 0.5."
     assert shown["low_rank_skip"].endswith("Default: last.")
     assert "--prune_sparsity NUMBER" in parser.format_help()
+
+
+def small(**flags):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 4))
+    net[0].requires_grad_(False)
+    return net, EffTrainingArguments("out", use_cpu=True, report_to="none", **flags)
+
+
+def test_a_technique_may_reach_little_where_the_flag_says_so(tmp_path):
+    net, args = small(prune_sparsity=0.5)
+    with pytest.raises(MatchError, match=r"prune: at least 50% .* got 11\.1 %"):
+        EffTrainer(net, args)
+    (parsed,) = HfArgumentParser(EffFlags).parse_args_into_dataclasses(
+        ["--prune_sparsity", "0.5", "--eff_allow_partial", "true"]
+    )
+    assert parsed.recipe.allow_partial
+    assert take_flags(["--eff-allow-partial", "--lr", "1"]) == ({"eff_allow_partial": "true"}, ["--lr", "1"])
+    net, args = small(prune_sparsity=0.5, eff_allow_partial=True)
+    assert EffTrainer(net, args).session.coverage["prune"].within == 128
+    net, args = small()
+    callbacks = [Pruning(sparsity=0.5), EffCallback({"allow_partial": True})]
+    trainer = Trainer(net, args, callbacks=callbacks)
+    assert callbacks[0].session.is_attached
+    assert trainer.model is net

@@ -416,3 +416,16 @@ def test_fabric_is_refused_where_a_module_or_an_optimizer_is_set_up(name):
     fabric.backward(model(torch.ones(1, 4)).sum())
     with pytest.raises(CompatibilityError, match="got Fabric, whose loop is your own"):
         optimizer.step()
+
+
+def test_a_technique_may_reach_little_where_a_callback_says_so(tmp_path):
+    module = make_module(BOTH[0])
+    for part in list(module.net)[:-1]:
+        part.requires_grad_(False)
+    with pytest.raises(MatchError, match=r"prune: at least 50% of the weights .*\(frozen"):
+        run(tmp_path, {"prune": PRUNE}, module=module, max_steps=2)
+    callback, _, _ = run(
+        tmp_path, {"prune": PRUNE}, module=module, callbacks=[EffCallback({"allow_partial": True})], max_steps=2
+    )
+    assert callback.receipt["coverage"]["prune"]["share"] < 0.5
+    assert "within reach" in callback.receipt["notes"][0]

@@ -25,7 +25,7 @@ def train(request, monkeypatch):
         clip, made = CLIP if clips else 0.0, recipe_for(model, recipe)
         torch.manual_seed(3)
         if driver == "bare":
-            return run_bare({key: made[key] for key in made if key != "soup"}, clip=clip)
+            return run_bare(made, clip=clip)
         options |= {"max_steps": STEPS, "batch": BATCH}
         if driver == "hf":
             return run_hf(made, folder, seed=0, max_grad_norm=clip, **options)

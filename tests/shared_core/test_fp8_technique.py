@@ -258,7 +258,7 @@ def test_the_run_says_once_and_aloud_that_it_emulates():
         model = session.context.model
         for x in data(3):
             step(session, optimizer, model, [x])
-        (line,) = session._services.said
+        (line,) = (said for said in session._services.said if "within reach" not in said)
         assert "EMULATED" in line
         assert reason in line
         session.finish()
@@ -267,7 +267,7 @@ def test_the_run_says_once_and_aloud_that_it_emulates():
         assert told["native_layers"] == 0
         assert told["per_layer"][0].get("emulated", {"forward": 3})["forward"] == 3
     session, _ = start(net(), backend="scaled_mm")
-    assert session._services.said == []
+    assert not any("EMULATED" in said for said in session._services.said)
 
 
 def test_scaled_matmul_on_a_cpu_is_counted_but_not_called_native():

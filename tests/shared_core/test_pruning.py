@@ -288,7 +288,10 @@ class Tied(nn.Module):
 
 def test_the_rule_for_shared_frozen_and_computed_tensors():
     model = Tied()
-    session, _ = make_session(model, schedule="one_shot", sparsity=0.5)
+    options = {"schedule": "one_shot", "sparsity": 0.5, "begin": 0}
+    session = Session(Recipe.from_dict({"prune": options, "allow_partial": True}))
+    session.attach(model)
+    session.begin([torch.optim.SGD(model.parameters())], total_steps=40)
     report = session.techniques["prune"].report()
     assert [entry["name"] for entry in report["tensors"]] == ["body.weight"]
     assert report["numel"] == 36

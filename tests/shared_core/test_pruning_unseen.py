@@ -33,7 +33,7 @@ class Run:
     def __init__(self, options, folder=None, weights=None):
         torch.manual_seed(0)
         self.model = Mixture()
-        self.session = Session(Recipe.from_dict({"prune": options}), seed=3)
+        self.session = Session(Recipe.from_dict({"prune": options, "allow_partial": True}), seed=3)
         self.session.attach(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         if folder is not None:
@@ -127,10 +127,10 @@ def test_the_output_of_attention_is_left_out_where_it_must_be_called(options):
         named.attach(nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)))
 
 
-def test_the_output_of_attention_is_pruned_by_what_needs_no_call():
+def test_the_output_of_attention_is_pruned_with_its_inputs_by_what_needs_no_call():
     session = Session(Recipe.from_dict({"prune": {"sparsity": 0.5}}))
     session.attach(nn.Sequential(nn.MultiheadAttention(8, 2)))
-    assert list(session.techniques["prune"]._targets.modules) == ["0.out_proj.weight"]
+    assert list(session.techniques["prune"]._targets.modules) == ["0.in_proj_weight", "0.out_proj.weight"]
 
 
 COSTS = {"sparsity": 0.5, "cost": "flops", "begin": 1, "end": 9, "every": 2}

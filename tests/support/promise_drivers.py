@@ -253,14 +253,16 @@ def run_lightning(
 
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_dict(recipe)
     if "distill" in recipe and recipe["distill"].student is None:  # type: ignore[attr-defined]
-        recipe = Recipe.from_dict({**recipe, "distill": _with_student(recipe["distill"])})
+        partial = {"allow_partial": recipe.allow_partial}
+        recipe = Recipe.from_dict({**recipe, **partial, "distill": _with_student(recipe["distill"])})
     if "soup" in recipe:
         save_every = save_every or 2
     plugins = []
     if "loss_scale" in recipe and plugin:
         options = {key: value for key, value in recipe["loss_scale"].to_dict().items()}
         plugins = [LossScalingPrecision(precision="32-true", **options)]
-        recipe = Recipe({key: config for key, config in recipe.items() if key != "loss_scale"})
+        others = {key: config for key, config in recipe.items() if key != "loss_scale"}
+        recipe = Recipe(others, allow_partial=recipe.allow_partial)
     saved: dict[int, Path] = {}
 
     class SaveAt(pl.Callback):

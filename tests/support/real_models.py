@@ -20,6 +20,8 @@ from transformers import (
     ResNetForImageClassification,
 )
 
+from shared_core.recipe import Recipe
+
 BATCH, STEPS, STEPS_PER_EPOCH = 4, 6, 4
 LENGTH, VOCAB = 7, 40
 
@@ -168,12 +170,12 @@ REFUSED = {
 """Recipes that cannot be run on a model → what the refusal says."""
 
 
-def recipe_for(name: str, key: str) -> dict[str, Any]:
-    """Return a recipe with a teacher and a ticket of its own, which a run uses up."""
+def recipe_for(name: str, key: str) -> Recipe:
+    """Return a recipe with a teacher and a ticket of its own, which a run uses up; most of the mixture is experts."""
     recipe = {**RECIPES[key], **OTHERWISE.get((name, key), {})}
     recipe = {room: dict(options) for room, options in recipe.items() if options is not None}
     if "distill" in recipe and "teacher" not in recipe["distill"]:
         recipe["distill"]["teacher"] = promise_table.make_teacher()
     if "ticket" in recipe:
         recipe["ticket"] |= promise_table.make_ticket("weights", recipe["ticket"]["rewind_to"])
-    return recipe
+    return Recipe.from_dict({**recipe, "allow_partial": name == "moe"})

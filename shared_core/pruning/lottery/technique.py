@@ -111,6 +111,10 @@ class TicketTraining(Technique):
                     f"{self._ticket.rewind}; find one with the same rewind"
                 )
         self._check_most()
+        return self.touched(model)
+
+    def touched(self, model: nn.Module) -> Touched:
+        """Return the weights that tickets are of."""
         return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
 
     def _check_most(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from shared_core.pruning.axes import weight_of
 from shared_core.pruning.scorers.scorer import Scorer, saved_tensors, wide
 from shared_core.ranks import local_part
 from shared_core.sharded import is_sharded, part_of, whole_of
@@ -89,8 +90,7 @@ class _StepSums(Scorer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back the sums; they move to the weights' devices with the next step."""
         super().load_state_dict(state)
-        modules: Mapping[str, Any] = self.modules
-        shapes = {name: module.weight.shape for name, module in modules.items()}
+        shapes = {name: weight_of(name, module).shape for name, module in self.modules.items()}
         self._placed = {}
         self._sums = saved_tensors(state, "sums", shapes, f"prune {self.criterion}")
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shared_core.errors import ConfigError, TrainingError, nearest
+from shared_core.pruning.axes import weight_of
 from shared_core.pruning.scorers.layouts import channel_axis
 from shared_core.pruning.scorers.per_example import num_examples
 
@@ -49,13 +50,10 @@ class LayerUses:
 
     def _count(self, name: str) -> Callable[..., None]:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            used = args[0] if args else next(iter(kwargs.values()))
-            used = used if getattr(module, "transposed", False) else output
-            examples = num_examples(module, used)
-            channels = used.shape[channel_axis(module, used)]
-            if used.numel() and torch._C._current_graph_task_id() == -1:
-                self.positions[name] = self.positions.get(name, 0.0) + used.numel() / channels / examples
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            places = _places(name, module, args, kwargs, output)
+            if places and torch._C._current_graph_task_id() == -1:
+                self.positions[name] = self.positions.get(name, 0.0) + places
                 self.calls[name] = self.calls.get(name, 0) + 1
 
         return hook  # type: ignore[no-any-return]
@@ -66,13 +64,35 @@ class LayerUses:
             handle.remove()
 
 
+def _places(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> float:
+    """Return at how many positions of an example a call used the weight of this name."""
+    if isinstance(module, nn.MultiheadAttention):
+        inputs = [*args[:3], *(kwargs[part] for part in ("query", "key", "value") if part in kwargs)]
+        steps = dict(zip("qkv", (_steps(x, first=module.batch_first) for x in inputs), strict=True))
+        return steps.get(name.rpartition(".")[2].partition("_proj_")[0]) or sum(steps.values()) / 3
+    used = args[0] if args else next(iter(kwargs.values()))
+    if isinstance(module, nn.RNNCellBase):
+        return float(used.numel() > 0)
+    if isinstance(module, nn.RNNBase):
+        if isinstance(used, nn.utils.rnn.PackedSequence):
+            return used.data.shape[0] / int(used.batch_sizes[0])
+        return _steps(used, first=module.batch_first)
+    used = used if getattr(module, "transposed", False) else output
+    return used.numel() / used.shape[channel_axis(module, used)] / num_examples(module, used) if used.numel() else 0.0
+
+
+def _steps(x: Tensor, *, first: bool) -> float:
+    """Return how many steps a sequence has, whose batch, if it has one, comes first or second."""
+    return float(x.shape[1 if x.dim() == 3 and first else 0]) if x.numel() else 0.0
+
+
 @contextlib.contextmanager
 def observe_positions(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[dict[str, float]]:
     """Count, in forwards of the model inside, at how many positions of an example each layer's weights are used.
 
-    1 for a linear layer, the tokens of a sequence, the output places of a convolution (input places of a transposed
-    one); calls of one layer in a forward add up; a mean over forwards. Validation or training, both count; what
-    activation checkpointing recomputes in backward does not.
+    1 for a linear layer, the tokens of a sequence, a recurrent layer's steps, the output places of a convolution (input
+    places of a transposed one); calls of one layer in a forward add up; a mean over forwards. Validation or training,
+    both count; what activation checkpointing recomputes in backward does not.
 
     Args:
         model: Whose forwards are counted.
@@ -156,7 +176,7 @@ def layer_costs(
 
     costs: dict[str, float] = {}
     for name, module in modules.items():
-        weight: Tensor = module.weight  # type: ignore[assignment]
+        weight = weight_of(name, module)
         if kind == "bytes":
             costs[name] = float(weight.element_size())
             continue

@@ -33,7 +33,7 @@ def make_scorer(
 
     Args:
         criterion: A key of `SCORERS`.
-        modules: Weight name to a module that holds it as ``weight``.
+        modules: Weight name to a module that holds it.
         generator: For criteria that draw; the same on every rank.
         **options: Those of the scorer, such as `costs`.
 

@@ -21,7 +21,7 @@ class Scorer:
     skips it; if it is applied, the weights show it.
 
     Args:
-        modules: Weight name to a module that holds it as ``weight``.
+        modules: Weight name to a module that holds it.
         generator: For criteria that draw; the same on every rank.
         costs: Weight name to the cost of one weight there; scores are divided by it (energy-aware pruning).
 
