@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from lightning_eff import _plateau
 from lightning_eff._loader_random import random_state, set_random_state
 from lightning_eff._namespaces import callback_kinds
+from lightning_eff._place import finish_batch, finish_epoch, place_of, put_back
 from lightning_eff._poisson import replay
 from lightning_eff._wrapped import Wrapped
 from shared_core import session_state
@@ -42,16 +42,19 @@ class ExactResume:
         self._fetch_rng: dict[str, Any] | None = None
         self._cycled: dict[int, tuple[int, dict[str, Any]]] = {}
         """Which loaders began again within this epoch, at which fetch, and where the generators were before it."""
-        self._at_next_fetch: Mapping[str, Any] | None = None
         self._before_validation: dict[str, Any] | None = None
         """Where the generators were when the validation that is going on began."""
         self.backward_began = False
         """Whether gradients hold a part of the present batch already."""
         self._first_epoch, self._capture_fetch, self._iterate_anew = True, False, False
-        self._is_marked = False
-        self._batches_to_close: int | None = None
+        self._is_marked = self._goes_on_within = False
+        self.step_was_skipped = False
+        """Whether the optimizer step of the last batch of a resumed run was tried and not applied."""
         loop = trainer.fit_loop.epoch_loop
         self._wrapped = [
+            Wrapped(trainer.fit_loop, "reset", self._on_run_reset),
+            Wrapped(trainer.fit_loop, "on_advance_start", self._before_epoch),
+            Wrapped(loop, "reset", self._on_epoch_reset),
             Wrapped(loop, "on_run_start", self._on_epoch_start),
             Wrapped(loop, "_on_before_fetch", self._on_fetch),
             Wrapped(loop.val_loop, "reset", self._on_validation),
@@ -92,9 +95,12 @@ class ExactResume:
         That is its gradients in the middle of an accumulation window, and what differs in its buffers and its session's
         state (a teacher's batch norms, ranges observed on its own micro-batches).
         """
-        gradients, epochs = None, self._trainer.fit_loop.epoch_progress.current
+        if self._saved is not None:  # not yet back there
+            return {"ranks": [self._saved] if world_size() == 1 else everyones(dict(self._saved))}
+        gradients, trainer = None, self._trainer
+        is_validating = trainer.validating and self._before_validation is not None
         if self._is_inside_window():
-            named = self._trainer.lightning_module.named_parameters()
+            named = trainer.lightning_module.named_parameters()
             gradients = {name: local_part(parameter.grad) for name, parameter in named if parameter.grad is not None}
         mine: dict[str, Any] = {
             "rng": self._random(),
@@ -104,17 +110,18 @@ class ExactResume:
             "gradients": gradients,
             "windows": {} if gradients is None else session_state.windows(self._session.techniques),
             "cut_short": self._where_cut_short(),
-            "before_validation": self._before_validation if self._trainer.validating else None,
-            "epoch_begins": epochs.ready > epochs.started,
+            "place": place_of(trainer, is_validating),
+            "before_validation": self._before_validation if is_validating else None,
             "frozen": self._frozen(),
-            "loaded_in_epoch": self._trainer.fit_loop._last_train_dl_reload_epoch,
-            "metrics": self._epoch_metrics(),
-            "plateau": _plateau.state(self._trainer, skipped),
+            "loaded_in_epoch": trainer.fit_loop._last_train_dl_reload_epoch,
+            "metrics": self._metrics(),
+            "skipped": skipped,
+            "stopped_early": trainer.should_stop and self._stops_early(),
         }
         if world_size() == 1:
             return {"ranks": [mine]}
         mine |= own_state(session)
-        module, wrapped = self._trainer.lightning_module, self._trainer.strategy.model
+        module, wrapped = trainer.lightning_module, trainer.strategy.model
         mine["buffers"] = own_buffers(module, wrapped, is_inside_window=gradients is not None)
         return {"ranks": everyones(mine)}
 
@@ -150,52 +157,51 @@ class ExactResume:
         )
         return of_main
 
+    def _on_run_reset(self, original: Callable[[], None]) -> None:
+        if self._saved is None:
+            original()
+            return
+        place = self._saved["place"]
+        put_back(self._trainer, place)
+        original()
+        self._goes_on_within = place["epoch"] == "within"
+        if self._goes_on_within:
+            self._trainer.fit_loop._restart_stage = "restarted_mid_epoch"  # the epoch's start has been told
+
+    def _on_epoch_reset(self, original: Callable[[], None]) -> None:
+        if not self._goes_on_within:
+            original()
+        self._goes_on_within = False
+
     def mark_train_start(self) -> None:
-        """Put back where the run was among its epochs: Lightning (2.6) has only now read its progress."""
+        """Put back what Lightning (2.6) leaves as it is in a run that has just begun."""
         if self._saved is None:
             return
         self._freeze_again(self._saved.get("frozen"))
         self._put_buffers(self._saved)
-        fit_loop, loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
+        fit_loop = self._trainer.fit_loop
         fit_loop._last_train_dl_reload_epoch = self._saved.get("loaded_in_epoch", fit_loop._last_train_dl_reload_epoch)
-        if self._saved.get("epoch_begins"):  # Lightning would take the batches of the epoch before for this one's
-            loop.batch_progress.reset_on_run()
-        if self._saved.get("cut_short"):  # as the last one of its epoch it would not be run again
-            loop.batch_progress.is_last_batch = False
-        ended_batch = fit_loop.restarted_mid_epoch and loop.restarted_on_train_batch_end
-        if ended_batch and loop.batch_progress.is_last_batch and not any(map(_is_stateful, self._loaders())):
-            # Lightning has counted the epoch as over, and would leave out its validation, its end and the next one's
-            # start; without a known length it would go on counting this one's batches.
-            self._batches_to_close = loop.batch_progress.current.processed
-            for count in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
-                count.processed -= 1
-                count.completed -= 1
+        self.step_was_skipped = self._saved["skipped"]
+        if self._saved["stopped_early"] and self._stops_early():
+            self._trainer.should_stop = True
+            self._note("EarlyStopping had ended this run when it was saved: nothing is left to train")
 
-    def _close_epoch(self, fetcher: Any, saved: Mapping[str, Any], batches: int) -> None:
-        """Do what comes after an epoch's last batch; its end and the next epoch then follow by themselves."""
-        fit_loop, loop = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
-        self._first_epoch = False
-        self._set_random(saved["rng"])
-        device, known = self._trainer.strategy.root_device, self._trainer._logger_connector._callback_metrics
-        parts: Any = saved.get("metrics") or ({}, {})
-        before, means = [{key: one.to(device) for key, one in part.items()} for part in parts]
-        known.update(before)
-        current = loop.batch_progress.current
-        current.ready = current.started = current.processed = current.completed = batches
-        loop.batch_progress.is_last_batch = True
-        loop._batches_that_stepped -= 1  # counted when the loop was reset, and below
-        loop.restarting = fit_loop._restarting = False
-        loop.on_advance_end(fetcher)
-        known.update(means)
+    def _stops_early(self) -> bool:
+        return any(getattr(one, "stopping_reason_message", None) for one in self._trainer.callbacks)
 
-    def _epoch_metrics(self) -> list[dict[str, torch.Tensor]] | None:
-        """Return after an epoch's last batch what is logged, and the means of the epoch that are about to be."""
-        loop = self._trainer.fit_loop.epoch_loop
-        batches = loop.batch_progress.current
-        if not (self._trainer.training and loop.batch_progress.is_last_batch and batches.completed < batches.processed):
-            return None
-        both = self._trainer.callback_metrics, loop._results.metrics(on_step=False)["callback"]
-        return [{key: one.detach().cpu() for key, one in part.items()} for part in both]
+    def _metrics(self) -> list[dict[str, torch.Tensor]]:
+        """Return what is logged, and after an epoch's last batch the means of the epoch that are about to be."""
+        loop, means = self._trainer.fit_loop.epoch_loop, {}
+        if loop.batch_progress.is_last_batch:
+            means = loop._results.metrics(on_step=False)["callback"]
+        return [
+            {key: one.detach().to("cpu", copy=True) for key, one in part.items() if isinstance(one, torch.Tensor)}
+            for part in (self._trainer.callback_metrics, means)
+        ]
+
+    def _know(self, metrics: Mapping[str, torch.Tensor]) -> None:
+        device = self._trainer.strategy.root_device
+        self._trainer._logger_connector._callback_metrics.update({key: one.to(device) for key, one in metrics.items()})
 
     def _freeze_again(self, frozen: list[str] | None) -> None:
         """Let the parameters train that trained when the run was saved: Lightning's finetuning callbacks forget (2.6).
@@ -225,6 +231,10 @@ class ExactResume:
         """Restore the generators of a saved run that had nothing left to train."""
         if self._saved is not None:
             set_rng_state(self._saved["rng"])
+            put_back(self._trainer, self._saved["place"])
+            if self._saved["place"]["epoch"] == "ended":
+                self._know(self._saved["metrics"][0])
+                finish_epoch(self._trainer)
             self._saved = None
 
     def _where_cut_short(self) -> str | None:
@@ -254,38 +264,23 @@ class ExactResume:
                 accumulate = callback.get_accumulate_grad_batches(self._trainer.current_epoch)
                 self._trainer.accumulate_grad_batches = accumulate
         saved, self._saved = self._saved, None
-        if saved is not None and self._batches_to_close is not None:
-            original(fetcher)
-            self._close_epoch(fetcher, saved, self._batches_to_close)
-            return
         loop, loader = self._trainer.fit_loop.epoch_loop, fetcher.combined_loader
-        consumed = loop.batch_progress.current.ready
-        plateau = (saved or {}).get("plateau", {})
-        self._trainer._logger_connector._callback_metrics.update(plateau.get("metrics", {}))
-        only_closes = consumed > 0 and loop._num_ready_batches_reached()
-        has_iterator = consumed or not loop.batch_progress.total.ready  # a run's first is made before it starts
-        if saved is not None and not only_closes and (has_iterator or saved.get("cut_short")):
-            self._first_epoch = False
-            original(fetcher)
-            self._go_on_within_epoch(fetcher, saved, consumed)
-            _plateau.step(self._trainer, plateau)
-            return
-        _plateau.step(self._trainer, plateau)
         if saved is not None:
-            self._iterate_anew = True
+            self._know(saved["metrics"][0])
+            if saved["place"]["epoch"] == "within" or not loop.batch_progress.total.ready:
+                self._first_epoch = False
+                original(fetcher)
+                self._go_on_within_epoch(fetcher, saved)
+                return
             self._set_random(saved["rng"])
-            if any(_is_stateful(part) for part in loader.flattened):
-                self._note(
-                    "the data loader saves its own state, and that of an epoch's end makes Lightning skip an epoch; "
-                    "resume from a checkpoint inside an epoch, or from a loader without state"
-                )
+            self._iterate_anew = True
+        if self._iterate_anew and any(_is_stateful(part) for part in loader.flattened):
+            self._note(
+                "the data loader saves its own state, and that of an epoch's end makes Lightning skip an epoch; "
+                "resume from a checkpoint inside an epoch, or from a loader without state"
+            )
         now, before = self._random(), loader._iterator
         original(fetcher)
-        if only_closes:
-            # Lightning finishes the epoch that the checkpoint closed; the next call is the one that fetches.
-            if saved is not None:
-                self._set_random(self._after_validation(fetcher, saved))
-            return
         if self._iterate_anew and loader._iterator is before and not any(_is_stateful(p) for p in loader.flattened):
             # Made by Lightning before the generators were restored.
             self._set_random(now)
@@ -295,59 +290,55 @@ class ExactResume:
         self._first_epoch = self._iterate_anew = False
         self._fetch_rng, self._capture_fetch, self._cycled = None, fetcher.length is not None, {}
 
-    def _go_on_within_epoch(self, fetcher: Any, saved: Mapping[str, Any], consumed: int) -> None:
-        self._iter_rng, self._fetch_rng = saved["iter_rng"], saved["fetch_rng"]
-        if not any(_is_stateful(part) for part in fetcher.combined_loader.flattened):
-            self._set_random(saved["iter_rng"])
-            replay(fetcher.combined_loader.flattened, consumed)
-            for part in fetcher.combined_loader.flattened:
-                if self._trainer.current_epoch == 0 and getattr(part, "persistent_workers", False):
-                    part._iterator = None  # a first iterator draws one number more than one that is used again
-            iter(fetcher)
-            if saved["fetch_rng"] is not None:
-                self._set_random(saved["fetch_rng"])
-            if hasattr(fetcher, "iterator_wrapper"):
-                self._note("training_step fetches its own batches: the epoch starts over at its first batch")
-            else:
-                began_again = dict(saved.get("cycled", {}).values())
-                for number in range(consumed):
-                    if number in began_again:
-                        self._set_random(began_again[number])
-                    next(fetcher)
-        if consumed:
-            self._at_next_fetch = {**saved, "rng": self._after_validation(fetcher, saved)}
-        else:  # Lightning (2.6) validates once more before a first batch; its fetch draws the shuffle
-            self._at_next_fetch = {"rng": self._random(), "gradients": None}
+    def _before_epoch(self, original: Callable[[], None]) -> None:
+        """Finish an epoch that was saved at its end, before anything of the next one draws random numbers."""
+        if self._saved is not None and self._saved["place"]["epoch"] == "ended":
+            saved, self._saved = self._saved, None
+            self._set_random(saved["rng"])
+            self._know(saved["metrics"][0])
+            finish_epoch(self._trainer)
+            self._iterate_anew = True
+        original()
 
-    def _after_validation(self, fetcher: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the generators after the validation that was due or going on when the run was saved, if one was.
+    def _go_on_within_epoch(self, fetcher: Any, saved: Mapping[str, Any]) -> None:
+        loop, place = self._trainer.fit_loop.epoch_loop, saved["place"]
+        consumed: int = loop.batch_progress.current.processed
+        self._iter_rng, self._fetch_rng, self._cycled = saved["iter_rng"], saved["fetch_rng"], saved["cycled"]
+        is_over = consumed > 0 and loop._num_ready_batches_reached()
+        if not is_over and not any(_is_stateful(part) for part in fetcher.combined_loader.flattened):
+            self._fetch_again(fetcher, consumed)
+        self._capture_fetch = not consumed and fetcher.length is not None
+        # a first batch that was cut short is fetched again, and that draws the shuffle
+        fetches_first = place["left"] == "batch" and not consumed and saved["fetch_rng"] is not None
+        self._set_random(saved["before_validation"] or (saved["fetch_rng"] if fetches_first else saved["rng"]))
+        self._put_gradients(saved["gradients"])
+        session_state.restore_windows(saved.get("windows", {}), self._session.techniques)
+        finish_batch(self._trainer, place, fetcher)
+        self._know(saved["metrics"][1])
 
-        Lightning (2.6) leaves it out: the random numbers that it draws would be missing.
-        """
-        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
-        rng: dict[str, Any] = saved["rng"]
-        before: dict[str, Any] | None = saved.get("before_validation")
-        was_due = loop.restarted_on_train_batch_end and loop._should_check_val_fx(fetcher)
-        if before is None and not was_due:
-            return rng
-        self._set_random(before or rng)
-        first = trainer._logger_connector._first_loop_iter
-        trainer.validating, loop.restarting = True, False
-        loop.val_loop.reset_restart_stage()
-        loop.val_loop.run()
-        trainer.training, trainer._logger_connector._first_loop_iter = True, first
-        if before is not None:  # Lightning does what comes after a validation, and not the validation
-            loop.restarting, loop.val_loop._has_run = True, False
-        return self._random()
+    def _fetch_again(self, fetcher: Any, consumed: int) -> None:
+        """Iterate anew over the epoch's data, up to the batch that comes next."""
+        loaders = fetcher.combined_loader.flattened
+        self._set_random(self._iter_rng)
+        replay(loaders, consumed)
+        for part in loaders:
+            if self._trainer.current_epoch == 0 and getattr(part, "persistent_workers", False):
+                part._iterator = None  # a first iterator draws one number more than one that is used again
+        iter(fetcher)
+        if self._fetch_rng is not None:
+            self._set_random(self._fetch_rng)
+        if hasattr(fetcher, "iterator_wrapper"):
+            self._note("training_step fetches its own batches: the epoch starts over at its first batch")
+            return
+        began_again = dict(self._cycled.values())
+        for number in range(consumed):
+            if number in began_again:
+                self._set_random(began_again[number])
+            next(fetcher)
 
     def _on_fetch(self, original: Callable[[], None]) -> None:
         """Before a batch is fetched: the last moment before random numbers are drawn again."""
         original()
-        if self._at_next_fetch is not None:
-            saved, self._at_next_fetch = self._at_next_fetch, None
-            self._set_random(saved["rng"])
-            self._put_gradients(saved["gradients"])
-            session_state.restore_windows(saved.get("windows", {}), self._session.techniques)
         if self._capture_fetch:
             self._capture_fetch = False
             self._fetch_rng = self._random()

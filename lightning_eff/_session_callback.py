@@ -196,7 +196,7 @@ class EffCallback(Callback):
         if soup is not None and soup.kind == "greedy":
             self._services.check_validation()
         self._begin(trainer, pl_module)
-        self._steps = WatchedSteps(trainer, self.session)
+        self._steps = WatchedSteps(trainer, self.session, skipped=self._resume.step_was_skipped)
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         session = self._session

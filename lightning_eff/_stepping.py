@@ -15,13 +15,14 @@ class WatchedSteps:
     Args:
         trainer: Its optimizers exist.
         session: Has begun.
+        skipped: Whether the step of the last batch was tried and not applied, in a run that is resumed behind it.
     """
 
-    def __init__(self, trainer: Any, session: Session) -> None:
+    def __init__(self, trainer: Any, session: Session, *, skipped: bool = False) -> None:
         self._trainer, self._session = trainer, session
         self._hooks: list[Any] = []
         self._wrapped: list[Wrapped] = []
-        self._tried = self._applied = self._discarded = False
+        self._tried, self._applied, self._discarded = skipped, False, False
         for optimizer in trainer.optimizers:
             if hasattr(optimizer, "register_step_post_hook"):
                 self._hooks.append(optimizer.register_step_post_hook(self._stepped))
