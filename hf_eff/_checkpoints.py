@@ -191,7 +191,7 @@ def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) ->
             # transformers' own words first: what looks for them finds them
             raise CheckpointError(
                 f"Can't find a valid checkpoint at {resume}: it must be a whole checkpoint of a run with these "
-                f"techniques, but {broken}"
+                f"techniques, but {broken}; resume_from_checkpoint=True goes on from the newest whole one"
             )
         _tell_missing(Path(resume), session)
         return str(resume)

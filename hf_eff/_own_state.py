@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from shared_core.own_parts import everyones, own_buffers, own_state, put_buffers_, with_own_state
+from shared_core.own_parts import everyones, other_processes, own_buffers, own_state, put_buffers_, with_own_state
 from shared_core.ranks import rank, world_size
 
 if TYPE_CHECKING:
@@ -24,10 +24,12 @@ def gathered(session: Session, trainer: Trainer) -> dict[str, Any]:
 
 
 def load(session: Session, state: Mapping[str, Any]) -> None:
-    """Put back this process's state and buffers, the main process's where as many processes did not save it."""
+    """Put back this process's state and buffers; where another number saved them, the main process's, which is told."""
     ranks = state.get("ranks", ())
     if len(ranks) != world_size():
         session.load_state_dict(state)
+        if max(len(ranks), 1) != world_size():
+            session.note(other_processes(max(len(ranks), 1)))
         return
     mine = ranks[rank()]
     of_main = {name: value for name, value in state.items() if name != "ranks"}

@@ -65,7 +65,7 @@ class SessionCallback(TrainerCallback):
         self._made_optimizer: Any = None
         self._training = self._baking = self._complete = False
         self._scale_before: float | None = None
-        self._discarded = self._passed_over = False
+        self._discarded = self._passed_over = self._is_over = False
         self._resumed_from: Path | None = None
         self._new_session(recipe)
         self._wire()
@@ -113,7 +113,7 @@ class SessionCallback(TrainerCallback):
             "call_model_init": self._call_model_init,
             "_hp_search_setup": self._set_up_trial,
             "get_train_dataloader": self._poisson.loader,
-            "get_batch_samples": functools.partial(self._poisson.batches, self._unlabelled.batches),
+            "get_batch_samples": self._batches,
             "_set_signature_columns_if_needed": self._unlabelled.keep_column,
             "_prepare_inputs": self._unlabelled.prepare,
             "compute_loss": self._compute_loss,
@@ -277,6 +277,11 @@ class SessionCallback(TrainerCallback):
             clips_gradients=args.max_grad_norm > 0,
         )
         self._poisson.resume(state.global_step, loader)
+        self._is_over = 0 < state.max_steps <= state.global_step
+        if self._is_over:
+            # the trainer (transformers 5.23) would train one step more before it looks
+            control.should_training_stop = True
+            session.note(f"the run that is resumed had taken its {state.max_steps} steps: none is added")
         self._task.follows = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -346,6 +351,11 @@ class SessionCallback(TrainerCallback):
             self._services.say(receipt.text())
 
     # --- loss
+
+    def _batches(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        if self._is_over:
+            return [], None
+        return self._poisson.batches(functools.partial(self._unlabelled.batches, method), *args, **kwargs)
 
     def _compute_loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         session = self.session

@@ -72,7 +72,7 @@ def put_back(trainer: Any, place: Place) -> None:
 
 
 def finish_batch(trainer: Any, place: Place, fetcher: Any) -> None:
-    """Do what comes after the last batch: a validation that is due, schedulers on a plateau, counting it for loggers."""
+    """Do what comes after the last batch: a validation that is due, schedulers on a plateau, its count for loggers."""
     if place["left"] in ("end", "validation", "rest"):
         loop = trainer.fit_loop.epoch_loop
         loop._skip_next_val = place["left"] == "rest"

@@ -18,7 +18,7 @@ from lightning_eff._place import finish_batch, finish_epoch, place_of, put_back
 from lightning_eff._poisson import replay
 from lightning_eff._wrapped import Wrapped
 from shared_core import session_state
-from shared_core.own_parts import everyones, own_buffers, own_state, put_buffers_, with_own_state
+from shared_core.own_parts import everyones, other_processes, own_buffers, own_state, put_buffers_, with_own_state
 from shared_core.ranks import local_part, rank, world_size
 from shared_core.session import Session
 from shared_core.state_file import rng_state, set_rng_state
@@ -150,11 +150,7 @@ class ExactResume:
             return with_own_state(of_main, self._saved)
         of_its_own = {"rng": rng_state(), "gradients": self._mean_gradients(ranks), "windows": {}, "buffers": {}}
         self._saved = {**ranks[rank() % len(ranks)], **of_its_own}
-        self._note(
-            f"saved by {len(ranks)} processes and resumed by {world_size()}: random numbers are not restored, and the "
-            "epoch goes on after as many batches as were seen; keep processes times batch size, and these are the same "
-            "examples"
-        )
+        self._note(other_processes(len(ranks)))
         return of_main
 
     def _on_run_reset(self, original: Callable[[], None]) -> None:

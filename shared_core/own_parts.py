@@ -43,6 +43,15 @@ def with_own_state(of_main: Any, saved: Mapping[str, Any]) -> Any:
     return saved.get("session") or tree_map_with_path(lambda place, value: parts.get(_name(place), value), of_main)
 
 
+def other_processes(saved: int) -> str:
+    """Return what to tell of a run that `saved` processes saved and as many as now are go on with."""
+    return (
+        f"saved by {saved} processes and resumed by {world_size()}: weights, optimizer and what techniques know are "
+        "restored, of what processes held differently the main one's; random numbers are not restored, and the epoch "
+        "goes on after as many batches as were seen; keep processes times batch size, and these are the same examples"
+    )
+
+
 def own_buffers(model: nn.Module, wrapped: Any, *, is_inside_window: bool = False) -> dict[str, Tensor]:
     """Return the buffers that differ between processes, unless the next forward of DDP sends the main one's to all.
 

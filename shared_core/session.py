@@ -257,8 +257,16 @@ class Session:
             return False
         self._steps.check()
         context.step += 1
+        if context.is_beyond_plan:
+            self._tell_beyond_plan(context)
         self._drive("after_optimizer_step")
         return True
+
+    def _tell_beyond_plan(self, context: Context) -> None:
+        self.note(
+            f"more than the {context.total_steps} steps that were planned are trained: techniques go on to hold what "
+            "they hold, their schedules have ended, and an average takes in nothing more"
+        )
 
     def skipped_optimizer_step(self) -> None:
         """An optimizer step was skipped (overflow): nothing advances."""

@@ -225,6 +225,11 @@ class Context:
         """
         return self.clips_gradients or not all(map(is_element_wise, self.optimizers))
 
+    @property
+    def is_beyond_plan(self) -> bool:
+        """Whether more steps were applied than were planned: what is held is held on, and nothing else moves."""
+        return self.total_steps is not None and self.step > self.total_steps
+
     def resolve(self, position: Position, where: str) -> int:
         """Return the optimizer step that a position means in this run."""
         parsed = parse_position(position, where)

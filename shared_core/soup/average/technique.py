@@ -136,6 +136,7 @@ class WeightAverage(Technique):
             TrainingError: If parameters became trainable or were replaced since the first update.
         """
         is_due = context.step >= self._first and (context.step - self._first) % self.config.every == 0
+        is_due &= not context.is_beyond_plan
         if is_due:
             self._update(context)
         if context.constrain is not None and (is_due or context.constraint_changes != self._constraint_changes):
