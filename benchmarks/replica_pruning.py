@@ -26,6 +26,7 @@ SEEDS, STEPS, BATCH, LEARNING_RATE = (3, 4, 5), 1500, 64, 2e-3
 AUGMENTATIONS = 6
 STRIKE = 0.6  # of the run
 GRADUAL = {"begin": 0.2, "end": 0.8}
+ONE_THRESHOLD = {"scope": "global", "max_layer_sparsity": 1.0}  # as published: no layer is limited
 AT_START = {"schedule": "one_shot", "begin": 0}
 N_M = {"sparsity": 0.5, "granularity": "n_m", **AT_START}
 EVERY_STEP = {"end": 1.0, "every": 1}  # new masks until the last step
@@ -46,9 +47,11 @@ def variants() -> dict[str, dict[str, Any]]:
     """Return every recipe by name; an empty one trains the dense network."""
     found: dict[str, dict[str, Any]] = {"dense": {}}
     for sparsity in SPARSITIES:
-        found[f"{sparsity} global"] = {"sparsity": sparsity, **GRADUAL}
+        found[f"{sparsity} global"] = {"sparsity": sparsity, **ONE_THRESHOLD, **GRADUAL}
         found[f"{sparsity} local"] = {"sparsity": sparsity, "scope": "local", **GRADUAL}
-        found[f"{sparsity} one-shot"] = {"sparsity": sparsity, "schedule": "one_shot", "begin": STRIKE}
+        found[f"{sparsity} one-shot"] = {
+            "sparsity": sparsity, **ONE_THRESHOLD, "schedule": "one_shot", "begin": STRIKE,
+        }  # fmt: skip
         found[f"{sparsity} random"] = {"sparsity": sparsity, "criterion": "random", "scope": "local", **AT_START}
         found[f"{sparsity} defaults"] = {"sparsity": sparsity}
     found["2:4 fixed"] = N_M

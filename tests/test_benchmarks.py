@@ -79,3 +79,16 @@ def test_unscaled_fp8_flushes_gradients_that_e5m2_cannot_hold(benchmarks):
     assert not x.grad.any()
     (layer(x).float().sum() * 2.0**-16).backward()
     assert x.grad.any()
+
+
+@pytest.mark.parametrize("variant", ["local", "global", "global, scores not divided"])
+def test_the_scopes_of_structures_are_measured_on_shrunk_nets(benchmarks, monkeypatch, variant):
+    import structured_scope as script
+
+    monkeypatch.setattr(script, "TUNING", 1)
+    torch.manual_seed(0)
+    after, before, parameters, least = script.measured("MLP", 0.5, variant, script.mlp(), script.Task(0))
+    assert 0 <= before <= 100
+    assert 10 < after <= 100
+    assert 30 < parameters < 50
+    assert (least == 50) == (variant == "local")

@@ -133,18 +133,18 @@ def test_the_folder_holds_plain_weights_and_a_report(run, tmp_path):
 
 def test_a_table_tells_what_was_pruned(run):
     out = run("prune_task:model", "--out", "out", "--sparsity", "0.5", "--eval", "prune_task:zeros").stdout
-    assert "537 of 1074 weights are zero (50.0%); magnitude" in out
+    assert "537 of 1074 weights are zero (50.0%); magnitude, scope global" in " ".join(out.split())
     assert "quality: dense 14, pruned 551" in out
     assert "not get faster" in " ".join(out.split())
 
 
 def test_units_are_removed_from_a_plain_model(run, tmp_path):
     result = run(
-        "prune_task:model_and_inputs", "--out", "out", "--sparsity", "0.5", "--granularity", "channel", "--scope",
-        "local", "--criterion", "l1_norm", "--shrink", "--eval", "prune_task:quality",
+        "prune_task:model_and_inputs", "--out", "out", "--sparsity", "0.5", "--granularity", "channel", "--criterion",
+        "l1_norm", "--shrink", "--eval", "prune_task:quality",
     )  # fmt: skip
     assert result.exit_code == 0
-    assert "7 of 14 units; l1_norm" in result.stdout
+    assert "7 of 14 units; l1_norm, scope local" in " ".join(result.stdout.split())
     assert "shrunk: 7 units removed" in result.stdout
     report = json.loads((tmp_path / "out" / REPORT_FILE).read_text())
     assert report["shrink"]["bytes"][1] < report["shrink"]["bytes"][0]

@@ -36,11 +36,13 @@ RECIPES = {
     "qat-lsq": {"qat": {"scheme": "int8", "range": "lsq_plus", "weight_bits": 4, "begin": 2}},
     "taylor": {"prune": {"criterion": "taylor", "cost": "flops", "regularizer": "l1", **GROWING}},
     "movement": {"prune": {"criterion": "movement", "regularizer": "weight_decay", **GROWING}},
-    "recompute": {"prune": {"dynamic": "recompute", "regularizer": "group_lasso", **GROWING}},
+    "recompute": {
+        "prune": {"dynamic": "recompute", "regularizer": "group_lasso", "max_layer_sparsity": 0.55, **GROWING}
+    },
     "rigl": {"prune": {"dynamic": "rigl", "criterion": "random", **GROWING, "schedule": "one_shot"}},
     "2:4": {"prune": {"granularity": "n_m", "sr_ste": 2e-4, **GROWING, "schedule": "one_shot", "every": 1}},
     "wanda": {"prune": {"criterion": "wanda", "skip": ["last"], **GROWING}},
-    "filter": {"prune": {"granularity": "filter", "criterion": "geometric_median", **GROWING}},
+    "filter": {"prune": {"granularity": "filter", "criterion": "geometric_median", "scope": "global", **GROWING}},
     "filter-taylor": {"prune": {"granularity": "filter", "criterion": "taylor", "cost": "flops", **GROWING}},
     "layer": {"prune": {"granularity": "layer", "criterion": "l2_norm", **GROWING}},
     "units": {"prune": {"granularity": "filter", "criterion": "neuron_taylor", **GROWING}},
