@@ -264,6 +264,9 @@ class SessionCallback(TrainerCallback):
         if self._resumed_from is not None:
             saved = load_state(self._resumed_from)
             _own_state.load(session, saved)
+            if session.is_changed and state.best_global_step is not None:
+                state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+                session.note("the best checkpoint until now was of another recipe: the comparison starts anew")
             self._services.saved_steps = [int(step) for step in saved["saved_steps"]]
         loader = kwargs.get("train_dataloader")
         try:

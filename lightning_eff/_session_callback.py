@@ -196,6 +196,8 @@ class EffCallback(Callback):
         if soup is not None and soup.kind == "greedy":
             self._services.check_validation()
         self._begin(trainer, pl_module)
+        if self._best is not None and self.session.is_changed:
+            self._best.forget()
         self._steps = WatchedSteps(trainer, self.session, skipped=self._resume.step_was_skipped)
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
@@ -344,6 +346,7 @@ class EffCallback(Callback):
         self._saved = self._resume.load_state_dict(checkpoint.get(_RESUME_KEY), checkpoint.get(_STATE_KEY))
         self._run_id = self._services.run = checkpoint.get(RUN_KEY, {}).get("id", self._run_id)
         if self._saved is None:
+            self.session.is_changed = True
             self.session.note("the checkpoint was saved without these techniques: they start at step 0")
 
     @property

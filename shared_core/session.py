@@ -70,6 +70,8 @@ class Session:
         self.notes: list[str] = []
         self.coverage: dict[str, coverage.Reach] = {}
         """By key what a technique of layers reaches of the weights that multiply activations."""
+        self.is_changed = False
+        """Whether a checkpoint of another recipe was resumed: its run's best is not what is asked for now."""
         self._plain: PlainKeys | None = None
         self._begun = self._finished = self._is_saving = False
         self._final_reports: dict[str, Any] = {}
@@ -512,7 +514,9 @@ class Session:
         context, self._furthest = self._attached("load_state_dict"), self.furthest_step
         recipe, self.skipped = session_state.restore(state, context, self.techniques, self._history)
         context.unvalidated |= self._begun and not (self._validated and self._validated[0] == context.step)
-        for change in self.recipe.changes_since(recipe):
+        changes = self.recipe.changes_since(recipe)
+        self.is_changed |= bool(changes)
+        for change in changes:
             self.note(f"resumed {change}")
 
     def metrics(self) -> dict[str, float]:

@@ -136,3 +136,12 @@ def test_a_resumed_run_finds_the_same_best(tmp_path):
     assert trainer.state.best_global_step == 6
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value, whole.model.state_dict()[name]), name
+
+
+def test_the_best_of_another_recipe_is_not_that_of_a_resumed_run(tmp_path):
+    less = {"prune": {**PRUNE["prune"], "sparsity": 0.3, "end": 2}}
+    train(less, tmp_path, Worsens(), **{**BEST, "max_steps": 4})
+    trainer = hf_trainer(PRUNE, tmp_path, callbacks=[Worsens()], **BEST)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert trainer.state.best_global_step == 6
+    assert sparsity(trainer.model.state_dict()) == pytest.approx(0.6, abs=0.06)

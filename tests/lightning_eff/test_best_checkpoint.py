@@ -109,7 +109,7 @@ def test_all_checkpoints_are_kept_and_the_best_holds_what_was_asked_for(tmp_path
     train(PRUNE, tmp_path, best)
     assert steps(tmp_path) == list(range(1, 9))
     assert best.best_model_path.endswith("step=6.ckpt")
-    assert sorted(map(int, best.best_k_models.values())) == [6, 7, 8]
+    assert sorted(map(float, best.best_k_models.values())) == [6, 7, 8, *[torch.inf] * 5]
 
 
 def test_an_average_that_was_not_validated_is_evaluated_at_the_end(tmp_path):
@@ -126,3 +126,33 @@ def test_an_average_that_was_not_validated_is_evaluated_at_the_end(tmp_path):
     figures = [run.receipt["final_evaluation"].get("eval_loss") for run in runs]
     assert figures[0] == pytest.approx(figures[1], rel=1e-6)
     assert figures[2] is None
+
+
+@pytest.mark.parametrize("earlier", ["prune", "none"])
+def test_the_best_of_another_recipe_is_not_that_of_a_resumed_run(earlier, tmp_path):
+    less = {"prune": {**PRUNE["prune"], "sparsity": 0.3, "end": 2}}
+    before = best_of(tmp_path, save_last=True)
+    train(less, tmp_path, before, EarlyStopping("worse", patience=9), max_steps=4, plugin=earlier == "prune")
+    assert before.best_model_score == (2 if earlier == "prune" else 1)
+    best = best_of(tmp_path, save_last=True)
+    stop = EarlyStopping("worse", patience=9)
+    result = train(PRUNE, tmp_path, best, stop, resume=tmp_path / "best" / "last.ckpt", max_steps=12)
+    first = 6 if earlier == "prune" else 1 + 6  # Lightning saved its last beside its best, at step 1
+    assert best.best_model_score == stop.best_score == first
+    assert sparsity(saved(best.best_model_path)) == pytest.approx(0.6, abs=0.06)
+    assert any("the comparison starts anew" in note for note in result.receipt["notes"])
+
+
+def test_a_run_killed_before_anything_competes_goes_on_from_its_last_checkpoint(tmp_path):
+    class Killed(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 4:
+                raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        train(PRUNE, tmp_path, best_of(tmp_path, save_last=True), Killed())
+    assert steps(tmp_path) == [3]
+    best = best_of(tmp_path, save_last=True)
+    train(PRUNE, tmp_path, best, resume=tmp_path / "best" / "last.ckpt")
+    assert steps(tmp_path) == [6]
+    assert best.best_model_score == 6
