@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import math
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,6 +48,18 @@ def on_device(device: torch.device, base: str) -> Iterator[None]:
         ) from error
 
 
+@cache
+def int8_sums_exactly() -> bool:
+    """Return whether bitsandbytes' product of int8 codes is exact on this CPU: one product that can saturate shows it.
+
+    Where the processor has AVX-512 it is `torch._int_mm` (0.50), which leads to oneDNN: that obeys ONEDNN_MAX_CPU_ISA.
+    """
+    library("bitsandbytes", "bnb")
+    rows, inputs, outputs = 17, 64, 32
+    codes = (torch.full((count, inputs), 127, dtype=torch.int8, device="cpu") for count in (rows, outputs))
+    return bool((torch.ops.bitsandbytes.int8_linear_matmul(*codes) == 127 * 127 * inputs).all())
+
+
 def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
     """Return a layer that computes with the quantised weight of `linear`, which stays as it is.
 
@@ -59,7 +72,7 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
     Raises:
         TrainingError: If the weight is not finite.
         MissingExtraError: If bitsandbytes is not installed.
-        CompatibilityError: If it does not run on the weight's device.
+        CompatibilityError: If it does not run on the weight's device, or saturates there.
 
     Source: NF4 and double quantisation: Dettmers et al., 2023, arXiv:2305.14314, section 3.
     """
@@ -73,6 +86,11 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
     weight = weight.contiguous()
     outputs, inputs = weight.shape
     layer: Any
+    if config.base == "int8" and weight.device.type == "cpu" and not int8_sums_exactly():
+        raise CompatibilityError(
+            "lora: base int8 must be multiplied exactly, but bitsandbytes' product saturates here: it adds pairs of "
+            "8-bit products in 16 bits; unset ONEDNN_MAX_CPU_ISA, or use --lora_base nf4"
+        )
     with on_device(weight.device, config.base):
         if config.base == "int8":
             layer = bnb.nn.Linear8bitLt(inputs, outputs, has_fp16_weights=False, threshold=_OUTLIERS, **shape)

@@ -11,7 +11,7 @@ from lora_runs import BASES, X, net, run, session
 from torch import nn
 
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError, TrainingError
-from shared_core.quantization import LoraConfig
+from shared_core.quantization import LoraConfig, lora_base
 from shared_core.quantization.lora_base import float_weight, freeze, frozen_tensors, on_grid, sqnr
 from shared_core.quantization.lora_layers import adapters, select_linear
 
@@ -47,6 +47,16 @@ def test_nf4_is_the_nearest_code_of_a_block():
     frozen = freeze(linear, LoraConfig(rank=1, double_quant=False))
     torch.testing.assert_close(float_weight(frozen).double(), block_round(linear.weight.detach()), atol=1e-6, rtol=0)
     assert frozen_tensors(frozen)["codes"].numel() == linear.weight.numel() / 2
+
+
+def test_int8_is_refused_where_its_sums_saturate(monkeypatch):
+    lora_base.library("bitsandbytes", "bnb")
+    lora_base.int8_sums_exactly.cache_clear()
+    saturated = torch.full((17, 32), 2**15 - 1, dtype=torch.int32)
+    monkeypatch.setattr(torch.ops.bitsandbytes, "int8_linear_matmul", lambda *codes: saturated)
+    with pytest.raises(CompatibilityError, match=r"int8 must be multiplied exactly.* use --lora_base nf4"):
+        session(base="int8").attach(net())
+    lora_base.int8_sums_exactly.cache_clear()
 
 
 def test_int8_is_absmax_rounding_of_rows():
