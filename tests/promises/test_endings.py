@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from shared_core.compatibility import SURROUNDINGS, refusal
-from shared_core.errors import CompatibilityError, EffError
+from shared_core.errors import CompatibilityError, EffError, ReceiptError
 
 pl = pytest.importorskip("pytorch_lightning")
 from pytorch_lightning import callbacks as shipped  # noqa: E402
 from pytorch_lightning.loggers import CSVLogger  # noqa: E402
-from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback  # noqa: E402
+from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback  # noqa: E402
 
 from lightning_eff import EffCallback  # noqa: E402
 
@@ -237,3 +237,86 @@ def test_beside_transformers_callbacks(key, case, tmp_path):
     as_said(key, receipt, model, recipe_of(key)[key])
     trainer.save_model(tmp_path / "final")
     same(load_file(tmp_path / "final" / "model.safetensors"), model)
+
+
+class Undoes(TrainerCallback, pl.Callback):
+    """Puts weights of its own into the finished model, as an average does that ends after the techniques."""
+
+    def on_train_end(self, args, state, control=None, model=None, **more):
+        fill(state if model is None else model)
+
+
+class Late(pl.Callback):
+    """The same at the very last event."""
+
+    def teardown(self, trainer, module, stage):
+        fill(module)
+
+
+class Dense(pl.Callback):
+    """Writes other weights into files than the module has."""
+
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        checkpoint["state_dict"] = {name: value + 1e-3 for name, value in checkpoint["state_dict"].items()}
+
+
+def fill(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1e-3
+
+
+def fitted(folder, *callbacks, key="prune", **more):
+    module = lightning_module(recipe=(key,))
+    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False}
+    options |= {"max_epochs": 2, "num_sanity_val_steps": 0, "default_root_dir": folder, "enable_model_summary": False}
+    trainer = pl.Trainer(**options, callbacks=[EffCallback(recipe(key)), *callbacks], **more)
+    return trainer, module
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("callback", "what"), [(Undoes, "module"), (Late, "module"), (Dense, r"epoch=1-step=8\.ckpt")])
+def test_a_callback_that_undoes_it_in_lightning_is_named(callback, what, tmp_path):
+    trainer, module = fitted(tmp_path, callback())
+    with pytest.raises(ReceiptError, match=rf"{what}: .* pruned weights are not 0.*{callback.__name__}"):
+        trainer.fit(module, Digits())
+    notes = json.loads((tmp_path / "eff_receipt.json").read_text())["notes"]
+    assert [note for note in notes if note.startswith("NOT AS THIS RECEIPT SAYS")]
+
+
+def test_a_callback_that_undoes_it_in_transformers_is_named(tmp_path):
+    trainer = hf_trainer(recipe("prune"), tmp_path, callbacks=[Undoes()])
+    with pytest.raises(ReceiptError, match=r"the trained model: .* pruned weights are not 0.*Undoes"):
+        trainer.train()
+    notes = json.loads((tmp_path / "eff_receipt.json").read_text())["notes"]
+    assert [note for note in notes if note.startswith("NOT AS THIS RECEIPT SAYS")]
+    with pytest.raises(ReceiptError, match=r"final: .* pruned weights are not 0"):
+        trainer.save_model(tmp_path / "final")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_pruned_model_is_lightnings_average(tmp_path):
+    average = shipped.EMAWeightAveraging(decay=0.5)
+    seen = []
+    average.on_train_end = lambda trainer, module: (
+        seen.append({name: value.clone() for name, value in average._average_model.module.named_parameters()}),
+        type(average).on_train_end(average, trainer, module),
+    )
+    trainer, module = fitted(tmp_path, average, enable_checkpointing=False)
+    trainer.fit(module, Digits())
+    for name, value in module.named_parameters():
+        torch.testing.assert_close(value, torch.where(value == 0, 0, seen[0][name]), rtol=0, atol=0)
+        assert torch.equal(value, average._average_model.module.get_parameter(name))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_of_a_checkpoint_that_is_tested_are_not_those_of_the_receipt(tmp_path):
+    trainer, module = fitted(tmp_path, key="average")
+    module.test_step = module.validation_step
+    trainer.fit(module, Digits())
+    saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)
+    plain = {"state_dict": {name: value + 1 for name, value in module.state_dict().items()}}
+    torch.save(saved | plain, tmp_path / "o.ckpt")
+    trainer.test(module, DataLoader(eval_examples(), BATCH), ckpt_path=tmp_path / "o.ckpt", verbose=False)
+    trainer.save_checkpoint(tmp_path / "later.ckpt")
+    assert torch.equal(read(tmp_path / "later.ckpt")["net.head.bias"], plain["state_dict"]["net.head.bias"])
