@@ -420,6 +420,8 @@ class EffCallback(Callback):
                 self._final = self.session.state_dict()  # a notebook trains on
             self.session.detach()
         vars(self._trainer or self).pop("_eff_leader", None)
+        if self._recount is not None:
+            self._recount.close()
         self._undo()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
