@@ -105,6 +105,31 @@ def test_a_killed_save_leaves_a_whole_checkpoint(kills, points, tmp_path):
     assert points < ALL_POINTS or len(set(seen)) == 2
 
 
+class KilledInASave(TrainerCallback):
+    """The third step's save is killed half way, with the process."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            run = Path(args.output_dir)
+            calls, _ = count_moments(lambda: self.trainer._save_checkpoint(self.trainer.model, None), run)
+            shutil.rmtree(run / "checkpoint-3")
+            assert killed(lambda: self.trainer._save_checkpoint(self.trainer.model, None), "call", calls // 2, run)
+            assert (run / "checkpoint-3").is_dir()
+            raise KeyboardInterrupt
+
+
+def test_a_restart_after_a_killed_save_goes_on_from_the_last_whole_checkpoint_and_says_so(tmp_path):
+    whole, kills = run_hf(RECIPE, tmp_path / "whole"), KilledInASave()
+    kills.trainer = hf_trainer(RECIPE, tmp_path / "run", save_every=2, callbacks=[kills])
+    with pytest.raises(KeyboardInterrupt):
+        kills.trainer.train()
+    again = run_hf(RECIPE, tmp_path / "run", resume=True, save_every=2)
+    (note,) = [note for note in again.receipt["notes"] if "checkpoint-3" in note]
+    assert "because it was not saved completely; resumed from" in note
+    assert "checkpoint-2 instead" in note
+    assert difference(whole.weights, again.weights) is None
+
+
 def test_an_older_checkpoint_goes_when_the_new_one_is_on_disk(tmp_path):
     with recorded() as events:
         run_hf(RECIPE, tmp_path, save_every=4, save_total_limit=1)

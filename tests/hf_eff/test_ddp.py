@@ -33,6 +33,7 @@ def test_two_processes_train_and_go_on_from_what_one_saved_as_one_does(runs, nam
 def test_one_process_goes_on_from_what_two_saved(runs, tmp_path):
     trainer, session = train(tmp_path, AVERAGED, resume=str(runs["folder"] / "two" / "checkpoint-3"))
     assert session.step == 6
+    assert any("saved by 2 processes and resumed by 1: " in note for note in session.receipt()["notes"])
     assert_close(weights(trainer), runs["alone"])
 
 

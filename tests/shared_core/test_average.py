@@ -393,3 +393,32 @@ def test_what_cannot_be_right_is_refused():
         model[number].requires_grad_(number == 2)
     with pytest.raises(TrainingError, match="stay the same"):
         run.step()
+
+
+def test_steps_beyond_the_plan_are_told_and_leave_the_average_as_it_was():
+    # a host that trains more steps than it planned: masks are held on, the average takes in nothing more
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    recipe = {"prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 1}, "average": {"kind": "swa", "begin": 1}}
+    session = Session(Recipe.from_dict(recipe))
+    session.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.begin([optimizer], total_steps=3)
+    averages = []
+    for _ in range(6):
+        session.loss(model(torch.randn(2, 8)).square().mean()).backward()
+        session.before_optimizer_step()
+        optimizer.step()
+        session.after_optimizer_step()
+        optimizer.zero_grad()
+        assert int((model.weight == 0).sum()) == 16
+        with session.evaluating():
+            averages.append(model.weight.detach().clone())
+    assert not averages[1].equal(averages[2])
+    assert averages[2].equal(averages[3])
+    assert averages[2].equal(averages[5])
+    session.finish()
+    assert model.weight.equal(averages[2])
+    receipt = session.receipt()
+    assert receipt["steps"]["applied"] == 6
+    assert sum("more than the 3 steps that were planned" in note for note in receipt["notes"]) == 1
