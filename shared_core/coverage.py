@@ -51,11 +51,13 @@ class Counted:
         multiplying: Those that multiply activations.
         beside: Elements of embeddings, norms, biases and others.
         holders: By plain name the modules that hold the former, in registration order.
+        modules: All modules by plain name.
     """
 
     multiplying: list[Weight] = field(default_factory=list)
     beside: dict[str, int] = field(default_factory=dict)
     holders: dict[str, nn.Module] = field(default_factory=dict)
+    modules: dict[str, nn.Module] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,8 @@ def count(model: nn.Module) -> Counted:
         >>> sum(weight.numel for weight in found.multiplying), found.beside
         (54, {'embeddings': 36, 'norms': 8, 'biases': 19})
     """
-    found = Counted()
     modules = {plain_name(name): module for name, module in model.named_modules()}
+    found = Counted(modules=modules)
     embedded = {id(value) for module in modules.values() if _embeds(module) for value in module._parameters.values()}
     names: dict[int, list[str]] = {}
     for prefix, module in modules.items():
@@ -162,7 +164,9 @@ def reach(counted: Counted, touched: Touched, config: TechniqueConfig, model: nn
     there = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     inside = {place for name in touched.tensors for place in _around(name)}
     out = {place: reason for name, reason in touched.left_out.items() for place in (_around(name)[0], name)}
-    skipped = named_by(getattr(config, "skip", ()), counted.holders)
+    skip: tuple[str, ...] = getattr(config, "skip", ())
+    # by the name of a layer around the weight too, such as one that peft has given adapters
+    skipped = named_by(skip, counted.holders) | named_by({*skip} - {"first", "last"}, counted.modules)
     within = unasked = 0
     left: dict[str, tuple[int, int]] = {}
     for weight in counted.multiplying:

@@ -188,6 +188,7 @@ def test_the_user_may_mean_it():
     assert notes(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 32)), {"prune": {"sparsity": 0.5, "skip": ["last"]}})
     with pytest.raises(MatchError, match="MixtralExperts"):
         notes(mixtral(), {"prune": {"sparsity": 0.5, "skip": ["lm_head"]}})
+    assert notes(mixtral(), {"prune": {"sparsity": 0.5, "skip": ["*.mlp.*"]}})  # the experts by their own names
 
 
 def test_a_frozen_backbone_is_out_of_reach_of_what_trains_weights_alone():
