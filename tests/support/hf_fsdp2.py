@@ -196,7 +196,7 @@ def sharded_only(folder):
             (f"lora {kind}", LORA, torch.float32),
             (f"dp {kind}", DP, torch.float32),
         ):
-            saved, options = folder / name, {**fsdp_flags(kind), "dtype": dtype}
+            saved, options = folder / name, {**fsdp_flags(kind), "dtype": dtype, **(STEADY if "qat" in recipe else {})}
             if not saved.exists():
                 tensors[name] = found(*train(saved, recipe, **options))
             tensors[f"{name} resumed"] = found(*train(saved, recipe, resume=str(saved / "checkpoint-3"), **options))
