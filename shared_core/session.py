@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared_core import compatibility, coverage, endings, held, preview, session_state
+from shared_core import compatibility, coverage, endings, held, live_sessions, preview, session_state
 from shared_core.claims import Where
 from shared_core.errors import ReceiptError, TrainingError
 from shared_core.history import History
@@ -86,6 +86,11 @@ class Session:
         self._started, self._driven = time.perf_counter(), driven(self.techniques)
 
     @property
+    def front_end(self) -> str:
+        """Who drives: ``"bare"``, ``"hf"`` or ``"lightning"``."""
+        return self._front_end
+
+    @property
     def is_attached(self) -> bool:
         """Whether the techniques sit on a model now."""
         return self.context is not None and not self._finished
@@ -129,6 +134,7 @@ class Session:
         Raises:
             CompatibilityError: If the recipe cannot be run like this.
             MatchError: If a technique matches nothing, or too little (`coverage.of_run`); the model is as it was.
+            TrainingError: If another session is attached to the model.
         """
         compatibility.check(self.recipe, surroundings)
         if self._finished:
@@ -137,6 +143,7 @@ class Session:
             if self.context.model is model:
                 return
             raise TrainingError("session: must be attached to one model only; make a session for each")
+        live_sessions.claim(self, model)
         self._plain = PlainKeys(model)
         context = Context(model, self._front_end, self._services, resumed=resumed or {})
         context.restructured = functools.partial(self._plain.read, model)
@@ -188,6 +195,8 @@ class Session:
             ConfigError: If a position does not fit the run.
         """
         context = self._attached("begin")
+        if self._finished:
+            raise TrainingError("session: begin must come after attach, got one that is detached; attach it again")
         if isinstance(optimizers, torch.optim.Optimizer):
             raise TrainingError(
                 "session: begin must have a list of optimizers, got one; pass session.begin([optimizer])"

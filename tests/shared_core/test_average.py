@@ -206,8 +206,10 @@ def test_a_resumed_average_goes_on_bit_for_bit(kind, stop):
 
 def test_fewer_weights_are_kept_after_a_resume_that_asks_for_fewer():
     first = Run(kind="last_k", k=4).step(6)
-    again = Run(first.model, kind="last_k", k=2, state=first.session.state_dict())
-    assert_equal(again.technique._running.kept[0], first.technique._running.kept[2])
+    state, kept = first.session.state_dict(), first.technique._running.kept
+    first.session.detach()
+    again = Run(first.model, kind="last_k", k=2, state=state)
+    assert_equal(again.technique._running.kept[0], kept[2])
     again.step()
     assert len(again.technique._running.kept) == 2
 
@@ -274,6 +276,7 @@ def test_batch_norms_are_estimated_for_the_average_once_an_update():
     assert run.services.num_calibrations == 1
     state = run.session.state_dict()
     assert_equal(dict(run.session.bake(run.model.state_dict())), average)
+    run.session.detach()
     again = Run(run.model, kind="swa", begin=1, bn_batches=3, state=state)
     assert_equal(again.averaged(), average)
     assert again.services.num_calibrations == 0

@@ -270,10 +270,10 @@ def test_resume_is_exact(tmp_path, within_a_step):
         if within_a_step:
             loop.backward(2)
     save_state(tmp_path, cut.session.state_dict())
+    cut.session.detach()
     resumed = Loop(load_state(tmp_path), cut.model, every=2)
     resumed.optimizer.load_state_dict(cut.optimizer.state_dict())
     assert resumed.technique.report() == whole.technique.report()
-    cut.session.detach()
     for loop in (whole, resumed):
         loop.backward(3)
         loop.update()

@@ -202,6 +202,7 @@ def test_damaged_state_is_refused(damage):
     model, optimizer, session = ready()
     state = copy.deepcopy(session.state_dict())
     damage(state["techniques"]["primary_weights"])
+    session.detach()
     other = Session(Recipe.from_dict({"primary_weights": {"kind": "fp32_copy"}}))
     other.attach(model)
     with pytest.raises(CheckpointError, match="primary_weights"):

@@ -163,6 +163,7 @@ def test_a_live_weight_that_is_zero_is_not_taken_for_a_pruned_one_on_resume():
     with torch.no_grad():
         model.weight[1, 3] = 0.0
     state = {"optimizer": opt.state_dict(), "session": session.state_dict()}
+    session.detach()
     session, _ = make_session(model, schedule="one_shot", sparsity=0.5, state=state)
     with torch.no_grad():
         model.weight.fill_(1.0)

@@ -54,12 +54,14 @@ def test_int8_draws_anew_each_micro_batch_and_step_and_again_the_same_after_a_re
         session.before_optimizer_step()
         session.after_optimizer_step()
     assert all(not torch.equal(a, b) for i, a in enumerate(draws) for b in draws[i + 1 :])
+    session.detach()
     for state, expected in zip(states, draws, strict=True):  # the second and fourth in the middle of a step
         resumed = Session(session.recipe, seed=7)
         resumed.attach(model)
         resumed.load_state_dict(state)
         resumed.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=9)
         assert torch.equal(gradient(resumed, model, x), expected)
+        resumed.detach()
     assert not torch.equal(gradient(session_of(model, seed=7, pack="int8"), model, x), draws[0])
 
 
@@ -77,6 +79,7 @@ def test_nothing_packed_is_an_error_at_the_end_of_the_first_step():
     gradient(session, model, torch.randn(32, 16))
     with pytest.raises(TrainingError, match=r"packed a tensor, got none with pack=exact; left alone were 3 nothing to"):
         session.before_optimizer_step()
+    session.detach()
     session = session_of(model, min_size=10**6)
     gradient(session, model, torch.randn(32, 16))
     with pytest.raises(TrainingError, match=r"left alone were 4 small, 1 weights"):
