@@ -100,6 +100,7 @@ REFUSED = {
     ("dp", "finetuning"): "must get its gradient",
     ("dp", "learning_rate"): "LearningRateFinder",
     ("dp", "batch_size"): "BatchSizeFinder",
+    ("dp", "accumulation"): "GradientAccumulationScheduler",
 }
 # of a rank that a weight has not by itself
 OPTIONS = {"low_rank": {"low_rank": {"rank": 4, "force": True, "merge": True}}}
