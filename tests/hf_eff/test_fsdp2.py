@@ -44,8 +44,8 @@ def test_every_weight_is_really_sharded_and_multiplied_in_fp8_and_saved_whole(ru
         "tensorwise",
         "distill",
         "dp",
-        "qat FULL_STATE_DICT",
-        "qat SHARDED_STATE_DICT",
+        "steady qat FULL_STATE_DICT",
+        "steady qat SHARDED_STATE_DICT",
     ],
 )
 def test_two_processes_train_what_one_does(runs, name):

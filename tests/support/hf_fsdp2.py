@@ -180,7 +180,10 @@ def compared(folder):
         "lora FULL_STATE_DICT": found(*train(folder / "lora FULL_STATE_DICT", LORA)),
         "dp": found(*train(folder / "dp", DP, gradient_accumulation_steps=2, **plain)),
         "distill": found(*train(folder / "distill", distilled(attention=ATTENTION), **plain)),
-        **{f"qat {kind}": found(*train(folder / f"compared {kind}", QAT[kind], **plain, **STEADY)) for kind in QAT},
+        **{
+            f"steady qat {kind}": found(*train(folder / f"compared {kind}", QAT[kind], **plain, **STEADY))
+            for kind in QAT
+        },
         "tensorwise": found(*train(folder / "tensorwise", FP8["tensorwise"], same=True, **plain)),
     }
 
@@ -196,7 +199,7 @@ def sharded_only(folder):
             (f"lora {kind}", LORA, torch.float32),
             (f"dp {kind}", DP, torch.float32),
         ):
-            saved, options = folder / name, {**fsdp_flags(kind), "dtype": dtype, **(STEADY if "qat" in recipe else {})}
+            saved, options = folder / name, {**fsdp_flags(kind), "dtype": dtype}
             if not saved.exists():
                 tensors[name] = found(*train(saved, recipe, **options))
             tensors[f"{name} resumed"] = found(*train(saved, recipe, resume=str(saved / "checkpoint-3"), **options))
