@@ -307,7 +307,8 @@ def manual_module(**options):
 def test_manual_optimisation_with_two_optimizers(tmp_path):
     callback, _, _module = run(tmp_path, {"prune": PRUNE, "qat": {"scheme": "int8"}}, manual_module())
     assert callback.session.step == callback.receipt["steps"]["planned"] == 36
-    assert callback.receipt["techniques"]["prune"]["sparsity"] == 0.5
+    # what qat rounds to zero is zero too
+    assert 0.5 <= callback.receipt["techniques"]["prune"]["sparsity"] < 0.55
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_a_run_counts_what_was_called_and_trains_as_emulated(recipe, compiled, m
             assert entry["emulated"] == (none if is_native else counts)
             assert len(stand_in.calls) == (9 if is_native else 0)
             assert ("emulated_because" in told) is (not is_native)
-            assert len(session._services.said) == (0 if is_native else 1)
+            assert len(session._services.of_fp8()) == (0 if is_native else 1)
             assert not entry["native"]  # called, but by a CPU
             ends.append(model[2].weight.detach())
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
@@ -201,7 +201,7 @@ def test_a_device_that_fails_the_measurement_emulates_and_says_why_once(backend,
     for x in data(2):
         session.loss(model(x).square().mean()).backward()
         update(session, optimizer)
-    (line,) = session._services.said
+    (line,) = session._services.of_fp8()
     assert f"EMULATED, as {reason}: products" in line
     told = session.receipt()["techniques"]["fp8"]
     assert told["emulated_because"] == reason

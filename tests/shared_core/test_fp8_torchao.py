@@ -122,7 +122,7 @@ def test_the_receipt_says_torchao_and_the_run_that_it_emulates():
     assert told["backend"] == "torchao"
     assert told["native_layers"] == 0
     assert told["per_layer"] == [{"name": "2", "weights": 32 * 48, "by": "torchao", "native": False}]
-    (line,) = session._services.said
+    (line,) = session._services.of_fp8()
     assert "EMULATED, as cpu does not multiply FP8" in line
 
 
@@ -135,7 +135,7 @@ def test_what_torchao_multiplies_by_follows_the_device_at_the_start_of_training(
     session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=1)
     assert not model[2].config.emulate
     assert model[2].config.pad_inner_dim
-    assert session._services.said == []
+    assert session._services.of_fp8() == []
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
