@@ -18,6 +18,7 @@ from lightning_eff._place import finish_batch, finish_epoch, place_of, put_back
 from lightning_eff._poisson import replay
 from lightning_eff._wrapped import Wrapped
 from shared_core import session_state
+from shared_core.errors import CheckpointError
 from shared_core.own_parts import everyones, other_processes, own_buffers, own_state, put_buffers_, with_own_state
 from shared_core.ranks import local_part, rank, world_size
 from shared_core.session import Session
@@ -87,7 +88,7 @@ class ExactResume:
     def mark_fit_start(self) -> None:
         """Record the generators of a run that goes on with the loaders that it has."""
         if not self._is_marked:
-            self._iter_rng = self._random()
+            self._iter_rng, self._is_marked = self._random(), True
 
     def state_dict(self, session: Mapping[str, Any], skipped: bool) -> dict[str, Any]:
         """Return the generators of every process, and what else only it has; Lightning writes the main one's state.
@@ -104,7 +105,7 @@ class ExactResume:
             gradients = {name: local_part(parameter.grad) for name, parameter in named if parameter.grad is not None}
         mine: dict[str, Any] = {
             "rng": self._random(),
-            "iter_rng": self._iter_rng,
+            "iter_rng": self._iter_rng if self._is_marked else None,  # a tuner's trial is saved before
             "fetch_rng": self._fetch_rng,
             "cycled": self._cycled,
             "gradients": gradients,
@@ -140,6 +141,11 @@ class ExactResume:
         if state is None:
             return of_main
         ranks = state["ranks"]
+        if "place" not in ranks[0]:
+            raise CheckpointError(
+                "resume: checkpoint must say where in its epoch it was saved, got one of an earlier efftrain that does "
+                "not; go on from it with the version that wrote it, or start from its weights alone"
+            )
         if where := ranks[0].get("cut_short"):
             self._note(
                 f"saved in the middle of {where}, which is run again: what its first attempt drew at random, let "
@@ -263,7 +269,8 @@ class ExactResume:
         loop, loader = self._trainer.fit_loop.epoch_loop, fetcher.combined_loader
         if saved is not None:
             self._know(saved["metrics"][0])
-            if saved["place"]["epoch"] == "within" or not loop.batch_progress.total.ready:
+            is_first = not loop.batch_progress.total.ready and saved["iter_rng"] is not None
+            if saved["place"]["epoch"] == "within" or is_first:
                 self._first_epoch = False
                 original(fetcher)
                 self._go_on_within_epoch(fetcher, saved)

@@ -122,6 +122,8 @@ class Grid(Claim):
     """Of each row; None: its largest weight has the largest code."""
     codes: torch.dtype | None = None
     """Of codes that are numbers of a small format; None: they are integers."""
+    any_step: bool = False
+    """Whether the largest weight may have any code, as under a learned scale that `scale` does not tell."""
 
     def wrong(self, tensor: Tensor, where: Where) -> str | None:
         """Return how far a weight is from its code, or how many values there are."""
@@ -137,20 +139,30 @@ class Grid(Claim):
         return None if self.largest is None else self._off(groups, self.largest)
 
     def _off(self, rows: Tensor, largest: int) -> str | None:
-        wide = rows.double()
-        scale = wide.abs().amax(dim=1) / largest
+        wide, rounding = rows.double(), torch.finfo(rows.dtype).eps
+        if not bool(wide.isfinite().all()):
+            return "a weight is not finite"
         if self.scale is not None:
             scale = torch.tensor(self.scale, dtype=torch.float64, device=wide.device)
-        codes = wide / scale.where(scale != 0, 1.0).unsqueeze(1)
+            off = self._distance(wide, scale, largest, rounding)
+        else:
+            peak, off = wide.abs().amax(dim=1), wide.new_full((len(wide),), math.inf)
+            for code in range(largest, 0 if self.any_step else largest - 1, -1):
+                left = off > 0
+                off[left] = torch.minimum(off[left], self._distance(wide[left], peak[left] / code, largest, rounding))
+        return f"a weight is {off.max().item():.2g} of a step away from the nearest code" if bool(off.any()) else None
+
+    def _distance(self, rows: Tensor, scale: Tensor, largest: int, rounding: float) -> Tensor:
+        """Return of each row how far its weights are from codes of a scale at most, in steps; 0: as rounding leaves it.
+
+        A code beyond the largest one counts as a whole step. A product of code and scale is rounded to the weight's
+        format, and so is the scale.
+        """
+        codes = rows / scale.where(scale != 0, 1.0).unsqueeze(1)
         nearest = codes.round() if self.codes is None else codes.float().to(self.codes).double()
         off, size = (codes - nearest).abs(), codes.abs()
-        # a product of code and scale is rounded to the weight's format, and so is the scale
-        allowed = 4 * torch.finfo(rows.dtype).eps * size + 1e-4
-        if bool((off <= allowed).all()) and bool((size <= largest + 1 + allowed).all()):
-            return None
-        if not bool(codes.isfinite().all()):
-            return "a weight is not finite"
-        return f"a weight is {off.max().item():.2g} of a step away from the nearest code"
+        allowed = 4 * rounding * size + 1e-4
+        return off.where(off > allowed, 0.0).where(size <= largest + 1 + allowed, 1.0).amax(dim=1)
 
 
 @dataclasses.dataclass(frozen=True)

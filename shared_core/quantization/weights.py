@@ -67,7 +67,8 @@ def grid_of(module: nn.Module, scheme: LayerScheme, entry: Mapping[str, Any]) ->
     levels = {"fp8": 255, "mxfp4": 15, "nvfp4": 15, "ternary": 3}.get(kind, 2**scheme.weight_bits)
     largest = {"channel": scheme.weight_qmax, "fp8": 448}.get(kind)
     # of a folded layer the weight is unfolded again: its rows are multiples of other steps than the folded weight's
-    scale = None if "batch_norm" in entry else entry.get("weight_scale")
+    is_folded = "batch_norm" in entry
+    scale = None if is_folded else entry.get("weight_scale")
     return Grid(
         functools.partial(as_rows, module),
         levels,
@@ -75,5 +76,6 @@ def grid_of(module: nn.Module, scheme: LayerScheme, entry: Mapping[str, Any]) ->
         largest,
         None if scale is None else tuple(scale),
         torch.float8_e4m3fn if kind == "fp8" else None,
+        any_step=is_folded,
         holds=Where.SAVED,
     )

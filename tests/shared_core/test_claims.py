@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shared_core import Recipe, Session
-from shared_core.claims import Where
+from shared_core.claims import Grid, Where
 from shared_core.errors import ReceiptError
 
 
@@ -82,3 +82,14 @@ def test_a_tensor_that_is_gone_is_told_of_the_model_alone():
     model[0] = nn.Identity()
     with pytest.raises(ReceiptError, match=r"prune: 0.weight is not there"):
         session.verify(None, "the model")
+
+
+def test_the_step_of_a_learned_scale_may_be_any_but_must_be_one():
+    steps, codes = (
+        torch.tensor([[0.1], [0.7]]),
+        torch.randint(-90, 91, (2, 40), generator=torch.Generator().manual_seed(0)),
+    )
+    claim = Grid(lambda weight: weight, levels=256, largest=127, any_step=True)
+    assert claim.wrong(steps * codes, Where.END) is None
+    assert "away from the nearest code" in Grid(claim.rows, 256, largest=127).wrong(steps * codes, Where.END)
+    assert "away from the nearest code" in claim.wrong(steps * codes + torch.eye(2, 40) * 0.03, Where.END)
