@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from shared_core.own_parts import digest
-from shared_core.packed_masks import unpack_mask
 
 
 class Where(IntEnum):
@@ -65,6 +64,8 @@ class Zeros(Claim):
 
     def wrong(self, tensor: Tensor, where: Where) -> str | None:
         """Return how many pruned weights are not 0, or how many zeros there are and should be."""
+        from shared_core.packed_masks import unpack_mask  # it loads kernels
+
         keep = unpack_mask(self.mask, tensor.shape, tensor.device)
         pruned, live = int((~keep).sum()), int((tensor.masked_fill(keep, 0) != 0).sum())
         if live:
@@ -136,10 +137,9 @@ class Grid(Claim):
             most = 1 + int((ordered[:, 1:] != ordered[:, :-1]).sum(dim=1).max())
             if most > self.levels:
                 return f"{most:,} values share a scale, but it has {self.levels:,} codes"
-        return None if self.largest is None else self._off(groups, self.largest)
+        return None if self.largest is None else self._off(groups.double(), self.largest, torch.finfo(tensor.dtype).eps)
 
-    def _off(self, rows: Tensor, largest: int) -> str | None:
-        wide, rounding = rows.double(), torch.finfo(rows.dtype).eps
+    def _off(self, wide: Tensor, largest: int, rounding: float) -> str | None:
         if not bool(wide.isfinite().all()):
             return "a weight is not finite"
         if self.scale is not None:

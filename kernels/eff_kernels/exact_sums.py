@@ -15,19 +15,22 @@ from torch import Tensor
 
 from eff_kernels.integer_linear import integer_linear, pack
 
-Kernel = Literal["linear", "convolution", "matmul"]
-"""``torch.ops.onednn.qlinear_pointwise``, ``torch.ops.onednn.qconv2d_pointwise``, ``torch._int_mm`` on a CPU."""
+_Kernel = Literal["linear", "convolution", "matmul"]
 
 _INPUTS, _OUTPUTS = 64, 32
 _ROWS = (1, 17)  # kernels for one row are others
 
 
 @cache
-def sums_exactly(kernel: Kernel) -> bool:
+def sums_exactly(kernel: _Kernel) -> bool:
     """Return whether a kernel's sums are exact for all 8-bit codes; otherwise weights must lie within ±64.
 
     Found by one saturating product when it is first asked in a process, then remembered. A kernel that this torch
     lacks gets nothing wrong, one that fails is not exact.
+
+    Args:
+        kernel: ``torch.ops.onednn.qlinear_pointwise``, ``torch.ops.onednn.qconv2d_pointwise``, or ``torch._int_mm`` on
+            a CPU.
 
     Example:
         >>> sums_exactly("linear") in (True, False)

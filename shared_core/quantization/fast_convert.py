@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from eff_kernels.exact_sums import Kernel, sums_exactly
+from eff_kernels.exact_sums import sums_exactly
 from torch import Tensor, nn
 
 from shared_core.errors import ConfigError, MissingExtraError, nearest
@@ -161,7 +161,7 @@ def _why_no_int8_linear(device: torch.device, weight_bits: int) -> str:
     return _why_no_int8(device, weight_bits, "linear" if _is_of_onednn(device) else "matmul")
 
 
-def _why_no_int8(device: torch.device, weight_bits: int, kernel: Kernel) -> str:
+def _why_no_int8(device: torch.device, weight_bits: int, kernel: Literal["linear", "convolution", "matmul"]) -> str:
     if device.type not in ("cpu", "cuda"):
         return f"torch has no product of int8 matrices on {device.type}"
     if device.type == "cpu" and weight_bits == 8 and not sums_exactly(kernel):

@@ -21,8 +21,8 @@ def wrapped(**options):
     return peft.get_peft_model(net(), peft.LoraConfig(**{"target_modules": ["0", "2"], "r": 2, **options}))
 
 
-def attach(key, model, **options):
-    session = Session(Recipe.from_dict({key: {**RECIPES[key], **options}}))
+def attach(key, model, *, allow_partial=False, **options):
+    session = Session(Recipe.from_dict({key: {**RECIPES[key], **options}, "allow_partial": allow_partial}))
     session.attach(model)
     return session
 
@@ -40,7 +40,8 @@ def test_adapters_and_what_is_beneath_them_are_refused(key, tmp_path, monkeypatc
 
 def test_layers_that_are_trained_whole_are_pruned_and_stay_so_when_adapters_are_merged():
     model = wrapped(modules_to_save=["4"])
-    session = attach("prune", model, skip=["*lora_*"], begin=0, schedule="one_shot")
+    options = {"skip": ["*lora_*"], "begin": 0, "schedule": "one_shot"}
+    session = attach("prune", model, allow_partial=True, **options)
     session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=2)
     session.finish()
     merged = model.merge_and_unload()

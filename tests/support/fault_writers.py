@@ -13,7 +13,7 @@ from torch import nn
 from shared_core.distillation.cache.manifest import MANIFEST_FILE, Manifest
 from shared_core.distillation.cache.writer import write_teacher_cache
 from shared_core.distillation.peers import PEER_FILE, Peers
-from shared_core.file_list import LIST_FILE, begin_list, damage_by_list, finish_list
+from shared_core.file_list import begin_list, damage_by_list, finish_list
 from shared_core.journal_file import read_object, write_object
 from shared_core.plain_checkpoint import read_deployment, write_deployment
 from shared_core.pruning.compression.reader import CompressedFile
@@ -239,5 +239,5 @@ WRITERS: dict[str, Writer] = {
     "bit plan": Simple(_plan, lambda folder: int(len(BitPlan.from_yaml(folder / "plan.yaml").bits) == 40)),
     "listed folder": Simple(_listed, _listed_version),
 }
-IN_PLACE = {"listed folder": {"a.pt", LIST_FILE}}
+IN_PLACE = {"listed folder": {"a.pt"}}
 """What is written in place, by others, between two lists."""

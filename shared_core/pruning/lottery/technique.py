@@ -35,7 +35,7 @@ from shared_core.pruning.optimizer_state import clear_moments_
 from shared_core.pruning.targets import Targets, find_targets
 from shared_core.ranks import from_main, is_main, local_part
 from shared_core.receipt import figures
-from shared_core.sharded import reshard_, whole
+from shared_core.sharded import is_sharded, reshard_, whole
 from shared_core.technique import Context, Technique
 
 BIT_EQUAL = "bit-equal"
@@ -421,5 +421,13 @@ class TicketTraining(Technique):
     def report(self) -> dict[str, Any]:
         """Return what was trained, whether the replay was exact, per tensor how many weights are not zero."""
         if self._result:
-            return {name: value for name, value in self._result.items() if name not in ("format", "history")}
+            told = {name: value for name, value in self._result.items() if name not in ("format", "history")}
+            return told | {"tensors": [self._recounted(entry) for entry in told["tensors"]]}
         return {"rewind_step": self._at, "replay": self._replay, "left_out": dict(self._targets.left_out)}
+
+    def _recounted(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is told of a tensor with its weights counted now: what `qat` rounds to zero is zero too."""
+        weight = self._weights.get(entry["name"])
+        if weight is None or is_sharded(weight):
+            return dict(entry)
+        return {**entry, "nonzero": int(weight.detach().count_nonzero())}
