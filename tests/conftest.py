@@ -21,7 +21,7 @@ hypothesis.settings.load_profile("repeatable")
 def pytest_collection_modifyitems(items):
     families = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sampled"):
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
             families[item.nodeid.partition("[")[0]].append(item)
     for family, cases in families.items():
         (count,) = cases[0].get_closest_marker("sampled").args

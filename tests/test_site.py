@@ -27,6 +27,7 @@ cli(["build", "--strict", "--site-dir", sys.argv[1]])
 """
 
 
+@pytest.mark.slow
 def test_the_site(tmp_path):
     # one test, for a build takes ten seconds
     done = subprocess.run(

@@ -53,6 +53,7 @@ def test_what_cannot_be_right_is_refused(runs):
     assert "FSDP was asked for, but accelerate does not shard here" in lost
 
 
+@pytest.mark.slow
 def test_what_each_process_alone_holds_is_resumed(tmp_path):
     differing = [
         (rank, case, name)

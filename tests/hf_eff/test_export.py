@@ -100,6 +100,7 @@ def test_encoder_and_decoder_have_lengths_of_their_own(tmp_path):
         assert np.allclose(logits, model(**batch).logits, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_command_exports_a_folder_in_float_or_with_the_ranges_that_lie_in_it(make, tmp_path):
     model = make.classifier().eval()
     with torch.no_grad():

@@ -13,6 +13,7 @@ from shared_core.pruning import read_ticket
 from shared_core.soup import open_ingredient, save_soup, uniform_soup
 from shared_core.state_file import load_state
 
+pytestmark = pytest.mark.slow  # tests/promises/test_sharded.py has the same of a plain loop
 SCRIPT = Path(__file__).parents[1] / "support" / "hf_fsdp2.py"
 
 

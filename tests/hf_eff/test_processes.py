@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -59,6 +60,7 @@ def run(tmp_path, processes):
     return folder, done.stdout
 
 
+@pytest.mark.slow
 def test_two_processes_agree_with_each_other_and_with_one(tmp_path):
     alone, _ = run(tmp_path, 1)
     together, output = run(tmp_path, 2)

@@ -23,6 +23,7 @@ def result(folder):
     return json.loads((folder / "round.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_search_over_an_unedited_script_killed_and_resumed_equals_one_in_this_process(tmp_path):
     here = LotteryTicket(**OPTIONS).run(
         lambda recipe: train_lightning(tmp_path / "here" / Path(recipe["ticket"].out).name, recipe), tmp_path / "in_one"

@@ -60,6 +60,7 @@ def test_manual_optimisation(tmp_path):
     assert callback.receipt.values["techniques"]["activations"]["forwards"] == 2
 
 
+@pytest.mark.slow
 def test_a_compiled_module(tmp_path):
     def module():
         return torch.compile(lightning_module(0.3), backend="aot_eager_decomp_partition")

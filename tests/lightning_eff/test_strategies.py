@@ -33,6 +33,7 @@ def assert_close(found, expected):
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_both_processes_hold_the_same(runs):
     first, second = (rank["tensors"] for rank in runs["ranks"])
     for run in first.keys() - {"predicted"}:
@@ -139,6 +140,7 @@ def test_one_process_cannot_compress(tmp_path):
         train(tmp_path, {"comm": {"hook": "bf16"}}, save=False)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "imports", ["lightning_eff, pytorch_lightning as pl", "pytorch_lightning as pl, lightning_eff"]
 )

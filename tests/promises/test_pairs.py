@@ -17,7 +17,7 @@ HOUSES = {"hf": (run_hf, hf_eff), "lightning": (run_lightning, lightning_eff)}
 UNORDERED = list(itertools.combinations(EVERYTHING, 2))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("house", HOUSES)
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_a_pair_resumes_bit_for_bit_from_every_kind_of_step(pair, house, tmp_path):

@@ -32,6 +32,7 @@ TRAINED = [key for key in EVERYTHING if key != "soup"]
 STOCK = {type(module) for module in DigitsNet().modules()} | {nn.Identity}
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(
     "keys",
     [*((key,) for key in [*TRAINED, *VARIANTS]), tuple(key for key in TOGETHER if key != "soup")],

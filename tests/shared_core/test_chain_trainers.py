@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 from chain_script import train_hf, train_lightning
@@ -21,6 +22,7 @@ def chain(*arguments):
     return json.loads(done.stdout)["stages"]
 
 
+@pytest.mark.slow
 def test_a_student_of_the_hugging_face_trainer(tmp_path):
     big = tmp_path / "big"
     train_hf(16, big)

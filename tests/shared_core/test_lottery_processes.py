@@ -58,6 +58,7 @@ def started(script):
     return [line.split(" ")[0] for line in (script.parent / "started").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_killed_training_is_run_again_and_finished_rounds_are_not(tmp_path, script):
     (tmp_path / "die").touch()
     command = [sys.executable, str(script), "{round}", "--recipe={recipe}"]
@@ -87,6 +88,7 @@ def test_a_killed_training_is_run_again_and_finished_rounds_are_not(tmp_path, sc
         LotteryTicket(**OPTIONS).run_command(["/no/such/program"], tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_a_killed_search_waits_for_the_training_it_left_behind(tmp_path, script):
     (tmp_path / "orphan").touch()
     command = [sys.executable, str(script), "{round}"]

@@ -328,6 +328,7 @@ def two_processes(rank):
     assert torch.equal(*ranks)
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     run_two_ranks(__file__, tmp_path)
 

@@ -120,6 +120,7 @@ def test_scales_belong_to_outputs():
     assert list(weighted_layers(nn.Sequential(layer), None, "test")) == ["0"]
 
 
+@pytest.mark.slow
 def test_a_small_gpt2_is_quantised_saved_loaded_converted_and_exported(tmp_path):
     torch.manual_seed(0)
     config = GPT2Config(

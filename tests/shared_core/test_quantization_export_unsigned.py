@@ -35,7 +35,7 @@ def quantised(build, scheme, bits=8):
     return quantize(net, {"scheme": scheme, "weight_bits": bits}, calibration), x
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bits", [8, 7, 4])
 @pytest.mark.parametrize("scheme", ["int8", "int8_dynamic", "int8_weight"])
 @pytest.mark.parametrize("build", INPUTS)

@@ -16,7 +16,7 @@ SCHEMES = list(Scheme.__args__)
 SEEDS = (0, 1, 2)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scheme", ["int8", "int8_weight", "int8_dynamic"])
 @pytest.mark.parametrize("kind", ["mlp", "cnn", "attention"])
 def test_eight_bits_cost_no_accuracy(kind, scheme):

@@ -20,6 +20,7 @@ from shared_core.scale.techniques import COSTS
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bench_scale.py"
 
 
+@pytest.mark.slow
 def test_two_processes_hold_and_send_what_was_predicted(tmp_path):
     run_two_ranks(str(BENCHMARK), tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
