@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import re
@@ -23,7 +24,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from shared_core.atomic import clean_strays, named_failure
 from shared_core.errors import CheckpointError
-from shared_core.file_list import begin_list, damage_by_list, finish_list
+from shared_core.file_list import begin_list, damage_by_list, finish_list, is_unfinished
 from shared_core.plain_checkpoint import write_deployment
 from shared_core.ranks import world_size
 from shared_core.session import Session
@@ -156,8 +157,10 @@ def complete_saved(folder: str, session: Session, model: nn.Module | None) -> No
 def newest_whole(run: Path | str) -> tuple[Path | None, dict[Path, str]]:
     """Return a run's newest checkpoint that is whole, and the newer ones that are not, each with the reason.
 
+    None is whole of a run that was killed while it wrote its first.
+
     Raises:
-        CheckpointError: If there are checkpoints but none is whole.
+        CheckpointError: If there are others, but none is whole.
     """
     folders = [folder for folder in Path(run).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(folder) is not None]
     damaged: dict[Path, str] = {}
@@ -166,14 +169,24 @@ def newest_whole(run: Path | str) -> tuple[Path | None, dict[Path, str]]:
         if reason is None:
             return folder, damaged
         damaged[folder] = reason
-    if damaged:
+    if not all(map(_was_cut_short, damaged)):
         lines = "; ".join(f"{folder.name}: {reason}" for folder, reason in damaged.items())
         raise CheckpointError(f"resume: {run} must hold a whole checkpoint, got {lines}")
-    return None, {}
+    return None, damaged
+
+
+def _was_cut_short(folder: Path) -> bool:
+    """Return whether a checkpoint's writer was stopped, which is no damage to what was saved before."""
+    with contextlib.suppress(CheckpointError):
+        return is_unfinished(folder)
+    return False
 
 
 def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) -> str | None:
     """Return the checkpoint that a run goes on from, None if it starts afresh; newer ones that are not whole are told.
+
+    A script that names its newest checkpoint, as transformers' own do, means the newest whole one where that was being
+    written when the run was killed.
 
     Args:
         resume: As of ``Trainer.train``: a path, True for the newest checkpoint, None or False for none.
@@ -186,7 +199,9 @@ def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) ->
     """
     if resume is None or resume is False:
         return None
-    if resume is not True:
+    run = trainer._get_output_dir(trial)
+    of_run = resume is True or Path(resume).absolute().parent == Path(run).absolute()
+    if not of_run or (resume is not True and not _was_cut_short(Path(resume))):
         if broken := damage(Path(resume)):
             # transformers' own words first: what looks for them finds them
             raise CheckpointError(
@@ -195,10 +210,12 @@ def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) ->
             )
         _tell_missing(Path(resume), session)
         return str(resume)
-    run = trainer._get_output_dir(trial)
     newest, damaged = newest_whole(run)
+    instead = f"resumed from {newest} instead" if newest else "there is no earlier one: the run starts at step 0"
     for folder, reason in damaged.items():
-        session.note(f"not resumed from {folder}, because {reason}; resumed from {newest} instead")
+        session.note(f"not resumed from {folder}, because {reason}; {instead}")
+    if newest is None and damaged:
+        return None
     if newest is None:
         raise CheckpointError(
             f"No valid checkpoint found in output directory ({run}): it must hold a checkpoint to resume from"

@@ -35,8 +35,9 @@ class MicroBatchMeans:
             total: A sum over what counts.
             count: How many that were.
         """
+        count = int(count)  # on a GPU it is read once
         if self._is_new:
-            self._counts.append(int(count))
+            self._counts.append(count)
             self._is_new = False
         return mean_over_micro_batch(total, count)
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from hf_eff import attach
 from hf_eff._checkpoints import _is_replaced
 from shared_core.errors import CheckpointError
+from shared_core.file_list import begin_list
 from shared_core.state_file import STATE_FILE, load_state
 
 RECIPES = {
@@ -124,6 +125,23 @@ def test_a_damaged_newest_checkpoint_falls_back_and_an_explicit_one_is_refused(s
     assert trainer.state.global_step == 8
     (note,) = [note for note in session.receipt()["notes"] if "checkpoint-4" in note]
     assert "checkpoint-2 instead" in note
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_checkpoint_that_was_being_written_needs_nobody_on_restart(stopped, named):
+    run, fresh = stopped
+    begin_list(run / "checkpoint-4")
+    trainer, session = fresh()
+    trainer.train(resume_from_checkpoint=str(run / "checkpoint-4") if named else True)
+    assert any("checkpoint-2 instead" in note for note in session.notes)
+    for folder in run.glob("checkpoint-*"):
+        shutil.rmtree(folder)
+    (run / "checkpoint-2").mkdir()
+    begin_list(run / "checkpoint-2")  # its very first
+    trainer, session = fresh()
+    trainer.train(resume_from_checkpoint=str(run / "checkpoint-2") if named else True)
+    assert trainer.state.global_step == session.step == 8
+    assert any("the run starts at step 0" in note for note in session.notes)
 
 
 def test_a_checkpoint_without_state_is_refused(make, tmp_path):
