@@ -20,7 +20,7 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "script",
     [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in STORIES)) for path in SCRIPTS],

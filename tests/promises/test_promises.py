@@ -32,7 +32,7 @@ TRAINED = [key for key in EVERYTHING if key != "soup"]
 STOCK = {type(module) for module in DigitsNet().modules()} | {nn.Identity}
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "keys",
     [*((key,) for key in [*TRAINED, *VARIANTS]), tuple(key for key in TOGETHER if key != "soup")],
@@ -156,6 +156,7 @@ def test_matching_nothing_is_an_error_before_training(key, front_end, tmp_path):
         FRONT_ENDS[front_end](recipe, tmp_path)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("key", [key for key in EVERYTHING if "accumulation" not in TECHNIQUES[key].exempt])
 def test_micro_batches_equal_one_batch(key, tmp_path):
     # BatchNorm is exempt by its nature: its statistics are those of a micro-batch. SGD, because AdamW divides by the

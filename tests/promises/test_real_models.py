@@ -109,7 +109,7 @@ def check_plain(front_end, path, factorised):
         net.load_state_dict({name.removeprefix("net."): tensor for name, tensor in content.items()}, strict=True)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("front_end", ["hf", "lightning"])
 @cells
 def test_stopped_at_an_epochs_last_batch_and_within_one_is_never_stopped(train, front_end, tmp_path):

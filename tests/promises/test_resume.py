@@ -23,7 +23,7 @@ def in_turn(shift):
         yield pytest.param(keys, sorted(turned[3:]), id=f"{name}-more", marks=pytest.mark.slow)
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("keys", "stops"), in_turn(0))
 def test_hf_resumes_bit_for_bit(keys, stops, tmp_path):
     options = {"dropout": 0.3, "shuffle": True, "save_every": 1, "seed": 3}
@@ -36,7 +36,7 @@ def test_hf_resumes_bit_for_bit(keys, stops, tmp_path):
         assert difference(whole.weights, again.weights) is None
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("keys", "stops"), in_turn(2))
 def test_lightning_resumes_bit_for_bit(keys, stops, tmp_path):
     options = {"dropout": 0.3, "shuffle": True, "save_every": 1}
