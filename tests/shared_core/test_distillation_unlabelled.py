@@ -64,7 +64,7 @@ def test_the_formula(flags, by):
     soft = kd_loss(logits, teacher(given["x"].double())["logits"].detach(), temperature=2.0)
     expected = 0.4 * task + 0.6 * soft
     expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)  # of sums in float32
     torch.testing.assert_close(model.net.weight.grad.double(), twin.net.weight.grad, atol=1e-6, rtol=0)
     report = session.receipt()["techniques"]["distill"]
     if by == "field" or any(flags):
