@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from shared_core.errors import CompatibilityError, ConfigError, EffError, did_you_mean, nearest
+from shared_core.errors import CompatibilityError, ConfigError, EffError, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -124,13 +125,18 @@ def recipe_of(flags: dict[str, Any]) -> Recipe:
 
 
 def _nearest_flag(arguments: list[str]) -> str:
-    """Return what the first flag that resembles one of ours may have been meant for, or nothing."""
+    """Return what the flag that resembles one of ours most may have been meant for, or nothing."""
     from shared_core.recipe import PARTIAL_FLAG
     from shared_core.rooms import flags
 
-    names = (argument[2:].partition("=")[0] for argument in arguments if argument.startswith("--"))
-    known = [f"--{flag}" for flag in (*flags(), "eff_recipe", PARTIAL_FLAG)]
-    return next((hint for name in names if (hint := did_you_mean(f"--{name}".replace("-", "_"), known))), "")
+    names = [argument[2:].partition("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")]
+    alike = (
+        (SequenceMatcher(None, name, flag).ratio(), flag)
+        for name in names if name not in _OF_A_TRAINER
+        for flag in (*flags(), "eff_recipe", PARTIAL_FLAG)
+    )  # fmt: skip
+    likeness, flag = max(alike, default=(0.0, ""))
+    return f"; did you mean '--{flag}'?" if likeness > 0.7 else ""  # --max_steps is no misspelt --fp8_max_skips
 
 
 def run(

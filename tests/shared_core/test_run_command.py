@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shared_core.cli import app
-from shared_core.cli.run import take_flags
+from shared_core.cli.run import _nearest_flag, take_flags
 from shared_core.errors import ConfigError
 
 HELP = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args()\n"
@@ -73,3 +73,16 @@ def test_a_flag_before_the_script_is_refused():
 def test_a_typo_names_the_flags_of_its_technique_alone():
     with pytest.raises(ConfigError, match=r"known: comm_begin, comm_hook, comm_rank; the script's own"):
         take_flags(["--comm_zzz", "1"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "meant"),
+    [
+        (["--max_steps", "3", "--pruning_sparsity", "0.5"], "--prune_sparsity"),
+        (["--distil-teacher=runs/t"], "--distill_teacher"),
+        (["--max_steps", "3", "--learning_rate", "1"], None),
+    ],
+)
+def test_what_resembles_a_flag_of_ours_most_is_suggested(flags, meant):
+    hint = _nearest_flag(flags)
+    assert hint == (f"; did you mean '{meant}'?" if meant else "")
