@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from lightning_eff._services import no_logging
 from lightning_eff._wrapped import Wrapped
@@ -14,6 +15,8 @@ from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.privacy import PoissonBatches
 from shared_core.ranks import any_rank, world_size
 from shared_core.state_file import rng_state, set_rng_state
+
+_STATE_DIMS = 3
 
 
 def wrap_loaders(trainer: Any, technique: Any) -> list[Wrapped]:
@@ -66,7 +69,7 @@ def check_loss(technique: Any, module: Any, step: Callable[..., Any], batch: Any
     rows = technique.rows
     cuts = [(slice(0, rows // 2), rows // 2), (slice(rows // 2, rows), rows - rows // 2)]
     # all processes or none: a sharded module gathers its weights in every forward
-    if not technique.checks_loss or any_rank(rows < 2, module.device):
+    if not technique.checks_loss or any_rank(rows < 2 or _is_unclear(batch, rows), module.device):
         return
     modes, random = {part: part.training for part in module.modules()}, rng_state()
     module.eval()  # dropout would differ, and hooks would keep what they see
@@ -86,7 +89,12 @@ def check_loss(technique: Any, module: Any, step: Callable[..., Any], batch: Any
 def _cut(batch: Any, rows: slice, count: int) -> Any:
     """Return those rows of everything in a batch that has one entry an example."""
     if isinstance(batch, Tensor):
-        return batch[rows] if batch.dim() and len(batch) == count else batch
+        if batch.dim() and len(batch) == count:
+            return batch[rows]
+        return batch[:, rows] if _is_state(batch, count) else batch
+    if isinstance(batch, PackedSequence):
+        padded, lengths = pad_packed_sequence(batch, batch_first=True)
+        return pack_padded_sequence(padded[rows], lengths[rows], batch_first=True, enforce_sorted=False)
     if isinstance(batch, Mapping):
         return type(batch)({name: _cut(value, rows, count) for name, value in batch.items()})  # type: ignore[call-arg]
     if isinstance(batch, list | tuple):
@@ -95,6 +103,20 @@ def _cut(batch: Any, rows: slice, count: int) -> Any:
         parts = [_cut(value, rows, count) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch
+
+
+def _is_state(value: Tensor, count: int) -> bool:
+    """Return whether a tensor has the examples in its second dimension, as (layers, batch, width) of torch.nn.LSTM."""
+    return value.dim() == _STATE_DIMS and value.shape[1] == count
+
+
+def _is_unclear(batch: Any, count: int) -> bool:
+    """Return whether both dimensions of a tensor could be the examples'; Poisson sampling soon draws another number."""
+    if isinstance(batch, Tensor):
+        return _is_state(batch, count) and len(batch) == count
+    if isinstance(batch, Mapping):
+        return any(_is_unclear(value, count) for value in batch.values())
+    return isinstance(batch, list | tuple) and any(_is_unclear(value, count) for value in batch)
 
 
 def replay(loaders: list[Any], batches: int) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
 
 from shared_core.errors import TrainingError
 from shared_core.module_match import own_class
@@ -69,6 +71,7 @@ def not_each(name: str, examples: int, rows: object) -> TrainingError:
 @functools.cache
 def layer_hooks() -> Any:
     """Return the class of the hooks; Opacus is imported by this call."""
+    dp_rnn = opacus("layers.dp_rnn")
 
     class LayerHooks(opacus("grad_sample").GradSampleHooks):  # type: ignore[misc]
         """Opacus' hooks, which keep gradients by name: FSDP2 has other parameters in forward and backward.
@@ -90,7 +93,16 @@ def layer_hooks() -> Any:
             self._coarse: set[str] = set()
             self._samples: dict[str, Tensor] = {}
             self._uses: dict[str, list[tuple[nn.Module, Tensor, Tensor] | None]] = {}
+            self._order: dict[nn.Module, Tensor] = {}
             super().__init__(model, loss_reduction="sum", strict=True, force_functorch=functorch)
+            self.autograd_grad_sample_hooks += [
+                module.register_forward_pre_hook(self._check_inputs, with_kwargs=True) for module in self._names
+            ]
+            self.autograd_grad_sample_hooks += [
+                module.register_forward_pre_hook(self._keep_order)
+                for module in model.modules()
+                if isinstance(module, dp_rnn.DPRNNBase)
+            ]
 
         def iterate_submodules(self, module: nn.Module) -> Iterator[nn.Module]:
             own = {parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad}
@@ -110,8 +122,29 @@ def layer_hooks() -> Any:
             trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
             if not (self.hooks_enabled and trains and module.training and torch.is_grad_enabled()):
                 return
-            vars(module).setdefault("activations", []).append([value.detach() for value in inputs])
+            order = [self._order[module]] if module in self._order else []
+            vars(module).setdefault("activations", []).append([value.detach() for value in inputs] + order)
             self._ahead.update(self._names[module].values())
+
+        def _check_inputs(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            by_name = [
+                name for name, value in named.items() if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+            ]
+            others = inputs[1:] if own_class(module) not in self.GRAD_SAMPLERS or self.force_functorch else ()
+            if self.hooks_enabled and (by_name or others or not all(isinstance(value, Tensor) for value in inputs)):
+                kinds = [*(type(value).__name__ for value in inputs), *by_name]
+                raise TrainingError(
+                    f"dp: {next(iter(self._names[module].values()))} must be of a layer with one tensor as input, by "
+                    f"position, got ({', '.join(kinds)}) for {own_class(module).__name__}; freeze it, or put "
+                    "torch.nn.Linear layers in its place"
+                )
+
+        def _keep_order(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            """Keep where the rows of a packed sequence were: torch sorts them by length."""
+            for layer in module.modules():
+                self._order.pop(layer, None)
+                if isinstance(inputs[0], PackedSequence) and inputs[0].unsorted_indices is not None:
+                    self._order[layer] = inputs[0].unsorted_indices
 
         def capture_backprops_hook(
             self, module: nn.Module, inputs: Any, outputs: Any, loss_reduction: str, batch_first: bool
@@ -129,6 +162,8 @@ def layer_hooks() -> Any:
                 module=module, backprops=outputs[0].detach(), loss_reduction=loss_reduction, batch_first=batch_first
             )
             joined = by_rule and kind in _JOINED
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                backprops = backprops.masked_fill((activations[0] == module.padding_idx).unsqueeze(-1), 0)
             rule = self.GRAD_SAMPLERS[kind] if by_rule else self._by_vmap
             samples = rule(module, activations, in_full(backprops) if joined else backprops)
             rows = vars(module)["max_batch_len"]
@@ -139,6 +174,8 @@ def layer_hooks() -> Any:
                     continue
                 if len(found) < rows:  # packed sequences
                     found = torch.cat([found, found.new_zeros(rows - len(found), *found.shape[1:])])
+                if len(activations) > 1 and kind is dp_rnn.RNNLinear:
+                    found = found[activations[1]]
                 before = self._samples.get(name)
                 if before is not None and len(before) != len(found):
                     raise not_each(name, len(before), len(found))

@@ -58,6 +58,10 @@ def _reason(module: nn.Module, kind: str, validator: Callable[..., Any] | None, 
             "normalises an example by the others of its batch; put torch.nn.GroupNorm in its place, or convert the "
             "model with opacus.validators.ModuleValidator.fix"
         )
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (reason := _embedding_reason(module, is_vmapped)):
+        return reason
+    if trained and isinstance(module, nn.RNN | nn.RNNCellBase):
+        return f"has no rule; put opacus.layers.dp_rnn.DP{kind} in its place"
     if trained and validator is not None and validator(module):
         return "has no rule; opacus.validators.ModuleValidator.fix puts Opacus' own in its place"
     if trained and list(module.buffers(recurse=False)):
@@ -77,6 +81,23 @@ def _reason(module: nn.Module, kind: str, validator: Callable[..., Any] | None, 
         )
     if getattr(module, "_compiled_call_impl", None) is not None or kind == "OptimizedModule":
         return "is compiled, and hooks of single layers do not run; leave torch.compile out"
+    return ""
+
+
+def _embedding_reason(module: nn.Embedding | nn.EmbeddingBag, is_vmapped: bool) -> str:
+    if module.max_norm is not None:
+        return "shrinks the rows that it looks up (max_norm), in which examples can be seen without noise; leave it out"
+    if not module.weight.requires_grad:
+        return ""
+    if module.scale_grad_by_freq:
+        return (
+            "divides gradients by how often a row is looked up in the whole batch (scale_grad_by_freq), which lets one "
+            "example change how much others count; leave it out"
+        )
+    if isinstance(module, nn.EmbeddingBag):
+        return "has no rule that counts a row twice; put torch.nn.Embedding and a sum or mean in its place"
+    if module.sparse and is_vmapped:
+        return "has sparse gradients, which vmap does not know; set sparse=False, as noise is on every row"
     return ""
 
 

@@ -1,5 +1,7 @@
 """DP-SGD in Lightning: the loss's check, resume inside a step, limits, refusals."""
 
+import importlib
+
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -51,6 +53,43 @@ def test_a_mean_over_tokens_is_refused_and_one_over_rows_is_not(tmp_path):
     assert private.receipt.values["techniques"]["dp"]["steps"] == 3
     assert float(trainer.callback_metrics.get("dp/epsilon", 1.0)) > 0
     fit(Tokens(by_row=False), tmp_path, private={"check_loss": False})
+
+
+class Recurrent(pl.LightningModule):
+    """Starts from states that come with the batch, (layers, batch, width)."""
+
+    def __init__(self, by_row):
+        super().__init__()
+        torch.manual_seed(0)
+        layers = importlib.import_module("opacus.layers")
+        self.lstm, self.gru = layers.DPLSTM(3, 4, 2, batch_first=True), layers.DPGRU(4, 2)
+        self.by_row = by_row
+
+    def training_step(self, batch, index):
+        x, (h, c), start, y = batch
+        hidden, _ = self.lstm(x, (h, c))
+        outputs, _ = self.gru(hidden.transpose(0, 1), start)
+        losses = (outputs[-1] - y).square().sum(1)
+        return losses.mean() if self.by_row else losses.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def with_states(rows):
+    x, h, c, start, y = (torch.stack(column) for column in zip(*rows, strict=True))
+    return x, (h.transpose(0, 1), c.transpose(0, 1)), start[None], y
+
+
+@pytest.mark.parametrize("batch_size", [2, 5])
+def test_initial_states_have_the_batch_in_their_second_dimension(batch_size, tmp_path):
+    torch.manual_seed(1)
+    parts = torch.randn(40, 5, 3), torch.randn(40, 2, 4), torch.randn(40, 2, 4), torch.randn(40, 2), torch.randn(40, 2)
+    data = DataLoader(TensorDataset(*parts), batch_size=batch_size, shuffle=True, collate_fn=with_states)
+    _, private = fit(Recurrent(by_row=True), tmp_path, data=data, max_steps=6)
+    assert not private.session.techniques["dp"].checks_loss  # compared with its halves
+    with pytest.raises(CompatibilityError, match="mean over the examples of each one's own loss"):
+        fit(Recurrent(by_row=False), tmp_path, data=data, max_steps=6)
 
 
 def test_limits_and_changing_accumulation_are_refused(tmp_path):

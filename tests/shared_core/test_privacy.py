@@ -1,5 +1,7 @@
 """DP-SGD: clipped sums and noise against their definitions, refusals, resume, two processes."""
 
+import copy
+import importlib
 import math
 import sys
 from pathlib import Path
@@ -120,6 +122,78 @@ def test_tied_weights_reused_layers_and_shared_positions_have_gradients_of_singl
             torch.testing.assert_close(found[index][name], parameter.grad)
 
 
+class Padded(nn.Module):
+    """Looks words up, of which one is padding, and reads them in their own length from states of its own."""
+
+    def __init__(self, padding=0, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(7, 4, padding_idx=padding, **options)
+        layers = importlib.import_module("opacus.layers")
+        self.lstm, self.gru = layers.DPLSTM(4, 3, 2, batch_first=True), layers.DPGRU(3, 3)
+
+    def forward(self, ids):
+        words = self.words(ids)
+        start = words.sum((1, 2)).expand(2, -1)[..., None].expand(-1, -1, 3)
+        lengths = (ids != 6).sum(1)
+        packed = nn.utils.rnn.pack_padded_sequence(words, lengths, batch_first=True, enforce_sorted=False)
+        hidden, _ = self.lstm(packed, (start, start.tanh()))
+        hidden, _ = nn.utils.rnn.pad_packed_sequence(hidden, total_length=ids.shape[1])
+        return self.gru(hidden, start[:1])[0][-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "functorch"), [({}, False), ({}, True), ({"padding": -7}, False), ({"sparse": True}, False)]
+)
+@pytest.mark.parametrize("spares", [False, True])
+def test_padding_and_packed_sequences_have_the_gradients_of_single_examples_in_their_order(options, functorch, spares):
+    model = Padded(**options).double()
+    ids = torch.tensor([[1, 0, 6, 6], [0, 2, 0, 5], [3, 6, 6, 6], [4, 1, 0, 6]])
+    check_model(model, functorch)
+    twin = copy.deepcopy(model)
+    per_sample = PerSample(model, functorch)
+    per_sample.num_examples, per_sample._hooks.spares = 4, spares
+    for index, example in enumerate(torch.eye(4, dtype=torch.double)):
+        model.zero_grad()
+        model(ids).square().sum().backward()
+        found = dict(per_sample.clipped_sums(example, 1e9, check_sum=True))
+        assert not found["words.weight"][0].any()
+        twin.zero_grad()
+        twin(ids[index : index + 1]).square().sum().backward()
+        for name, parameter in twin.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad.to_dense(), atol=1e-13, rtol=1e-12)
+    per_sample.remove()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+class Cell(nn.Module):
+    """A step of a network of the user's own, from a state."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x, state=None):
+        return x @ self.weight + (state[0] if state else 0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cell, x: cell(x, (x, x)),
+        lambda cell, x: cell(x, x),
+        lambda cell, x: cell(x, state=(x, x)),
+        lambda cell, x: cell(x=x),
+    ],
+)
+def test_a_layer_without_a_rule_that_gets_a_state_is_refused_by_name(call):
+    cell = Cell()
+    per_sample = PerSample(nn.Sequential(cell), False)
+    with pytest.raises(TrainingError, match=r"0\.weight must be of a layer with one tensor as input, by position"):
+        call(cell, torch.ones(3, 4))
+    per_sample.remove()
+
+
 class Router(nn.Module):
     """Returns two tensors, as a router of experts does, of which the first may not be used."""
 
@@ -179,6 +253,11 @@ class Buffered(nn.Linear):
     [
         (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), CompatibilityError, r"1 \(BatchNorm1d\).*GroupNorm"),
         (nn.LSTM(3, 4), CompatibilityError, "LSTM"),
+        (nn.RNN(3, 4), CompatibilityError, "DPRNN in its place"),
+        (nn.GRUCell(3, 4), CompatibilityError, "DPGRUCell in its place"),
+        (nn.Embedding(3, 4, max_norm=1.0), CompatibilityError, "max_norm"),
+        (nn.Embedding(3, 4, scale_grad_by_freq=True), CompatibilityError, "scale_grad_by_freq"),
+        (nn.EmbeddingBag(3, 4), CompatibilityError, r"EmbeddingBag\) has no rule"),
         (Buffered(), CompatibilityError, "beside buffers"),
         (nn.Linear(3, 2).bfloat16(), CompatibilityError, "would round the noise"),
         (nn.Linear(3, 2).requires_grad_(False), MatchError, "must have a trainable parameter"),
