@@ -12,11 +12,11 @@ from shared_core.fp8.casts import cast_for
 from shared_core.fp8.config import Fp8Config
 from shared_core.fp8.hfp8 import Hfp8EndCast
 from shared_core.fp8.int16 import SharedExponentBank
-from shared_core.fp8.linear import Fp8Linear, swap
+from shared_core.fp8.linear import Fp8Layer, features_of, is_stock, swap, weight_of
 from shared_core.fp8.operators import LayerFp8
 from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch
 from shared_core.fp8.torchao_backend import is_torchao_linear, swap_to_torchao
-from shared_core.module_match import match_modules, own_class, read_past_forward
+from shared_core.module_match import conv1d_of, is_transformers_conv1d, match_modules, read_past_forward
 
 Bank = AmaxBank | SharedExponentBank
 
@@ -25,8 +25,8 @@ Bank = AmaxBank | SharedExponentBank
 class Selection:
     """Which layers change, by name: to the recipe's format, to 16 bit (`hfp8`), or not at all, and why not."""
 
-    narrow: dict[str, nn.Linear] = field(default_factory=dict)
-    sixteen_bit: dict[str, nn.Linear] = field(default_factory=dict)
+    narrow: dict[str, nn.Module] = field(default_factory=dict)
+    sixteen_bit: dict[str, nn.Module] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
 
@@ -34,7 +34,7 @@ def convert_to_fp8(model: nn.Module, config: Fp8Config) -> nn.Module:
     """Return `model`, changed in place so that its linear layers multiply in FP8; for loops without a session.
 
     Args:
-        model: Any model with `nn.Linear` layers.
+        model: Any model with `nn.Linear` layers or transformers' `Conv1D`, GPT-2's linear layer.
         config: The options. `delayed` and `int16` are refused, whose histories move with the steps that a session
             counts, and `hfp8`, which rounds the weights after each of them.
 
@@ -61,7 +61,7 @@ def convert_to_fp8(model: nn.Module, config: Fp8Config) -> nn.Module:
 
 
 def convert_layer(
-    module: nn.Linear,
+    module: nn.Module,
     config: Fp8Config,
     *,
     index: int,
@@ -79,7 +79,7 @@ def convert_layer(
         watch: Told of NaN and infinity.
         sixteen_bit: Whether this layer is one that `hfp8` runs in 16 bit.
     """
-    if config.backend == "torchao":
+    if config.backend == "torchao" and isinstance(module, nn.Linear):
         swap_to_torchao(module, config)
         return None
     arithmetic: Arithmetic
@@ -106,18 +106,19 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
         MatchError: If nothing is left.
         CompatibilityError: If a named layer cannot run, or the model is converted already.
     """
-    if any(isinstance(module, Fp8Linear) or is_torchao_linear(module) for module in model.modules()):
+    if any(isinstance(module, Fp8Layer) or is_torchao_linear(module) for module in model.modules()):
         raise CompatibilityError("fp8: model must have no FP8 layers yet; detach or finish the earlier run first")
-    matched = match_modules(model, (nn.Linear,), where="fp8", include=config.include, skip=config.skip)
-    able = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    kinds: tuple[type[nn.Module], ...] = (nn.Linear, *conv1d_of(model))
+    matched = match_modules(model, kinds, where="fp8", include=config.include, skip=config.skip)
+    able = [module for module in model.modules() if isinstance(module, kinds)]
     ends, readers = {"first": able[0], "last": able[-1]}, read_past_forward(model)
     found = Selection()
     for match in matched:
         name, module = match.name, match.module
         named = name in config.include or any(module is ends.get(pattern) for pattern in config.include)
         place = next((place for place, end in ends.items() if end is module), None)
-        reason = _why_no_linear(name, module)
-        if reason is None and isinstance(module, nn.Linear):
+        reason = _why_no_linear(name, module, config)
+        if reason is None:
             if place and not named and config.recipe == "hfp8":
                 found.sixteen_bit[name] = module
                 continue
@@ -128,29 +129,31 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
             raise CompatibilityError(f"fp8: include must name layers that can multiply in FP8, got {name}: {reason}")
         if reason is None and place and not named:
             reason = f"the model's {place} linear layer; name it in include to have it in FP8"
-        if reason is None and isinstance(module, nn.Linear):
+        if reason is None:
             found.narrow[name] = module
         else:
-            found.left_out[name] = str(reason)
+            found.left_out[name] = reason
     if not found.narrow:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(found.left_out.items())[:3])
         raise MatchError(f"fp8: must match at least one layer that can multiply in FP8; {reasons}")
     return found
 
 
-def _why_no_linear(name: str, module: nn.Module) -> str | None:
+def _why_no_linear(name: str, module: nn.Module, config: Fp8Config) -> str | None:
     if any(part.startswith("lora_") for part in name.split(".")):
         return "a LoRA adapter, small and trained in high precision"
-    if not isinstance(module, nn.Linear) or own_class(module) is not nn.Linear:
+    if not is_stock(module):
         # also torch's own NonDynamicallyQuantizableLinear: attention reads its weight and never calls its forward
         return f"{type(module).__name__} is a class of its own, whose forward is not known"
-    if not module.weight.is_floating_point():
-        return f"its weight is {module.weight.dtype}, not floating point"
+    if config.backend == "torchao" and is_transformers_conv1d(module):
+        return "torchao multiplies nn.Linear alone; leave backend out"
+    if not weight_of(module).is_floating_point():
+        return f"its weight is {weight_of(module).dtype}, not floating point"
     return None
 
 
-def _why_odd_size(module: nn.Linear) -> str | None:
-    for side, size in (("in_features", module.in_features), ("out_features", module.out_features)):
+def _why_odd_size(module: nn.Module) -> str | None:
+    for side, size in zip(("in_features", "out_features"), features_of(module), strict=True):
         if size % 16:
             return f"{side} must be a multiple of 16 for FP8 tensor cores, got {size}"
     return None

@@ -15,7 +15,7 @@ from shared_core.fp8.config import Fp8Config
 from shared_core.fp8.convert import Bank, convert_layer, select_layers
 from shared_core.fp8.hfp8 import round_update_, round_weights_
 from shared_core.fp8.int16 import SharedExponentBank
-from shared_core.fp8.linear import restore
+from shared_core.fp8.linear import restore, weight_of
 from shared_core.fp8.native import BLOCKS
 from shared_core.fp8.operators import PRODUCTS, LayerFp8
 from shared_core.fp8.scaling import ROLES, AmaxBank, NonFiniteWatch
@@ -41,7 +41,7 @@ class Fp8Training(Technique):
 
     def __init__(self, config: Fp8Config) -> None:
         super().__init__(config)
-        self.layers: dict[str, nn.Linear] = {}
+        self.layers: dict[str, nn.Module] = {}
         self.sixteen_bit: set[str] = set()
         self.left_out: dict[str, str] = {}
         self.states: dict[str, LayerFp8] = {}  # empty where torchao multiplies
@@ -107,7 +107,7 @@ class Fp8Training(Technique):
 
     def begin(self, context: Context) -> None:
         """Start to remember, and say aloud if FP8 is emulated."""
-        device = next(iter(self.layers.values())).weight.device
+        device = weight_of(next(iter(self.layers.values()))).device
         if not self.states:
             for module in self.layers.values():
                 follow_device(module, self.config)
@@ -116,7 +116,7 @@ class Fp8Training(Technique):
             self._bank.move_(device)
         self._observe(True)
         if self.config.recipe == "hfp8":
-            round_weights_([local_part(module.weight.detach()) for module in self.layers.values()])
+            round_weights_([local_part(weight_of(module).detach()) for module in self.layers.values()])
         self._emulated_because = self._why_emulated(device)
         if self._emulated_because is not None:
             context.services.say(
@@ -153,8 +153,8 @@ class Fp8Training(Technique):
     def _met_non_finite(self) -> bool:
         if not self.states:  # torchao's operands are out of sight, but what is not finite in them shows in gradients
             for module in self.layers.values():
-                if module.weight.grad is not None:
-                    self._watch.see(local_part(module.weight.grad))
+                if (gradient := weight_of(module).grad) is not None:
+                    self._watch.see(local_part(gradient))
         if self._bank is None or self._pending is None:
             return self._watch.take()
         # a bank's window has seen every operand, and its collective was joined already; int16 counts NaN last
@@ -170,8 +170,8 @@ class Fp8Training(Technique):
         if self.config.recipe == "hfp8":
             # the run's generator is on the CPU, as part of the saved state; what it draws seeds the device's own
             seed = int(torch.randint(2**62, (), generator=context.generator))
-            generator = torch.Generator(next(iter(self.layers.values())).weight.device).manual_seed(seed)
-            round_update_([local_part(module.weight.detach()) for module in self.layers.values()], generator)
+            generator = torch.Generator(weight_of(next(iter(self.layers.values()))).device).manual_seed(seed)
+            round_update_([local_part(weight_of(module).detach()) for module in self.layers.values()], generator)
 
     def skipped_optimizer_step(self, context: Context) -> None:
         """Drop the pending window."""
@@ -269,17 +269,17 @@ class Fp8Training(Technique):
             "per_layer": layers,
         }
 
-    def _layer_report(self, index: int, name: str, module: nn.Linear) -> dict[str, Any]:
-        entry: dict[str, Any] = {"name": name, "weights": module.weight.numel()}
+    def _layer_report(self, index: int, name: str, module: nn.Module) -> dict[str, Any]:
+        entry: dict[str, Any] = {"name": name, "weights": weight_of(module).numel()}
         if self.config.recipe == "hfp8":
             entry["sixteen_bit"] = name in self.sixteen_bit
         state = self.states.get(name)
         if state is None:  # torchao does not count; it multiplies as it was told at the start
-            on_gpu = module.weight.device.type == "cuda"
+            on_gpu = weight_of(module).device.type == "cuda"
             return entry | {"by": "torchao", "native": on_gpu and self._emulated_because is None}
         entry |= {
             # native means on hardware that multiplies FP8, and seen to be called, not only asked for
-            "native": bool(state.scaled) and not state.emulated and module.weight.device.type == "cuda",
+            "native": bool(state.scaled) and not state.emulated and weight_of(module).device.type == "cuda",
             "scaled_mm": {product: state.scaled[product] for product in PRODUCTS},
             "emulated": {product: state.emulated[product] for product in PRODUCTS},
         }

@@ -12,6 +12,7 @@ from torch import nn
 from shared_core.errors import MissingExtraError
 from shared_core.fp8 import probe
 from shared_core.fp8.config import Fp8Config
+from shared_core.fp8.linear import weight_of
 from shared_core.module_match import change_class
 
 # what `Float8Linear.from_float` sets beside what every layer has
@@ -35,9 +36,9 @@ def swap_to_torchao(module: nn.Linear, config: Fp8Config) -> None:
     change_class(module, nn.Linear, layer_class)
 
 
-def follow_device(module: nn.Linear, config: Fp8Config) -> None:
+def follow_device(module: nn.Module, config: Fp8Config) -> None:
     """Have a layer multiplied as the device that it is on now can: trainers move a model after its conversion."""
-    layer_class, settings = _torchao(config, module.weight.device)
+    layer_class, settings = _torchao(config, weight_of(module).device)
     donor = layer_class.from_float(module, settings)
     vars(module).update({name: vars(donor)[name] for name in _ADDED})
 
