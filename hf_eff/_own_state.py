@@ -14,24 +14,31 @@ if TYPE_CHECKING:
     from shared_core.session import Session
 
 
-def gathered(session: Session, trainer: Trainer) -> dict[str, Any]:
-    """Return the session's state with what the other processes hold otherwise; each must call it."""
-    state = session.state_dict()
+def gathered(session: Session, trainer: Trainer, **more: Any) -> dict[str, Any]:
+    """Return the session's state and `more` with what the other processes hold otherwise; each must call it."""
+    state = {**session.state_dict(), **more}
     if world_size() == 1:
         return state
     mine = {**own_state(state), "buffers": own_buffers(cast(Any, session.context).model, trainer.model_wrapped)}
     return {**state, "ranks": everyones(mine)}
 
 
-def load(session: Session, state: Mapping[str, Any]) -> None:
-    """Put back this process's state and buffers; where another number saved them, the main process's, which is told."""
+def load(session: Session, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Put back this process's state and buffers; where another number saved them, the main process's, which is told.
+
+    Returns:
+        What was saved of this process, empty where another number did.
+    """
     ranks = state.get("ranks", ())
     if len(ranks) != world_size():
         session.load_state_dict(state)
         if max(len(ranks), 1) != world_size():
             session.note(other_processes(max(len(ranks), 1)))
-        return
+            return {}
+        return state
     mine = ranks[rank()]
     of_main = {name: value for name, value in state.items() if name != "ranks"}
-    session.load_state_dict(with_own_state(of_main, mine))
+    own: Mapping[str, Any] = with_own_state(of_main, mine)
+    session.load_state_dict(own)
     put_buffers_(cast(Any, session.context).model, mine["buffers"])
+    return own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +22,8 @@ from hf_eff._checkpoints import (
     save_whole,
     step_of,
 )
+from hf_eff._data_resume import DataResume
+from hf_eff._epoch_end import EpochEnd
 from hf_eff._given import GivenCallbacks
 from hf_eff._model_card import tell_in_card
 from hf_eff._poisson import PoissonData
@@ -62,6 +64,7 @@ class SessionCallback(TrainerCallback):
         self._unlabelled = UnlabelledExamples(trainer, self._window)
         self._poisson = PoissonData(trainer, self._window)
         self._scaler = ScalerSwap(trainer)
+        self._data, self._epoch_end = DataResume(trainer), EpochEnd(trainer)
         self._made_optimizer: Any = None
         self._training = self._baking = self._complete = False
         self._scale_before: float | None = None
@@ -72,7 +75,7 @@ class SessionCallback(TrainerCallback):
 
     def _new_session(self, recipe: Recipe) -> None:
         self.session = Session(recipe, front_end="hf", services=self._services, seed=self._trainer.args.seed)
-        self._services.note = self.session.note
+        self._services.note = self._data.note = self.session.note
         soup = recipe["soup"].to_dict() if "soup" in recipe else {}
         self._services.metric, self._services.searches = soup.get("metric"), soup.get("kind") == "greedy"
         self._unlabelled.session = self._poisson.session = self._task.session = self.session
@@ -116,6 +119,8 @@ class SessionCallback(TrainerCallback):
             "get_batch_samples": self._batches,
             "_set_signature_columns_if_needed": self._unlabelled.keep_column,
             "_prepare_inputs": self._unlabelled.prepare,
+            "_load_rng_state": self._data.load_rng_state,
+            "_maybe_log_save_evaluate": self._epoch_end.log_save_evaluate,
             "compute_loss": self._compute_loss,
             "_clip_grad_norm": self._clip_grad_norm,
             "_get_grad_norm": self._before_norm,
@@ -163,6 +168,7 @@ class SessionCallback(TrainerCallback):
         finally:
             self._training = self._complete = self._scaler.unscaled = False
             self._scaler.give_back()
+            self._data.stop()
         try:
             self._verify_end()
         finally:
@@ -228,6 +234,7 @@ class SessionCallback(TrainerCallback):
         self._scaler.put(self.session)
         resumed = kwargs.get("resume_from_checkpoint")
         self._resumed_from = Path(resumed) if resumed else None
+        self._epoch_end.trial, self._epoch_end.ignored_keys = kwargs.get("trial"), kwargs.get("ignore_keys_for_eval")
         try:
             return method(*args, **kwargs)
         finally:
@@ -261,9 +268,10 @@ class SessionCallback(TrainerCallback):
         session = self.session
         compatibility.check(session.recipe, surroundings(self._trainer))
         self._services.saved_steps, self._passed_over = [], False
+        mine: Mapping[str, Any] = {}
         if self._resumed_from is not None:
             saved = load_state(self._resumed_from)
-            _own_state.load(session, saved)
+            mine = _own_state.load(session, saved)
             if session.is_changed and state.best_global_step is not None:
                 state.best_metric = state.best_global_step = state.best_model_checkpoint = None
                 session.note("the best checkpoint until now was of another recipe: the comparison starts anew")
@@ -286,6 +294,19 @@ class SessionCallback(TrainerCallback):
             control.should_training_stop = True
             session.note(f"the run that is resumed had taken its {state.max_steps} steps: none is added")
         self._task.follows = None
+        self._epoch_end.resume(mine.get("epoch_end"), self._is_over)
+        self._data.start(loader, mine.get("data"), None if self._resumed_from is None else str(self._resumed_from))
+
+    def on_epoch_begin(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        """Catch up on the end of the epoch before, if a resumed run had that before it."""
+        if self._epoch_end.is_due:
+            self._epoch_end.catch_up(self._data.restore)
+            self._is_over = self._epoch_end.is_silent = control.should_training_stop
+        self._epoch_end.begin()
+
+    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Note it: what is saved from now on lies behind the epoch."""
+        self._epoch_end.end()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bake, on every process; the best model has been loaded. Then evaluate what no validation has seen."""
@@ -355,10 +376,11 @@ class SessionCallback(TrainerCallback):
 
     # --- loss
 
-    def _batches(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+    def _batches(self, method: Callable[..., Any], batches: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         if self._is_over:
             return [], None
-        return self._poisson.batches(functools.partial(self._unlabelled.batches, method), *args, **kwargs)
+        around = functools.partial(self._unlabelled.batches, method)
+        return self._poisson.batches(around, self._data.batches(batches), *args, **kwargs)
 
     def _compute_loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         session = self.session
@@ -474,7 +496,8 @@ class SessionCallback(TrainerCallback):
         # Right after the weights and before the trainer's own state, so that a checkpoint that looks complete is.
         saved = self._services.saved_steps
         self._services.saved_steps = [*(earlier for earlier in saved if earlier < step), step]
-        state = _own_state.gathered(self.session, self._trainer)
+        more = {"data": self._data.state(), "epoch_end": self._epoch_end.state()}
+        state = _own_state.gathered(self.session, self._trainer, **more)
         if self._trainer.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)  # sharded weights are only saved after this
             save_state(folder, {**state, "saved_steps": self._services.saved_steps})

@@ -85,8 +85,12 @@ def load_state(folder: Path | str) -> dict[str, Any]:
     return dict(state)
 
 
-def rng_state() -> dict[str, Any]:
-    """Return the state of every random generator that training draws from, as savable values."""
+def rng_state(*, on_gpu: bool = True) -> dict[str, Any]:
+    """Return the state of every random generator that training draws from, as savable values.
+
+    Args:
+        on_gpu: Whether those of GPUs are among them, which a data loader's workers must leave alone.
+    """
     import random
 
     import numpy as np
@@ -104,7 +108,7 @@ def rng_state() -> dict[str, Any]:
             "cached": float(cached),
         },
     }
-    if torch.cuda.is_available():
+    if on_gpu and torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 

@@ -1,0 +1,100 @@
+"""The end of an epoch whose last step a run is resumed from: what the trainer does there after it saved that step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+class EpochEnd:
+    """Catches up on the events, the log entry, the evaluation and the checkpoint that an epoch's end had yet to bring.
+
+    The trainer (transformers 5.23) begins the next epoch instead, and logs of a loss only what follows the resume.
+
+    Args:
+        trainer: The trainer.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._has_ended = self._is_resumed = False
+        self._figures: tuple[Any, Any] = (None, None)  # gradient norm and learning rate of the last step
+        self.trial: Any = None
+        """That of a hyperparameter search."""
+        self.ignored_keys: Any = None
+        """What evaluations leave out of the model's output, as `train` was told."""
+        self.is_due = False
+        """Whether the run that is resumed had an epoch's end before it."""
+        self.is_silent = False
+        """Whether nothing is logged, evaluated or saved any more: the run that is resumed was over."""
+
+    def begin(self) -> None:
+        """Note that an epoch begins."""
+        self._has_ended = False
+
+    def end(self) -> None:
+        """Note that an epoch ends."""
+        self._has_ended = True
+
+    def state(self) -> dict[str, Any]:
+        """Return whether an epoch's end is yet to come, and the loss that is not logged yet."""
+        trainer, state = self._trainer, self._trainer.state
+        is_last = float(state.epoch or 0.5).is_integer() or 0 < state.max_steps <= state.global_step
+        norm, rate = self._figures
+        return {
+            "is_due": is_last and not self._has_ended,
+            "loss": trainer._tr_loss,
+            "logged_at": trainer._globalstep_last_logged,
+            "grad_norm": None if norm is None else float(norm),
+            "learning_rate": rate,
+        }
+
+    def resume(self, saved: Mapping[str, Any] | None, is_over: bool) -> None:
+        """Take back what `state` returned.
+
+        Args:
+            saved: It, None where nothing is resumed or nothing was saved of it.
+            is_over: Whether the run had taken all its steps.
+        """
+        trainer: Any = self._trainer
+        self.is_due, self.is_silent = bool(saved and saved["is_due"]), False
+        self._has_ended, self._is_resumed = not self.is_due, bool(saved)
+        if not saved:
+            return
+        self.is_silent = is_over and not self.is_due
+        self.is_due &= not is_over  # the trainer ends an epoch without steps by itself
+        self._figures = saved["grad_norm"], saved["learning_rate"]
+        trainer._tr_loss = saved["loss"].to(trainer.args.device)
+        trainer._globalstep_last_logged = saved["logged_at"]
+        trainer._total_loss_scalar -= trainer._tr_loss.item()  # the mean that `train` returns is of its own steps
+
+    def catch_up(self, restore: Callable[[], None]) -> None:
+        """Do what was due.
+
+        Args:
+            restore: Puts the generators of the checkpoint back.
+        """
+        trainer: Any = self._trainer
+        self.is_due = False
+        restore()
+        control = trainer.control
+        control.should_log = control.should_evaluate = control.should_save = False
+        trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, control)
+        epoch = int(trainer.state.epoch) - 1
+        trainer._maybe_log_save_evaluate(
+            trainer._tr_loss, None, trainer.model_wrapped, self.trial, epoch, self.ignored_keys, None
+        )
+
+    def log_save_evaluate(
+        self, method: Callable[..., None], loss: Any, norm: Any, *args: Any, learning_rate: Any = None, **kwargs: Any
+    ) -> None:
+        """Do so unless the run was over; before its first step a resumed run's figures are those of the last one."""
+        if self.is_silent:
+            return
+        if self._is_resumed and learning_rate is None:
+            norm, learning_rate = self._figures
+        self._is_resumed, self._figures = False, (norm, learning_rate)
+        method(loss, norm, *args, learning_rate=learning_rate, **kwargs)

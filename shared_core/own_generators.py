@@ -1,0 +1,158 @@
+"""Random generators that a data set, a collator or a sampler keeps for itself: their states as savable values."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator, Mapping
+from types import FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_DEPTH = 6
+_WIDTH = 64
+"""Containers that are longer hold data."""
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_LEAVES = (str, bytes, int, float, Tensor, np.ndarray, nn.Module, type, type(None), type(random))
+
+Place = tuple[Any, ...]
+
+
+class OwnGenerators:
+    """Those that are reached through attributes, short lists and dicts, partial functions, methods and closures.
+
+    Args:
+        owners: Where to look, in an order that is the same in every run.
+
+    Example:
+        >>> class Noise:
+        ...     def __init__(self):
+        ...         self.generator = random.Random(0)
+        >>> noise = Noise()
+        >>> own = OwnGenerators(noise)
+        >>> before, first = own.states(), noise.generator.random()
+        >>> own.restore(before)
+        >>> noise.generator.random() == first
+        True
+    """
+
+    def __init__(self, *owners: Any) -> None:
+        self._owners = owners
+        self._found: dict[Place, Any] = {}
+        self.look()
+
+    def look(self) -> None:
+        """Look for them again: many are made at the first draw."""
+        self._found = dict(_search(self._owners))
+
+    def states(self) -> list[dict[str, Any]]:
+        """Return where each of them is."""
+        return [{"place": list(place), **_state_of(one)} for place, one in self._found.items()]
+
+    def restore(self, states: list[dict[str, Any]]) -> None:
+        """Put each back to where `states` found it, and make those that are not there yet."""
+        self.look()
+        for state in states:
+            place = tuple(state["place"])
+            one = self._found.get(place)
+            if one is None and (one := _made(state)) is not None:
+                owner = _at(self._owners, place[:-1])
+                if owner is None or getattr(owner, str(place[-1]), owner) is not None:
+                    continue  # of a class that has changed
+                setattr(owner, place[-1], one)
+                self._found[place] = one
+            if one is not None:
+                _put(one, state)
+
+
+def _search(owners: tuple[Any, ...]) -> Iterator[tuple[Place, Any]]:
+    todo: list[tuple[Place, Any]] = [((index,), owner) for index, owner in enumerate(owners)]
+    seen: set[int] = set()
+    while todo:
+        place, one = todo.pop()
+        if isinstance(one, _LEAVES) or id(one) in seen or len(place) > _DEPTH:
+            continue
+        seen.add(id(one))
+        if isinstance(one, _KINDS):
+            yield place, one
+        else:
+            todo += [((*place, key), part) for key, part in _parts(one)]
+
+
+def _parts(one: Any) -> list[tuple[Any, Any]]:
+    if isinstance(one, functools.partial):
+        return [("func", one.func), ("args", one.args), ("keywords", one.keywords)]
+    if isinstance(one, MethodType):
+        return [("__self__", one.__self__)]
+    if isinstance(one, FunctionType):
+        return [(index, cell.cell_contents) for index, cell in enumerate(one.__closure__ or ()) if _is_full(cell)]
+    if isinstance(one, dict):
+        return [(key, part) for key, part in one.items() if isinstance(key, str)] if len(one) <= _WIDTH else []
+    if isinstance(one, list | tuple):
+        return list(enumerate(one)) if len(one) <= _WIDTH else []
+    return list(getattr(one, "__dict__", {}).items())
+
+
+def _is_full(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # a name that is not yet bound
+        return False
+
+
+def _at(owners: tuple[Any, ...], place: Place) -> Any:
+    """Return the object at a place, None where it cannot be given an attribute."""
+    one: Any = owners[place[0]]
+    for key in place[1:]:
+        one = dict(_parts(one)).get(key)
+    return one if hasattr(one, "__dict__") and not isinstance(one, FunctionType | functools.partial) else None
+
+
+def _state_of(one: Any) -> dict[str, Any]:
+    if isinstance(one, torch.Generator):
+        return {"kind": "torch", "device": str(one.device), "state": one.get_state()}
+    if isinstance(one, random.Random):
+        return {"kind": "python", "state": one.getstate()}
+    if isinstance(one, np.random.RandomState):
+        return {"kind": "numpy legacy", "state": _plain(one.get_state(legacy=False))}
+    return {"kind": "numpy", "name": type(one.bit_generator).__name__, "state": _plain(one.bit_generator.state)}
+
+
+def _put(one: Any, state: Mapping[str, Any]) -> None:
+    values = state["state"]
+    if isinstance(one, torch.Generator):
+        one.set_state(values)
+    elif isinstance(one, random.Random):
+        version, words, gauss = values
+        one.setstate((version, tuple(words), gauss))
+    elif isinstance(one, np.random.RandomState):
+        one.set_state(_like(one.get_state(legacy=False), values))
+    elif isinstance(one, np.random.Generator) and type(one.bit_generator).__name__ == state["name"]:
+        one.bit_generator.state = _like(one.bit_generator.state, values)
+
+
+def _made(state: Mapping[str, Any]) -> Any:
+    if state["kind"] == "torch":
+        return torch.Generator(state["device"])
+    if state["kind"] == "python":
+        return random.Random(0)
+    if state["kind"] == "numpy legacy":
+        return np.random.RandomState(0)
+    kinds = (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
+    return next((np.random.Generator(kind(0)) for kind in kinds if kind.__name__ == state["name"]), None)
+
+
+def _plain(state: Any) -> Any:
+    """Return numpy's state as lists and numbers, some of which have 128 bits."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray | np.generic) else state
+
+
+def _like(present: Any, saved: Any) -> Any:
+    if isinstance(present, dict):
+        return {key: _like(value, saved[key]) for key, value in present.items()}
+    return np.array(saved, present.dtype) if isinstance(present, np.ndarray) else saved

@@ -1,0 +1,275 @@
+"""Exact resume where data are drawn at random: masks of a collator, augmentations of a data set, streams, workers."""
+
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from torch.utils.data import Dataset, IterableDataset
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    DataCollatorForLanguageModeling,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+)
+
+from hf_eff import attach
+
+RECIPE = {"matmul": {"precision": "high"}}
+SPECIAL = ["[PAD]", "[MASK]", "[CLS]", "[SEP]", "[UNK]"]
+
+
+def make_model():
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=24, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=16, hidden_dropout_prob=0.3,
+    )  # fmt: skip
+    return BertForMaskedLM(config)
+
+
+def masking(seed=None):
+    words = {word: index for index, word in enumerate([*SPECIAL, *(f"w{index}" for index in range(19))])}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="[UNK]")),
+        **{f"{name[1:-1].lower()}_token": name for name in SPECIAL},
+    )
+    return DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.4, seed=seed)
+
+
+def rows(count):
+    tokens = torch.randint(5, 24, (count, 8), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row} for row in tokens]
+
+
+class Augmented(Dataset):
+    """Swaps one token by each library's generator, and one by a generator of its own."""
+
+    def __init__(self, count):
+        self.rows, self.own = rows(count), np.random.default_rng(4)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        row = self.rows[index]["input_ids"].clone()
+        row[0], row[1] = random.randrange(5, 24), int(np.random.randint(5, 24))
+        row[2], row[3] = int(torch.randint(5, 24, ())), int(self.own.integers(5, 24))
+        return {"input_ids": row}
+
+
+class Stream(IterableDataset):
+    def __init__(self, count):
+        self.data = Augmented(count)
+
+    def __iter__(self):
+        return (self.data[index] for index in range(len(self.data)))
+
+
+class Watching(Trainer):
+    seen = ()
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        self.seen = [*self.seen, inputs["input_ids"].clone()]
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def snapshot(trainer):
+    moments = [value for state in trainer.optimizer.optimizer.state.values() for value in state.values()]
+    generators = [torch.get_rng_state(), torch.tensor(np.random.get_state()[1].astype(np.int64))]
+    return [*trainer.model.state_dict().values(), *moments, *generators, torch.tensor(random.getstate()[1])]
+
+
+def entries(trainer):
+    """Return what was logged without times, and without the mean that `train` returns of its own steps."""
+    left_out = ("runtime", "_per_second", "train_loss")
+    return [
+        {key: value for key, value in entry.items() if not key.endswith(left_out)}
+        for entry in trainer.state.log_history
+    ]
+
+
+@pytest.fixture
+def run(make, tmp_path):
+    def run(folder, resume=None, data=None, collator=None, recipe=RECIPE, callbacks=None, **settings):
+        folder = tmp_path / folder
+        if resume is not None:
+            shutil.copytree(resume, folder / resume.name)
+        trainer = make.trainer(
+            folder, trainer_class=Watching, model=make_model(), data=data or rows(24), callbacks=callbacks,
+            extra={"data_collator": collator or masking()},
+            **{
+                "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 4, "max_steps": 9,
+                "logging_steps": 1, **settings,
+            },
+        )  # fmt: skip
+        trainer.eff = attach(trainer, recipe) if recipe else None
+        trainer.train(resume_from_checkpoint=True if resume else None)
+        return trainer
+
+    return run
+
+
+def assert_goes_on(run, tmp_path, stops, make_data, make_collator=masking, **settings):
+    whole = run("whole", data=make_data(), collator=make_collator(), **settings)
+    for stop in stops:
+        resumed = run(
+            f"from{stop}", tmp_path / "whole" / f"checkpoint-{stop}", make_data(), make_collator(), **settings
+        )
+        taken = len(whole.seen) - len(resumed.seen)
+        assert taken > 0
+        for expected, found in zip(whole.seen[taken:], resumed.seen, strict=True):
+            assert torch.equal(expected, found), stop
+        for expected, found in zip(snapshot(whole), snapshot(resumed), strict=True):
+            assert torch.equal(expected, found), stop
+        assert entries(whole) == entries(resumed)
+        assert not [note for note in resumed.eff.receipt()["notes"] if "not th" in note], stop
+
+
+DATA = {"masks": lambda: rows(24), "augmented": lambda: Augmented(24)}
+
+
+@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_a_collator_or_a_data_set_draws_is_drawn_again(run, tmp_path, kind, accumulate):
+    # 6 batches are an epoch
+    settings = {"gradient_accumulation_steps": accumulate}
+    assert_goes_on(run, tmp_path, (1, 2, 3, 5, 6, 7), DATA[kind], **settings)
+
+
+@pytest.mark.parametrize("count", [22, 18], ids=["a short last batch", "a short last window"])
+def test_an_epoch_that_does_not_come_out_even(run, tmp_path, count):
+    assert_goes_on(run, tmp_path, (1, 2, 3, 5), lambda: Augmented(count), gradient_accumulation_steps=2)
+
+
+def test_a_collator_with_a_generator_of_its_own_goes_on(run, tmp_path):
+    assert_goes_on(run, tmp_path, (1, 4, 6, 8), DATA["augmented"], lambda: masking(seed=5))
+
+
+def test_an_order_that_is_drawn_from_the_same_generator(run, tmp_path):
+    settings = {"accelerator_config": {"use_seedable_sampler": False}}
+    assert_goes_on(run, tmp_path, (1, 5, 6, 7), DATA["augmented"], **settings)
+
+
+def test_a_stream_goes_on(run, tmp_path):
+    assert_goes_on(run, tmp_path, (1, 2, 4), lambda: Stream(48))
+
+
+def test_watching_changes_nothing(run):
+    watched, plain = (run(str(recipe), data=Augmented(24), recipe=recipe) for recipe in (RECIPE, None))
+    for expected, found in zip(snapshot(plain), snapshot(watched), strict=True):
+        assert torch.equal(expected, found)
+    assert entries(watched) == entries(plain)
+
+
+def test_a_run_that_is_stopped_again_and_again(run, tmp_path):
+    whole = run("whole", data=Augmented(24))
+    folder = "whole"
+    for stop in range(1, 9):
+        resumed = run(f"from{stop}", tmp_path / folder / f"checkpoint-{stop}", Augmented(24))
+        folder = f"from{stop}"
+    assert all(map(torch.equal, snapshot(whole), snapshot(resumed)))
+    assert entries(whole) == entries(resumed)
+
+
+def test_the_same_trainer_reads_the_same_loader_afterwards(run, tmp_path):
+    whole = run("whole", data=Augmented(24))
+    resumed = run("again", tmp_path / "whole" / "checkpoint-2", Augmented(24))
+    assert "__iter__" not in vars(resumed.callback_handler.train_dataloader.base_dataloader)
+    first = snapshot(resumed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert all(map(torch.equal, first, snapshot(resumed)))
+    assert all(map(torch.equal, first, snapshot(whole)))
+
+
+def test_somebody_else_may_iterate_the_loader(run, tmp_path):
+    class Peeks(TrainerCallback):
+        def on_step_begin(self, args, state, control, train_dataloader=None, **kwargs):
+            random_state = torch.get_rng_state()
+            next(iter(train_dataloader))
+            torch.set_rng_state(random_state)
+
+    settings = {"data": rows(24), "callbacks": [Peeks()]}
+    whole = run("whole", **settings)
+    resumed = run("again", tmp_path / "whole" / "checkpoint-2", **settings)
+    assert all(map(torch.equal, snapshot(whole), snapshot(resumed)))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"data": rows(28)}, "length was 6, now 7"),
+        ({"gradient_accumulation_steps": 2}, "accumulate was 1, now 2"),
+        ({"data": rows(24)[::-1]}, "read ahead is another one now"),
+        ({"ignore_data_skip": True}, None),
+        ({}, None),
+    ],
+    ids=["length", "window", "rows", "not skipped", "the same"],
+)
+def test_what_cannot_be_drawn_again_is_told(run, tmp_path, change, told):
+    run("whole")
+    resumed = run("again", tmp_path / "whole" / "checkpoint-2", **change)
+    notes = [note for note in resumed.eff.receipt()["notes"] if "drawn at random" in note or "read ahead" in note]
+    assert [told in note for note in notes] == ([True] if told else [])
+    assert resumed.state.global_step == 9
+
+
+# --- the end of an epoch
+
+
+class Told(TrainerCallback):
+    """Keeps the events of an epoch's end."""
+
+    def __init__(self):
+        self.events = []
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.events.append(("end", state.global_step, state.epoch))
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        self.events.append(("evaluated", state.global_step, metrics["eval_loss"]))
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.events.append(("begin", state.global_step, state.epoch))
+
+
+@pytest.mark.parametrize(
+    ("save", "stop"),
+    [*(("steps", stop) for stop in (3, 4, 6, 8)), *(("epoch", stop) for stop in (3, 8)), ("best", 3)],
+)
+def test_the_end_of_an_epoch_is_caught_up_on(run, tmp_path, save, stop):
+    # 3 steps are an epoch, and the run ends within the third
+    settings = {
+        "eval_strategy": "epoch", "logging_strategy": "epoch", "save_strategy": save, "max_steps": 8, "data": rows(12),
+        "load_best_model_at_end": save == "best", "metric_for_best_model": "eval_loss", "learning_rate": 1e-3,
+    }  # fmt: skip
+    told = [Told(), Told()]
+    whole = run("whole", callbacks=told[:1], **settings)
+    resumed = run("again", tmp_path / "whole" / f"checkpoint-{stop}", callbacks=told[1:], **settings)
+    assert entries(whole) == entries(resumed)
+    assert all(map(torch.equal, snapshot(whole), snapshot(resumed)))
+    assert (whole.state.best_metric, whole.state.best_global_step) == (
+        resumed.state.best_metric, resumed.state.best_global_step,
+    )  # fmt: skip
+    if stop < 8:
+        events = told[1].events[stop % 3 > 0 :]  # within an epoch, the trainer begins it anew
+        assert events == told[0].events[-len(events) :]
+
+
+def test_a_run_that_an_evaluation_that_was_due_stops(run, tmp_path):
+    from transformers import EarlyStoppingCallback
+
+    settings = {
+        "eval_strategy": "epoch", "metric_for_best_model": "eval_loss",
+        "greater_is_better": True, "data": rows(12), "logging_steps": 50,
+    }  # fmt: skip
+    runs = [
+        run(name, resume, callbacks=[EarlyStoppingCallback(early_stopping_patience=1)], **settings)
+        for name, resume in (("whole", None), ("again", tmp_path / "whole" / "checkpoint-3"))
+    ]
+    assert runs[0].state.global_step == runs[1].state.global_step
+    assert entries(runs[0]) == entries(runs[1])
