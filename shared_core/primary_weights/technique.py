@@ -27,9 +27,15 @@ from shared_core.primary_weights.optimizer_swap import (
     trained_in_16_bit,
 )
 from shared_core.primary_weights.shards import CopiesOfShards, restore_, round_part_
+from shared_core.primary_weights.slices import SlicedStep, slices, updates_each_by_itself
 from shared_core.ranks import all_reduce_, local_part
 from shared_core.sharded import is_sharded, reshard_
 from shared_core.technique import Context, Technique
+
+_OTHER_TENSORS = (
+    "the optimizer must update the tensors in its param_groups, got a 16-bit parameter that changed during the step; "
+    "use an optimizer that reads its param_groups, and change weights after the step"
+)
 
 
 class PrimaryWeights(Technique):
@@ -41,7 +47,9 @@ class PrimaryWeights(Technique):
     step; with ``stochastic_rounding`` it is w itself, and the rounding is drawn so that its mean is P.
 
     Modules, parameters and checkpoints stay as they are: P is in the optimizers only between
-    `before_optimizer_step` and `after_optimizer_step`, which must surround the optimizer's step.
+    `before_optimizer_step` and `after_optimizer_step`, which must surround the optimizer's step; with
+    ``stochastic_rounding``, and an optimizer that updates each parameter by itself, only within the step, a few
+    parameters at a time.
 
     Args:
         config: The options.
@@ -82,6 +90,14 @@ class PrimaryWeights(Technique):
         self._handed: tuple[list[Tensor | None], list[int]] | None = None
         """The gradients and versions that the parameters had when their primaries were handed over."""
         self._small_updates: dict[str, int] = {}
+        self._sliced: SlicedStep | None = None
+        self._in_slices = False
+        """Whether the step that is under way is made in slices."""
+        self._versions: list[int] = []
+        self._counts: list[Tensor] = []
+        """Elements updated, and those of them that 16 bit alone would have lost, by slice of a step that is counted."""
+        self._widened = 0
+        """The most bytes of float32 values that were there at once."""
         self._shards = CopiesOfShards()
         self._state: Mapping[str, Any] | None = None
 
@@ -105,8 +121,16 @@ class PrimaryWeights(Technique):
         """
         self._put_back()
         self._optimizers = context.optimizers
-        if not any(map(is_sharded, trained_in_16_bit(self._optimizers))):
+        parameters = trained_in_16_bit(self._optimizers)
+        if any(map(is_sharded, parameters)):
+            return
+        if self.config.kind == "fp32_copy":
             self._put_in()
+            return
+        # torch reads their format alone, so that one number can be all values
+        formats = [nn.Parameter(torch.zeros((), device=p.device).expand(p.shape)) for p in parameters]
+        self._exchanges = [Exchange(optimizer, parameters, formats) for optimizer in self._optimizers]
+        self._swap_in()
 
     def touched(self, model: nn.Module) -> Touched:
         """Return the trainable parameters in 16 bit."""
@@ -134,7 +158,9 @@ class PrimaryWeights(Technique):
         self._widen_moments(parameters, None if state is None else state["moments"])
         self._gradients.begin(parameters)
         context.widen_gradients = self._widen_gradients
-        if self.config.kind == "fp32_copy":
+        if self.config.kind == "stochastic_rounding":
+            self._slice_steps()
+        else:
             saved = {} if state is None else state["copies"]
             self._follow()
             for parameter, primary in self._copies.by_parameter.items():
@@ -144,6 +170,7 @@ class PrimaryWeights(Technique):
     def detach(self, model: nn.Module) -> None:
         """Give the optimizers their parameters back, and those their gradients' format; the state stays readable."""
         self._put_back()
+        self._close_slices()
         if self._optimizers:
             self._state = self.state_dict()
             self._gradients.end(trained_in_16_bit(self._optimizers))
@@ -161,6 +188,14 @@ class PrimaryWeights(Technique):
         """Put float32 values and gradients into the optimizers, for clipping and the step."""
         self._put_back()
         self._optimizers = context.optimizers
+        sliced = self._sliced
+        if sliced is not None and self._trained_by() == [sliced.optimizer]:
+            parameters = trained_in_16_bit(self._optimizers)
+            self._gradients.widen_all(parameters)
+            sliced.ready = parameters, lambda: self._step_in_slices(sliced, parameters, context)
+            self._versions = [parameter._version for parameter in parameters]
+            self._in_slices = self._is_in = True
+            return
         self._put_in()
         parameters = self._copies.parameters
         gradients = self._gradients.widen_all(parameters)
@@ -178,10 +213,12 @@ class PrimaryWeights(Technique):
         self._check_step()
         every = self.config.telemetry_every
         if every and (context.step - 1) % every == 0:
-            self._count_small_updates(context.step)
+            if not self._in_slices:
+                self._count_small_updates(self._copies.by_parameter)
+            self._sum_counts(context.step)
         if self.config.kind == "fp32_copy":
             self._copies.write_()
-        else:
+        elif not self._in_slices:
             self._round_stochastically(context.generator)
         self._put_back()
 
@@ -190,8 +227,45 @@ class PrimaryWeights(Technique):
         self._put_back()
         self._gradients.give_back()
 
+    def _slice_steps(self) -> None:
+        """Have the optimizer step on a few widened parameters at a time, where that is the same."""
+        self._close_slices()
+        trained_by = self._trained_by()
+        if len(trained_by) == 1 and updates_each_by_itself(trained_by[0]):
+            self._sliced = SlicedStep(trained_by[0])
+
+    def _close_slices(self) -> None:
+        if self._sliced is not None:
+            self._sliced.close()
+        self._sliced = None
+
+    def _trained_by(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for optimizer in self._optimizers if trained_in_16_bit([optimizer])]
+
+    def _step_in_slices(self, sliced: SlicedStep, parameters: list[Tensor], context: Context) -> None:
+        every = self.config.telemetry_every
+        generators = self._generators(parameters, context.generator)
+        for part in slices(self._in_model_order(parameters)):
+            primary = {p: nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in part}
+            for parameter, wide in primary.items():
+                wide.grad = parameter.grad
+            self._note_widened(primary)
+            sliced.step_(primary)
+            if every and context.step % every == 0:
+                self._count_small_updates(primary)
+            for parameter, wide in primary.items():
+                round_part_(parameter, wide, generators[parameter.device])
+
+    def _note_widened(self, primary: Mapping[Tensor, Tensor]) -> None:
+        self._widened = max(self._widened, sum(local_part(p).numel() * p.element_size() for p in primary.values()))
+
     def _put_in(self) -> None:
         self._follow()
+        if self.config.kind == "stochastic_rounding":
+            self._note_widened(self._copies.by_parameter)
+        self._swap_in()
+
+    def _swap_in(self) -> None:
         self._is_in = True
         for exchange in self._exchanges:
             exchange.swap_()
@@ -207,7 +281,9 @@ class PrimaryWeights(Technique):
                 if primary.grad is None:
                     parameter.grad = None  # the optimizer's zero_grad reached the primary alone
                 primary.grad = None
-        self._handed, self._is_in = None, False
+        if self._sliced is not None:
+            self._sliced.ready = None
+        self._handed, self._is_in, self._in_slices = None, False, False
         self._gradients.give_back()
         if self.config.kind == "stochastic_rounding":
             self._copies, self._exchanges = Copies(), []
@@ -233,16 +309,22 @@ class PrimaryWeights(Technique):
         )
 
     def _round_stochastically(self, generator: torch.Generator) -> None:
+        parameters, primary = self._copies.parameters, self._copies.by_parameter
+        generators = self._generators(parameters, generator)
+        for parameter in self._in_model_order(parameters):
+            round_part_(parameter, primary[parameter], generators[parameter.device])
+
+    @staticmethod
+    def _generators(parameters: list[Tensor], generator: torch.Generator) -> dict[torch.device, torch.Generator]:
         # One number a step from the run's own generator, which lies on the CPU and is equal on all processes.
         seed = int(torch.randint(2**62, (), generator=generator))
-        devices = {parameter.device for parameter in self._copies.parameters}
-        generators = {device: torch.Generator(device).manual_seed(seed) for device in devices}
-        # In the model's order, not the optimizer's: trainers group parameters differently, and must draw alike.
+        return {device: torch.Generator(device).manual_seed(seed) for device in {p.device for p in parameters}}
+
+    def _in_model_order(self, parameters: list[Tensor]) -> list[Tensor]:
+        # Not in the optimizer's: trainers group parameters differently, and must draw alike.
         names = self._names()
         order = {name: place for place, name in enumerate(dict(self._model.named_parameters()) if self._model else ())}
-        primary = self._copies.by_parameter
-        for parameter in sorted(primary, key=lambda p: order.get(names[p], len(order))):
-            round_part_(parameter, primary[parameter], generators[parameter.device])
+        return sorted(parameters, key=lambda p: order.get(names[p], len(order)))
 
     def _check_step(self) -> None:
         if not self._is_in:
@@ -250,26 +332,31 @@ class PrimaryWeights(Technique):
                 "primary_weights: before_optimizer_step must come before the optimizer's step, got a step without it; "
                 "call session.before_optimizer_step() when the gradients are complete"
             )
+        if self._in_slices:
+            ready = None if self._sliced is None else self._sliced.ready  # still, if the optimizer did not step
+            is_other = ready is not None and [parameter._version for parameter in ready[0]] != self._versions
+            problem = _OTHER_TENSORS if is_other else None
+        else:
+            problem = self._problem_of_copies()
+        if problem is not None:
+            self._put_back()
+            raise TrainingError(f"primary_weights: {problem}")
+
+    def _problem_of_copies(self) -> str | None:
         if self._handed is None:
-            return
-        problem = None
+            return None
         gradients, versions = self._handed
+        if [parameter._version for parameter in self._copies.parameters] != versions:
+            return _OTHER_TENSORS
         now = [parameter.grad for parameter in self._copies.parameters]
         if not are_same(now, gradients) and any(
             one is not None and one is not other for one, other in zip(now, gradients, strict=True)
         ):
-            problem = (
+            return (
                 "gradients must be changed in place once before_optimizer_step has been called, got a new tensor "
                 "in parameter.grad, which the optimizer has not seen; use mul_, copy_ and the like"
             )
-        if [parameter._version for parameter in self._copies.parameters] != versions:
-            problem = (
-                "the optimizer must update the tensors in its param_groups, got a 16-bit parameter that changed "
-                "during the step; use an optimizer that reads its param_groups, and change weights after the step"
-            )
-        if problem is not None:
-            self._put_back()
-            raise TrainingError(f"primary_weights: {problem}")
+        return None
 
     def _widen_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter in trained_in_16_bit([optimizer]):
@@ -360,6 +447,7 @@ class PrimaryWeights(Technique):
             "elements": sum(parameter.numel() for parameter in parameters),
             "format": ", ".join(sorted({dtype_name(parameter.dtype) for parameter in parameters})),
             "copy_bytes": sum(primary.numel() * primary.element_size() for primary in self._copies.values),
+            "widened_bytes_at_once": self._widened,
             "left_alone": dict(
                 Counter(dtype_name(other.dtype) + ("" if other.requires_grad else ", frozen") for other in others)
             ),
@@ -368,19 +456,23 @@ class PrimaryWeights(Technique):
             "small_updates_step": self._small_updates.get("step"),
         }
 
-    def _count_small_updates(self, step: int) -> None:
+    def _count_small_updates(self, primary: Mapping[Tensor, Tensor]) -> None:
         """Count the elements with a gradient, and those of them whose nearest 16-bit value is the old one."""
-        updated = small = 0
-        for parameter, primary in zip(self._copies.parameters, self._copies.values, strict=True):
-            if primary.grad is not None:
-                has_gradient = local_part(primary.grad).to_dense() != 0
-                same = local_part(primary).to(parameter.dtype) == local_part(parameter)
-                updated += int(has_gradient.count_nonzero())
-                small += int((has_gradient & same).count_nonzero())
-        if self._copies.is_sharded:
-            device = self._copies.parameters[0].device
-            updated, small = all_reduce_(torch.tensor([updated, small], device=device), "sum").tolist()
+        for parameter, wide in primary.items():
+            if wide.grad is not None:
+                has_gradient = local_part(wide.grad).to_dense() != 0
+                same = local_part(wide).to(parameter.dtype) == local_part(parameter)
+                self._counts.append(torch.stack([has_gradient.count_nonzero(), (has_gradient & same).count_nonzero()]))
+
+    def _sum_counts(self, step: int) -> None:
+        parameters = self._copies.parameters or trained_in_16_bit(self._optimizers)
+        found = [count.to(parameters[0].device) for count in self._counts]
+        counted = torch.stack(found).sum(0) if found else torch.zeros(2, dtype=torch.long, device=parameters[0].device)
+        if any(map(is_sharded, parameters)):
+            all_reduce_(counted, "sum")
+        updated, small = counted.tolist()
         self._small_updates = {"step": step, "updated": updated, "small": small}
+        self._counts = []
 
     def _names(self) -> dict[Tensor, str]:
         # weights of a loss, say, are in an optimizer but not in the model

@@ -1,5 +1,6 @@
 """Models loaded in 16 bit in the Hugging Face Trainer, updated in float32."""
 
+import json
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from hf_eff import attach
 from hf_eff.primary_weights import PrimaryWeights
 from shared_core.errors import MatchError
+from shared_core.primary_weights import slices, technique
 from shared_core.state_file import load_state
 
 SETTINGS = {
@@ -111,3 +113,23 @@ def test_a_float32_model_is_refused_before_training(make, tmp_path):
     trainer = make.trainer(tmp_path, model=nn.Sequential(make.classifier())[0])
     with pytest.raises(MatchError, match="must be loaded in 16 bit"):
         attach(trainer, {"primary_weights": {"kind": "fp32_copy"}})
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd", "adafactor"])
+def test_stochastic_rounding_widens_one_parameter_at_a_time(make, tmp_path, optim, monkeypatch):
+    monkeypatch.setattr(slices, "_TOGETHER", 1)
+    recipe = {"primary_weights": {"kind": "stochastic_rounding"}}
+    trainer, _ = build(make, tmp_path / "sliced", torch.bfloat16, recipe, optim=optim)
+    trainer.train()
+    told = load_receipt(tmp_path / "sliced")
+    assert told["widened_bytes_at_once"] == 4 * max(parameter.numel() for parameter in trainer.model.parameters())
+    monkeypatch.setattr(technique, "updates_each_by_itself", lambda optimizer: False)
+    whole, _ = build(make, tmp_path / "whole", torch.bfloat16, recipe, optim=optim)
+    whole.train()
+    assert load_receipt(tmp_path / "whole")["widened_bytes_at_once"] == 4 * told["elements"]
+    for one, other in zip(trainer.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def load_receipt(folder):
+    return json.loads((folder / "eff_receipt.json").read_text())["techniques"]["primary_weights"]

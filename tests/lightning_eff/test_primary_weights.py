@@ -8,6 +8,7 @@ from lightning_eff import EffCallback
 from lightning_eff.loss_scaling import precision_class
 from lightning_eff.primary_weights import PrimaryWeights
 from shared_core.errors import MatchError
+from shared_core.primary_weights import slices, technique
 
 COPY = {"primary_weights": {"kind": "fp32_copy", "telemetry_every": 4}}
 DRAWN = {"primary_weights": {"kind": "stochastic_rounding"}}
@@ -90,3 +91,18 @@ def test_an_exception_leaves_the_optimizer_and_the_model_plain(tmp_path):
 def test_a_float32_model_is_refused(tmp_path):
     with pytest.raises(MatchError, match="must be loaded in 16 bit"):
         train(tmp_path, COPY)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_stochastic_rounding_widens_one_parameter_at_a_time(accumulate, tmp_path, monkeypatch):
+    monkeypatch.setattr(slices, "_TOGETHER", 1)
+    options = {"precision": "bf16-true", "accumulate_grad_batches": accumulate}
+    callback, sliced = train(tmp_path / "sliced", DRAWN, **options)
+    told = callback.receipt.values["techniques"]["primary_weights"]
+    assert told["widened_bytes_at_once"] == 4 * max(
+        value.numel() for name, value in sliced.items() if name.startswith("net.")
+    )
+    monkeypatch.setattr(technique, "updates_each_by_itself", lambda optimizer: False)
+    callback, whole = train(tmp_path / "whole", DRAWN, **options)
+    assert callback.receipt.values["techniques"]["primary_weights"]["widened_bytes_at_once"] == 4 * told["elements"]
+    assert difference(whole, sliced) == []

@@ -25,7 +25,7 @@ def test_float32_and_frozen_parameters_are_left_alone(kind):
     session.before_optimizer_step()
     stepped = set(optimizer.param_groups[0]["params"])
     assert {model.frozen, model.hidden.weight} <= stepped
-    assert model.embed.weight not in stepped
+    assert (model.embed.weight in stepped) == (kind == "stochastic_rounding")  # widened within the step
     optimizer.step()
     session.after_optimizer_step()
     report = session.receipt()["techniques"]["primary_weights"]
