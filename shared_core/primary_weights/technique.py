@@ -97,7 +97,7 @@ class PrimaryWeights(Technique):
         self._counts: list[Tensor] = []
         """Elements updated, and those of them that 16 bit alone would have lost, by slice of a step that is counted."""
         self._widened = 0
-        """The most bytes of float32 values that were there at once."""
+        """The most bytes of float32 values that were there at once, on all processes."""
         self._shards = CopiesOfShards()
         self._state: Mapping[str, Any] | None = None
 
@@ -257,7 +257,7 @@ class PrimaryWeights(Technique):
                 round_part_(parameter, wide, generators[parameter.device])
 
     def _note_widened(self, primary: Mapping[Tensor, Tensor]) -> None:
-        self._widened = max(self._widened, sum(local_part(p).numel() * p.element_size() for p in primary.values()))
+        self._widened = max(self._widened, sum(p.numel() * p.element_size() for p in primary.values()))
 
     def _put_in(self) -> None:
         self._follow()
@@ -283,7 +283,7 @@ class PrimaryWeights(Technique):
                 primary.grad = None
         if self._sliced is not None:
             self._sliced.ready = None
-        self._handed, self._is_in, self._in_slices = None, False, False
+        self._handed, self._is_in, self._in_slices, self._counts = None, False, False, []
         self._gradients.give_back()
         if self.config.kind == "stochastic_rounding":
             self._copies, self._exchanges = Copies(), []
