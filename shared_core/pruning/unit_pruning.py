@@ -183,7 +183,7 @@ class UnitPruning:
         elif criterion == "fisher":
             scores = self._added(group, lambda part: scorer.scores(part.tensor, self._tensors[part.tensor]), None)
         else:
-            # magnitude is that of all weights of a unit: those that make it, and those that read it
+            # magnitude is that of all weights of a unit: those that make it, scale it in a norm, and read it
             slices = group.slices if criterion == "magnitude" else masked_slices(group)
             parts = [part for part in slices if part.tensor in self._tensors]
             if criterion == "bn_scale":
@@ -194,7 +194,8 @@ class UnitPruning:
                         "take another criterion, or skip its layers"
                     )
             else:
-                parts = [part for part in parts if part.role in ("out", "in") and not part.tensor.endswith("bias")]
+                roles = ("out", "norm", "in") if criterion == "magnitude" else ("out",)
+                parts = [part for part in parts if part.role in roles and not part.tensor.endswith("bias")]
             weights = [
                 gather_units(whole(self._tensors[part.tensor].detach()), part.axis, part.positions) for part in parts
             ]

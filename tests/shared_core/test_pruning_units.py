@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from shared_core.errors import CheckpointError
+from shared_core.pruning import prune
 from shared_core.recipe import Recipe
 from shared_core.session import Session
 
@@ -87,3 +88,16 @@ def test_units_are_found_beneath_layers_that_round(other):
     lost = model["experts.0.0.weight"].eq(0).all(1)
     assert 0 < lost.sum() < 32
     assert set(model) == set(plain)
+
+
+def test_the_magnitude_of_a_channel_is_the_mean_over_what_makes_scales_and_reads_it():
+    first, norm, last = nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
+    with torch.no_grad():
+        first.weight.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]).view(4, 1, 1, 1))
+        last.weight.fill_(0.5)
+        norm.weight.copy_(torch.tensor([5.0, -5.0, 0.5, 0.5]))  # without them the first two are the lowest
+        norm.bias.copy_(torch.tensor([0.0, 0.0, 9.0, 9.0]))  # a shift counts for nothing
+    model = nn.Sequential(first, norm, last)
+    report = prune(model, {"sparsity": 0.5, "granularity": "channel"}, [torch.zeros(2, 1, 3, 3)])
+    assert [(unit["pruned"], unit["units"]) for unit in report.units] == [(2, 4)]
+    assert [bool(row.any()) for row in first.weight] == [True, True, False, False]
