@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shared_core.activation_checkpointing import apply_segments, find_blocks
-from shared_core.activation_checkpointing.budget import plan_segments, profile_blocks
-from shared_core.activation_checkpointing.live_bytes import measure_peak
-from shared_core.activation_checkpointing.plan import choose_segments
-from shared_core.activation_checkpointing.segments import Handle
-from shared_core.activation_checkpointing.selective import selective_contexts
+from shared_core.activation_checkpointing.budget_planner import choose_segments
+from shared_core.activation_checkpointing.memory_budget import plan_segments, profile_blocks
+from shared_core.activation_checkpointing.profiler import measure_peak
+from shared_core.activation_checkpointing.segments import Handle, selective_contexts
 
 FRACTIONS = (0.2, 0.3, 0.5, 0.7, 0.9)
 Segments = Sequence[Sequence[str]]

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from shared_core import Recipe, Session
-from shared_core.quantization import convert, export_onnx, quantize
+from shared_core.quantization import convert, quantize
+from shared_core.tools.export import export_onnx
 
 GOAL = 1 / 3  # of the float model's time
 

@@ -14,8 +14,8 @@ from measure import MIB, Row, interleaved, main, milliseconds, python, ratio, ru
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from shared_core.soup import AverageConfig, WeightAverage
-from shared_core.technique import Context
+from shared_core.engine.technique import Context
+from shared_core.weight_average import AverageConfig, WeightAverage
 
 PROGRAMS = str(Path(__file__).with_name("soup_programs.py"))
 CHECKPOINTS, FEW = 16, 4

@@ -11,8 +11,7 @@ from measure import Row, interleaved, main, milliseconds, ratio
 from torch import nn
 
 from shared_core.pruning import prune_masks
-from shared_core.pruning.sparse_inference import sparse_layers
-from shared_core.pruning.sparse_speed import SparseSpeed, measure_sparse_speed
+from shared_core.tools.sparse_inference.convert import SparseSpeed, measure_sparse_speed, sparse_layers
 
 BATCHES = (1, 16, 256)
 BLOCK = 16

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shared_core import Recipe, Session
 from shared_core.distillation import kd_loss
 from shared_core.distillation.mutual import mix
-from shared_core.pruning.compression.sharing import put_values_, share_values, summed_by_code
+from shared_core.weight_clustering.clustering import put_values_, share_values, summed_by_code
 
 TENSORS, WIDTH, BATCH = 100, 16, 4
 # What was to be done once is done after a few steps: masks are made, ranges are known, averages are kept.

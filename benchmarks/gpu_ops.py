@@ -10,14 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from eff_kernels.loss_scaling import count_magnitudes
+from eff_kernels.loss_scaling import count_magnitudes, unscale_and_count_
 from eff_kernels.masks import pack_bits, unpack_bits
 from eff_kernels.optimizer import masked_adamw_
 from eff_kernels.pruning import apply_mask_
-from eff_kernels.quantization import fake_quantize, fake_quantize_symmetric
-from eff_kernels.quantization_group import fake_quantize_fp8, fake_quantize_groups
-from eff_kernels.quantization_learned import lsq_fake_quantize
-from eff_kernels.unscaling import unscale_and_count_
+from eff_kernels.quantization.affine import fake_quantize, fake_quantize_symmetric
+from eff_kernels.quantization.group import fake_quantize_fp8, fake_quantize_groups
+from eff_kernels.quantization.learned import lsq_fake_quantize
 from operations import At, Call, Case
 from torch import Tensor, nn
 from torchao.quantization import PerRow

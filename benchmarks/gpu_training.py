@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from shared_core import Recipe, Session
-from shared_core.distillation.chunked import chunked_kd_loss
+from shared_core.distillation.chunked.loss import chunked_kd_loss
 from shared_core.fp8 import Fp8Config
-from shared_core.fp8.convert import convert_layer
-from shared_core.fp8.probe import why_not_native
+from shared_core.fp8.layers import convert_layer
+from shared_core.fp8.native import why_not_native
 
 
 def fp8_linear(at: At, recipe: str) -> Case:

@@ -21,7 +21,7 @@ from replicas import Runs, main, mean, spread
 from torch import Tensor, nn
 
 from shared_core import Recipe, Session
-from shared_core.pruning import compress, decompress
+from shared_core.tools.compression import compress, decompress
 
 SEEDS, STEPS, BATCH, LEARNING_RATE = 3, 2500, 64, 2e-3
 AUGMENTATIONS = 6

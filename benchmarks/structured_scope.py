@@ -27,7 +27,9 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from shared_core.pruning import find_groups, prune, shrink
+from shared_core.channel_graph import find_groups
+from shared_core.pruning import prune
+from shared_core.tools.shrink import shrink
 
 EPOCHS, TUNING, BATCH, RATE = 16, 4, 128, 3e-3
 SPARSITIES = (0.3, 0.5)
@@ -150,7 +152,7 @@ def _by_us(
     undivided = variant.endswith("not divided")
     if undivided:
         options["max_layer_sparsity"] = 1.0
-    path = "shared_core.pruning.unit_pruning.relative_scores"
+    path = "shared_core.pruning.structured.relative_scores"
     with mock.patch(path, lambda scores, live: scores) if undivided else mock.patch.dict({}):
         report = prune(model, options, [example])
     least = min(1 - unit["pruned"] / unit["units"] for unit in report.units)

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader
 
+from shared_core.engine.receipt import environment
 from shared_core.quantization import convert
-from shared_core.receipt import environment
 
 NOTES = """\
 file: model.safetensors in fp32; after int8 training, the codes and scales of convert(), whose accuracy is shown

@@ -9,7 +9,7 @@ from pathlib import Path
 from digits_hf import make_trainer, train, vision_transformer
 
 from hf_eff import Pruning, WeightSharing
-from shared_core.pruning import compress, decompress
+from shared_core.tools.compression import compress, decompress
 
 if __name__ == "__main__":
     techniques = {

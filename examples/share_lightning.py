@@ -7,7 +7,7 @@ import torch
 from digits_lightning import Classifier, digits, make_trainer
 
 from lightning_eff import Pruning, WeightSharing
-from shared_core.pruning import compress, decompress
+from shared_core.tools.compression import compress, decompress
 
 torch.set_num_threads(1)  # more only get into each other's way with a model so small
 

@@ -25,7 +25,8 @@ from transformers import (
     DataCollatorWithPadding,
 )
 
-from shared_core.soup import greedy_soup, open_ingredient, path_table, save_soup, uniform_soup
+from shared_core.checkpoint_formats import open_ingredient
+from shared_core.soup import greedy_soup, path_table, save_soup, uniform_soup
 
 SIZE = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 256}
 

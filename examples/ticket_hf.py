@@ -10,7 +10,7 @@ import tempfile
 from digits_hf import make_trainer
 
 from hf_eff import EffCallback
-from shared_core.pruning import LotteryTicket
+from shared_core.lottery_ticket import LotteryTicket
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:

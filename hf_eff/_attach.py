@@ -8,11 +8,11 @@ from typing import Any
 
 from transformers import Trainer
 
-from hf_eff._session_callback import SessionCallback
+from hf_eff._trainer_hooks import SessionCallback
 from hf_eff.training_args import EffFlags
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, TrainingError
-from shared_core.recipe import Recipe
-from shared_core.session import Session
 
 
 def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | None = None) -> Session:

@@ -1,4 +1,7 @@
-"""The trainer's checkpoint folders: which there are, which are whole, and their weights under the model's names."""
+"""The trainer's checkpoint folders: which there are, which are whole, and their weights under the model's names.
+
+What each process alone holds, in the main process's file: the trainer saves that process's weights and buffers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import shutil
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,14 +25,23 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from shared_core.atomic import clean_strays, named_failure
+from shared_core.checkpoint_formats import check_indexes, load_torch_file, open_ingredient, read_json, storage_key
+from shared_core.checkpoint_formats.plain import write_deployment
+from shared_core.distributed.collectives import (
+    everyones,
+    other_processes,
+    own_buffers,
+    own_state,
+    put_buffers_,
+    rank,
+    with_own_state,
+    world_size,
+)
+from shared_core.engine.session import Session
+from shared_core.engine.state_file import STATE_FILE, load_state
 from shared_core.errors import CheckpointError
-from shared_core.file_list import begin_list, damage_by_list, finish_list, is_unfinished
-from shared_core.plain_checkpoint import write_deployment
-from shared_core.ranks import world_size
-from shared_core.session import Session
-from shared_core.soup.sources import check_indexes, load_torch_file, open_ingredient, read_json, storage_key
-from shared_core.state_file import STATE_FILE, load_state
+from shared_core.files.atomic import clean_strays, named_failure
+from shared_core.files.journal import begin_list, damage_by_list, finish_list, is_unfinished
 
 _STATE = "trainer_state.json"
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
@@ -351,3 +363,33 @@ def load_renamed_(model: nn.Module, folder: Path) -> None:
     weights = ModelWeights(folder, model)
     if weights.renamed:
         model.load_state_dict(dict(weights))
+
+
+def gathered(session: Session, trainer: Trainer, **more: Any) -> dict[str, Any]:
+    """Return the session's state and `more` with what the other processes hold otherwise; each must call it."""
+    state = {**session.state_dict(), **more}
+    if world_size() == 1:
+        return state
+    mine = {**own_state(state), "buffers": own_buffers(cast(Any, session.context).model, trainer.model_wrapped)}
+    return {**state, "ranks": everyones(mine)}
+
+
+def load(session: Session, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Put back this process's state and buffers; where another number saved them, the main process's, which is told.
+
+    Returns:
+        What was saved of this process, empty where another number did.
+    """
+    ranks = state.get("ranks", ())
+    if len(ranks) != world_size():
+        session.load_state_dict(state)
+        if max(len(ranks), 1) != world_size():
+            session.note(other_processes(max(len(ranks), 1)))
+            return {}
+        return state
+    mine = ranks[rank()]
+    of_main = {name: value for name, value in state.items() if name != "ranks"}
+    own: Mapping[str, Any] = with_own_state(of_main, mine)
+    session.load_state_dict(own)
+    put_buffers_(cast(Any, session.context).model, mine["buffers"])
+    return own

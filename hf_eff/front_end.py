@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shared_core.recipe import Recipe
+from shared_core.engine.recipe import Recipe
 
 _MODULE = "transformers.trainer"
 
@@ -42,13 +42,13 @@ class HuggingFace:
 
     def load_teacher(self, name: str, student: nn.Module) -> nn.Module:
         """Return the transformers model in a folder or on the Hub, for the other front end too."""
-        from hf_eff._teacher import load_teacher
+        from hf_eff._services import load_teacher
 
         return load_teacher(name, student)
 
     def empty_model(self, folder: str) -> nn.Module:
         """Return the transformers model that a folder's config describes, without values (on the meta device)."""
-        from hf_eff._teacher import empty_model
+        from hf_eff._services import empty_model
 
         return empty_model(folder)
 
@@ -60,7 +60,7 @@ class HuggingFace:
 
     def evaluator(self, task: str, folder: Path, data: Path, **options: Any) -> Any:
         """Return what gives a state dict of the model in a folder its metric on local data; see `FolderEvaluator`."""
-        from hf_eff._evaluator import FolderEvaluator
+        from hf_eff.evaluation.evaluator import FolderEvaluator
 
         return FolderEvaluator(task, folder, data, **options)
 

@@ -9,9 +9,9 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from hf_eff._attach import attach, session_callback_of
-from hf_eff._technique_callback import EffCallback
-from shared_core.recipe import Recipe
-from shared_core.session import Session
+from hf_eff.callbacks import EffCallback
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
 
 
 class EffTrainerMixin:

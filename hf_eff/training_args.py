@@ -12,12 +12,11 @@ from typing import Any, Literal, cast, get_args, get_origin
 
 from transformers import TrainingArguments
 
-from shared_core.config import TechniqueConfig
+from shared_core.config.options import TechniqueConfig, default_text, meaning, type_text
+from shared_core.config.training_time import Position
+from shared_core.engine.recipe import PARTIAL_FLAG, Recipe
+from shared_core.engine.registry import ROOMS, flags
 from shared_core.errors import ConfigError
-from shared_core.option_texts import default_text, meaning, type_text
-from shared_core.positions import Position
-from shared_core.recipe import PARTIAL_FLAG, Recipe
-from shared_core.rooms import ROOMS, flags
 
 RECIPE_FLAG = "eff_recipe"
 _FIRST_READ = "auto_find_batch_size"

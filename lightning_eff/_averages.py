@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_eff._wrapped import Wrapped
-from shared_core.session import Session
+from shared_core.engine.session import Session
 
 AVERAGING = {"StochasticWeightAveraging", "WeightAveraging"}
 

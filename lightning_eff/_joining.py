@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_eff._namespaces import callback_kinds
+from lightning_eff._environment import callback_kinds
 from lightning_eff._services import say
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
-from shared_core.recipe import Recipe
-from shared_core.session import Session
 
 
 def as_recipe(recipe: Mapping[str, Any] | str | Path) -> Recipe:

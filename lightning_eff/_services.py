@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_eff._saved_weights import latent_weights
-from lightning_eff._sharding import through_root
+from lightning_eff._checkpoints import latent_weights
+from lightning_eff._fsdp2 import through_root
+from shared_core.checkpoint_formats import RUN_KEY, DistributedWeights, load_torch_file
+from shared_core.checkpoint_formats.plain import LIGHTNING_META
+from shared_core.checkpoint_formats.teacher_weights import is_bare_weights, same_class_teacher, teacher_from_weights
+from shared_core.distributed.collectives import is_main
+from shared_core.distributed.sharded_tensors import reshard_
+from shared_core.engine.state_file import rng_state, set_rng_state
+from shared_core.engine.technique import BareServices, SavedCheckpoint
 from shared_core.errors import CheckpointError, CompatibilityError, MissingExtraError, TrainingError
-from shared_core.plain_checkpoint import LIGHTNING_META
-from shared_core.ranks import is_main
-from shared_core.same_class_teacher import is_bare_weights, same_class_teacher, teacher_from_weights
-from shared_core.sharded import reshard_
-from shared_core.soup.sources import RUN_KEY, DistributedWeights, load_torch_file
-from shared_core.state_file import rng_state, set_rng_state
-from shared_core.technique import BareServices, SavedCheckpoint
 
 _INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
 
@@ -259,7 +259,7 @@ def _as_module(model: Any) -> nn.Module:
 
 
 def _hub_teacher(name: str, student: nn.Module) -> nn.Module:
-    from shared_core.cli.run import front_ends
+    from shared_core.front_ends.finding import front_ends
 
     for front_end in front_ends():
         if (load := getattr(front_end, "load_teacher", None)) is not None:

@@ -8,9 +8,8 @@ import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from shared_core.config import TechniqueConfig
-from shared_core.option_texts import meaning
-from shared_core.rooms import room
+from shared_core.config.options import TechniqueConfig, meaning
+from shared_core.engine.registry import room
 
 _Class = TypeVar("_Class", bound=type)
 

@@ -18,9 +18,9 @@ def for_pytorch_lightning() -> list[Any]:
     if not source:
         # Runs in every Trainer of the environment, so nothing is imported before it is needed.
         return []
-    from lightning_eff._session_callback import EffCallback
+    from lightning_eff._trainer_hooks import EffCallback
+    from shared_core.engine.recipe import Recipe
     from shared_core.errors import ConfigError
-    from shared_core.recipe import Recipe
 
     try:
         return [EffCallback(Recipe.from_yaml(source))]

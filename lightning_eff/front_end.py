@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lightning_eff.auto_callback import VARIABLE
 
 if TYPE_CHECKING:
-    from shared_core.recipe import Recipe
+    from shared_core.engine.recipe import Recipe
 
 
 class LightningFrontEnd:
@@ -24,7 +24,7 @@ class LightningFrontEnd:
 
     def install(self, recipe: Recipe) -> None:
         """Write the recipe to a file and name it in the environment, which child processes inherit."""
-        from shared_core.atomic import folder_aside
+        from shared_core.files.atomic import folder_aside
 
         folder = folder_aside(tempfile.gettempdir())
         atexit.register(_remove, folder, os.getpid())
@@ -34,7 +34,7 @@ class LightningFrontEnd:
 
     def used(self) -> bool:
         """Return whether training with techniques of a recipe was started in this process."""
-        module = sys.modules.get("lightning_eff._session_callback")
+        module = sys.modules.get("lightning_eff._trainer_hooks")
         return module is not None and module.EffCallback.num_started > 0
 
 

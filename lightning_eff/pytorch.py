@@ -19,9 +19,8 @@ from lightning_eff import QLora as QLora
 from lightning_eff import QuantizationAwareTraining as QuantizationAwareTraining
 from lightning_eff import WeightAverage as WeightAverage
 from lightning_eff import WeightSharing as WeightSharing
-from lightning_eff._namespaces import PYTORCH_LIGHTNING
-from lightning_eff.fp8 import fp8_precision_class
-from lightning_eff.loss_scaling import precision_class
+from lightning_eff._environment import PYTORCH_LIGHTNING
+from lightning_eff.precision import fp8_precision_class, precision_class
 from lightning_eff.strategies import ddp_class, fsdp_class
 
 if TYPE_CHECKING:

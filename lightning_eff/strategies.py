@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_eff._namespaces import PYTORCH_LIGHTNING, installed, strategies
-from lightning_eff._sharding import Sharding, through_root
+from lightning_eff._environment import PYTORCH_LIGHTNING, installed, strategies
+from lightning_eff._fsdp2 import Sharding, through_root
 from lightning_eff._wrapped import Wrapped
 from shared_core.errors import CompatibilityError
 from shared_core.gradient_compression import CommConfig
@@ -62,7 +62,7 @@ def ddp_class(namespace: str) -> Any:
             """Wrap the model; let a session of ours run if no callback does."""
             super().setup(trainer)
             if self.eff_recipe:
-                from lightning_eff._session_callback import EffCallback
+                from lightning_eff._trainer_hooks import EffCallback
 
                 EffCallback.join_late(trainer, trainer.lightning_module)
 
@@ -167,7 +167,7 @@ def fsdp_class(namespace: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from lightning_eff._namespaces import DDPStrategy, ModelParallelStrategy
+    from lightning_eff._environment import DDPStrategy, ModelParallelStrategy
 
     class EffDDPStrategy(DDPStrategy):  # noqa: D101
         def __init__(self, comm: dict[str, Any] | None = ..., **kwargs: Any) -> None: ...

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from shared_core.lazy_exports import export_lazily
 
 if TYPE_CHECKING:
+    from shared_core.engine.recipe import Recipe as Recipe
+    from shared_core.engine.session import Session as Session
     from shared_core.errors import EffError as EffError
-    from shared_core.recipe import Recipe as Recipe
-    from shared_core.session import Session as Session
 
 export_lazily(__name__)

@@ -46,7 +46,7 @@ def test_no_import_points_upwards_or_sideways():
 
 
 def test_no_room_imports_another_room():
-    from shared_core.rooms import ROOMS
+    from shared_core.engine.registry import ROOMS
 
     names = {room.name for room in ROOMS.values()}
     for path in FLOORS["shared_core"].rglob("*.py"):
@@ -107,7 +107,7 @@ def test_every_package_is_listed_for_the_wheel():
 
 
 def test_a_technique_has_the_same_name_on_every_floor():
-    from shared_core.rooms import ROOMS
+    from shared_core.engine.registry import ROOMS
 
     for room in ROOMS.values():
         assert (FLOORS["shared_core"] / room.name).is_dir() or (FLOORS["shared_core"] / f"{room.name}.py").is_file()

@@ -19,8 +19,8 @@ from torch import nn
 
 from shared_core import Recipe
 from shared_core.cli import app
-from shared_core.cli.run import recipe_of, take_flags
-from shared_core.rooms import ROOMS, flags
+from shared_core.engine.registry import ROOMS, flags
+from shared_core.front_ends.flags import recipe_of, take_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -33,7 +33,7 @@ def test_the_page_is_the_generated_one(benchmarks, result):
 
 
 def test_what_eff_explain_tells_is_the_same_result(benchmarks, result):
-    told = json.loads((ROOT / "shared_core" / "scale" / "measured.json").read_text(encoding="utf-8"))
+    told = json.loads((ROOT / "shared_core" / "tools" / "planning" / "measured.json").read_text(encoding="utf-8"))
     assert told == benchmarks["page"].figures(result), "run `python benchmarks/cost.py --page`"
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shared_core import logged_figures
 from shared_core.cli.compat import distributed_markdown, pairs_markdown
 from shared_core.cli.flags import markdown
-from shared_core.rooms import ROOMS
+from shared_core.engine import metrics as logged_figures
+from shared_core.engine.registry import ROOMS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -67,7 +67,7 @@ def test_story(story, tmp_path, monkeypatch, capsys):
 
 
 def test_every_technique_has_an_example_on_both_front_ends():
-    from shared_core.rooms import ROOMS
+    from shared_core.engine.registry import ROOMS
 
     names = {path.stem for path in SCRIPTS}
     for room in ROOMS.values():

@@ -29,14 +29,14 @@ def test_front_ends_load_nothing_before_they_are_used():
 
 def test_session_and_flags_of_all_techniques_load_neither_techniques_nor_libraries():
     # what every script with a trainer of ours imports beside that trainer's own library
-    code = "import shared_core.session, shared_core.compatibility, shared_core.rooms as r; r.flags()"
+    code = "import shared_core.engine.session, shared_core.engine.compatibility, shared_core.engine.registry as r; r.flags()"
     added = loaded(f"import torch; {code}") - loaded("import torch")
     assert "shared_core.pruning.config" in added
     assert not added & set(HEAVY)
     techniques = {name for name in added if name.startswith("shared_core.") and name.endswith(".technique")}
-    techniques -= {"shared_core.technique"}  # their base
+    techniques -= {"shared_core.engine.technique"}  # their base
     assert not techniques
-    needed = {"eff_kernels.fp8", "eff_kernels.eager_cuda", "eff_kernels.triton_available"}
+    needed = {"eff_kernels.fp8", "eff_kernels._triton.launch"}
     assert not {name for name in added if name.startswith("eff_kernels.")} - needed
 
 
@@ -49,7 +49,7 @@ def test_help_waits_for_no_framework(command):
 
 def test_a_function_is_not_hidden_by_the_module_that_it_is_named_after():
 
-    assert quantization.convert is sys.modules["shared_core.quantization.convert"].convert
+    assert quantization.convert is sys.modules["shared_core.quantization.integer.convert"].convert
 
 
 def test_lazy_packages_tell_their_names(tmp_path, monkeypatch):

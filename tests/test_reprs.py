@@ -7,7 +7,7 @@ from torch import nn
 import hf_eff
 import lightning_eff
 from shared_core import Recipe
-from shared_core.rooms import ROOMS
+from shared_core.engine.registry import ROOMS
 
 NAMES = {room.config_name: room.config_class for room in ROOMS.values()} | {"Recipe": Recipe}
 HF = {kind.key: kind for kind in (getattr(hf_eff, name) for name in hf_eff.__all__) if getattr(kind, "key", "")}

@@ -12,11 +12,11 @@ import pytest
 import typer
 
 from shared_core.cli import app
-from shared_core.rooms import ROOMS
+from shared_core.engine.registry import ROOMS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"hf_eff", "lightning_eff", "shared_core", *(f"shared_core.{room.name}" for room in ROOMS.values())}
-PACKAGES |= {"shared_core.chain", "shared_core.numerics", "shared_core.scale"}
+PACKAGES |= {"shared_core.tools.distillation_chain", "shared_core.numerics", "shared_core.tools.planning"}
 BUILD = """
 import socket, sys
 def refuse(*_):

@@ -7,14 +7,14 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from shared_core.rooms import ROOMS
+from shared_core.engine.registry import ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     "hf_eff", "lightning_eff", "shared_core", *dict.fromkeys(f"shared_core.{room.name}" for room in ROOMS.values()),
-    "shared_core.distillation.cache", "shared_core.chain", "shared_core.scale", "shared_core.explanation",
-    "shared_core.numerics", "shared_core.plain_checkpoint", "shared_core.config", "shared_core.positions",
-    "shared_core.technique", "shared_core.errors", "eff_kernels",
+    "shared_core.distillation.teacher_cache", "shared_core.tools.distillation_chain", "shared_core.tools.planning", "shared_core.tools.planning.explain",
+    "shared_core.numerics", "shared_core.checkpoint_formats.plain", "shared_core.config.options", "shared_core.config.training_time",
+    "shared_core.engine.technique", "shared_core.errors", "eff_kernels",
 )  # fmt: skip
 LAUNCHERS = ("_triton", "_launch", "_dispatch")  # modules of eff_kernels that its own functions call
 

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from eff_kernels.eager_cuda import compiles_for
+from eff_kernels._triton.launch import compiles_for
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 """What `kd_rows_` can compute."""
@@ -123,7 +123,7 @@ def kd_rows_(
     options = (temperature, soft_weight, hard_weight, divergence, beta, student_softcap, teacher_softcap)
     runs = student_logits.is_cuda and compiles_for(student_logits.device)
     if runs and dtype == torch.float32 and teacher_logits.dtype != torch.float64:
-        from eff_kernels.distillation_triton import kd_rows_triton_
+        from eff_kernels._triton.distillation import kd_rows_triton_
 
         # Triton launches on the current device, which need not be that of the logits
         with torch.cuda.device(student_logits.get_device()):

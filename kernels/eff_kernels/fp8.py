@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eff_kernels.eager_cuda import on_eager_cuda
+from eff_kernels._triton.launch import on_eager_cuda
 
 Block = tuple[int, int]
 Rounding = Literal["exact", "power_of_two", "mx"]
@@ -167,7 +167,7 @@ def fp8_quantize(
         rounding: As there.
         both: As there.
     """
-    from eff_kernels.fp8_triton import quantize_triton
+    from eff_kernels._triton.fp8 import quantize_triton
 
     return quantize_triton(x, past, dtype, (block[0], block[1]), rounding, both)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eff_kernels.tensor_table import runs_in_one_launch
+from eff_kernels._triton.launch import runs_in_one_launch
 
 COMPARED = 16
 """The largest group that is ranked by comparing each pair."""
@@ -56,7 +56,7 @@ def rank_groups(scores: Tensor, n: int, m: int, axis: int) -> tuple[Tensor, Tens
     """Return `n_of_m_mask` as one operator, and a flag, bool ``[1]``: whether a score was NaN."""
     if not scores.is_cuda:
         return _rank_groups(scores, n, m, axis), _has_nan(scores).view(1)
-    from eff_kernels.masks_triton import rank_groups_triton
+    from eff_kernels._triton.masks import rank_groups_triton
 
     with torch.cuda.device(scores.device):
         return rank_groups_triton(scores, n, m, math.prod(scores.shape[axis + 1 :]))
@@ -122,7 +122,7 @@ def packed_bits(mask: Tensor) -> Tensor:
     """Return `pack_bits` of a contiguous mask as one operator."""
     if not mask.is_cuda:
         return _pack_bits(mask)
-    from eff_kernels.masks_triton import pack_bits_triton
+    from eff_kernels._triton.masks import pack_bits_triton
 
     with torch.cuda.device(mask.device):
         return pack_bits_triton(mask)
@@ -160,7 +160,7 @@ def unpacked_bits(packed: Tensor, shape: list[int]) -> Tensor:
     """Return `unpack_bits` of contiguous bytes as one operator."""
     if not packed.is_cuda:
         return _unpack_bits(packed, shape)
-    from eff_kernels.masks_triton import unpack_bits_triton
+    from eff_kernels._triton.masks import unpack_bits_triton
 
     with torch.cuda.device(packed.device):
         return unpack_bits_triton(packed, shape)

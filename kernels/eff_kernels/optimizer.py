@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from eff_kernels._triton.launch import runs_in_one_launch
 from eff_kernels.pruning import apply_mask_, fit_masks
-from eff_kernels.tensor_table import runs_in_one_launch
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -111,7 +111,7 @@ def masked_adamw_of(
     if not params[0].is_cuda:
         _masked_adamw(*columns, steps, masks, grad_scale, found_inf, *numbers, maximize)
         return
-    from eff_kernels.optimizer_triton import masked_adamw_triton_
+    from eff_kernels._triton.optimizer import masked_adamw_triton_
 
     with torch.cuda.device(params[0].device):
         masked_adamw_triton_(*columns, steps, masks, grad_scale, found_inf, *numbers, maximize)

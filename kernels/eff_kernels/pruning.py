@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eff_kernels.digits import kth_smallest_key
-from eff_kernels.eager_cuda import compiles_for
+from eff_kernels._triton.launch import compiles_for, runs_in_one_launch
 from eff_kernels.masks import unpack_bits
-from eff_kernels.tensor_table import runs_in_one_launch
+from eff_kernels.top_k import kth_smallest_key
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # torch widens a bool operand into a temporary of the other's type; in pieces of 2 MiB that stays in cache
@@ -102,7 +101,7 @@ def store_zeros_(tensors: list[Tensor], masks: list[Tensor], packed: bool) -> No
     if not tensors[0].is_cuda:
         _apply_masks(zip(tensors, masks, strict=True))
         return
-    from eff_kernels.pruning_triton import apply_mask_triton_
+    from eff_kernels._triton.pruning import apply_mask_triton_
 
     with torch.cuda.device(tensors[0].device):
         apply_mask_triton_([tensor.view(_BITS[tensor.element_size()]) for tensor in tensors], masks, packed)

@@ -41,7 +41,7 @@ def round_float_(
 
     Source: Gupta et al. 2015, arXiv:1502.02551; Salmon et al. 2011, *Parallel Random Numbers: As Easy as 1, 2, 3*.
     """
-    from eff_kernels.rounding_triton import round_triton_
+    from eff_kernels._triton.rounding import round_triton_
 
     round_triton_(out, x, rounding, mantissa, bias, largest, beyond, infinite, seed, noise)
 

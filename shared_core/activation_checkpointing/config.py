@@ -1,11 +1,22 @@
-"""The options of activation checkpointing."""
+"""The options of activation checkpointing.
+
+Budgets as they are written.
+
+Names of policies.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from shared_core.config import TechniqueConfig, option
+from shared_core.config.options import TechniqueConfig, option
+from shared_core.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from shared_core.activation_checkpointing.budget_planner import SegmentPlan, StepCost
 
 BUDGET = "budget:"
 """Before the memory that a plan keeps within."""
@@ -40,14 +51,89 @@ class CheckpointingConfig(TechniqueConfig):
     @property
     def budget(self) -> tuple[float, str]:
         """The number that a budget names, and of what: fraction, bytes, least."""
-        from shared_core.activation_checkpointing.budget import parse_budget
-
         parsed = parse_budget(self.policy)
         return parsed.value, parsed.unit
 
     def validate(self) -> None:
         """Refuse a policy that does not exist."""
         # not above: it imports FSDP2 and the compiler, seconds that those who only list the options must not wait
-        from shared_core.activation_checkpointing.policies import check_policy
 
         check_policy(self.policy)
+
+
+_SUFFIXES = {"GiB": 1 << 30, "MiB": 1 << 20}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much memory the activations of a step may take: `value` in units of `unit`."""
+
+    value: float
+    unit: Literal["fraction", "bytes", "least"]
+
+    def plan(self, cost: StepCost) -> SegmentPlan:
+        """Return the segments that keep within the budget in a step of this cost.
+
+        Raises:
+            ConfigError: If none do; names the least.
+        """
+        # not above: whoever only lists the options must not wait for torch
+        from shared_core.activation_checkpointing.budget_planner import choose_segments, peak_bytes
+
+        return choose_segments(cost, self.num_bytes(peak_bytes(cost, ())))
+
+    def num_bytes(self, full_peak: int) -> float | None:
+        """Return what it comes to in a step that holds so much without checkpointing; None for the least."""
+        return None if self.unit == "least" else self.value * (full_peak if self.unit == "fraction" else 1)
+
+
+def parse_budget(policy: str) -> Budget:
+    """Return the budget that a policy names.
+
+    A number below 1 is a fraction of what the step holds without checkpointing, a number from 1 on are GiB: so ``1.0``
+    is one GiB, for all of the memory would be no checkpointing. With ``GiB`` or ``MiB`` behind it, it is that.
+    ``least`` is the least there is.
+
+    Args:
+        policy: ``budget:<fraction|GiB>``, ``budget:<number>GiB``, ``budget:<number>MiB`` or ``budget:least``.
+
+    Raises:
+        ConfigError: If it is none of these, or not positive.
+
+    Example:
+        >>> parse_budget("budget:0.5")
+        Budget(value=0.5, unit='fraction')
+        >>> parse_budget("budget:2").value == parse_budget("budget:2048MiB").value == 2 * 2**30
+        True
+        >>> parse_budget("budget:0.5GiB"), parse_budget("budget:least").unit
+        (Budget(value=536870912.0, unit='bytes'), 'least')
+    """
+    kind, _, text = policy.partition(":")
+    if (kind, text) == ("budget", "least"):
+        return Budget(0.0, "least")
+    suffix = text[-3:] if text[-3:] in _SUFFIXES else ""
+    value = math.nan
+    with contextlib.suppress(ValueError):
+        value = float(text.removesuffix(suffix))
+    if kind != "budget" or not 0 < value < math.inf:
+        raise ConfigError(
+            "checkpointing.policy: a budget must be budget:<fraction below 1>, budget:<GiB>, budget:<number>MiB or "
+            f"budget:least, got {policy!r}; write for example budget:0.5 for half of what a step holds now"
+        )
+    if value < 1 and not suffix:
+        return Budget(value, "fraction")
+    return Budget(value * _SUFFIXES[suffix or "GiB"], "bytes")
+
+
+POLICIES = ("block", "sublayer", "sqrt", "stage", "every_k", "selective")
+"""Names that `apply_policy` takes, beside ``budget:…``."""
+
+
+def check_policy(policy: str) -> None:
+    """Raise `ConfigError` unless there is such a policy."""
+    if policy.startswith(BUDGET):
+        parse_budget(policy)
+    elif policy not in POLICIES:
+        raise ConfigError(
+            f"checkpointing: policy must be one that exists, got {policy!r}{nearest(policy, (*POLICIES, 'budget:0.5'))}"
+        )

@@ -10,16 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from shared_core.activation_checkpointing.blocks import find_blocks
-from shared_core.activation_checkpointing.budget import parse_budget, plan_segments
-from shared_core.activation_checkpointing.config import BUDGET
-from shared_core.activation_checkpointing.segments import Handle, apply_segments
-from shared_core.activation_checkpointing.selective import selective_contexts
+from shared_core.activation_checkpointing.config import BUDGET, check_policy
+from shared_core.activation_checkpointing.memory_budget import plan_segments
+from shared_core.activation_checkpointing.model_blocks import find_blocks
+from shared_core.activation_checkpointing.segments import Handle, apply_segments, selective_contexts
 from shared_core.errors import ConfigError, MatchError, nearest
-from shared_core.module_match import own_class, plain_name
-
-POLICIES = ("block", "sublayer", "sqrt", "stage", "every_k", "selective")
-"""Names that `apply_policy` takes, beside ``budget:…``."""
+from shared_core.modules.matching import own_class, plain_name
 
 
 def apply_policy(
@@ -80,16 +76,6 @@ def apply_policy(
 def chosen_blocks(model: nn.Module, include: Iterable[str] = ()) -> list[str]:
     """Return the names of the blocks that are meant: those of `include`, or those that `find_blocks` finds."""
     return _included(model, tuple(include)) if include else find_blocks(model)
-
-
-def check_policy(policy: str) -> None:
-    """Raise `ConfigError` unless there is such a policy."""
-    if policy.startswith(BUDGET):
-        parse_budget(policy)
-    elif policy not in POLICIES:
-        raise ConfigError(
-            f"checkpointing: policy must be one that exists, got {policy!r}{nearest(policy, (*POLICIES, 'budget:0.5'))}"
-        )
 
 
 def _segments(model: nn.Module, policy: str, blocks: Sequence[str], k: int) -> list[list[str]]:

@@ -1,21 +1,441 @@
-"""Segments of blocks whose activations are computed again in backward, in a model whose forward stays as it is."""
+"""Buffers that a forward changes: running statistics must not move a second time when it is run again.
+
+The selective policy: the outputs of matrix products are kept, the rest is computed again.
+
+What a forward depends on beside its arguments: put back when it is run again.
+
+What ran of a model with recomputed blocks.
+
+A region: calls of blocks whose saved tensors are dropped in forward and computed again in backward.
+
+Segments of blocks whose activations are computed again in backward, in a model whose forward stays as it is.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from shared_core.activation_checkpointing.blocks import find_blocks as find_blocks
-from shared_core.activation_checkpointing.moving_buffers import Buffer, Snapshot
-from shared_core.activation_checkpointing.regions import Contexts, Region
-from shared_core.activation_checkpointing.tally import Tally
+from shared_core.activation_checkpointing.model_blocks import find_blocks as find_blocks
 from shared_core.errors import CompatibilityError, MatchError, TrainingError, nearest
-from shared_core.module_match import plain_name
+from shared_core.modules.matching import plain_name
+
+Buffer = tuple[nn.Module, str]
+_UNCOUNTED = ("running_mean", "running_var")  # the kernels of norms write them without telling autograd
+
+
+class Snapshot:
+    """The buffers that a block is about to change, as they are now.
+
+    Args:
+        block: About to run forward.
+        moving: What it was seen to change so far; None if it never ran, and then all buffers are copied once. One that
+            begins to move later is kept from moving twice, but not rewound.
+    """
+
+    def __init__(self, block: nn.Module, moving: set[Buffer] | None) -> None:
+        self._now = {
+            (module, name): (
+                buffer,
+                buffer._version,
+                buffer.clone() if moving is None or (module, name) in moving else None,
+            )
+            for module in block.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+        self.before: dict[Buffer, Tensor | None] = {}
+        """What moved, with its value before, None if unknown; filled by `close`."""
+
+    def close(self) -> None:
+        """The forward is over: keep what it moved."""
+        self.before = {
+            (module, name): clone
+            for (module, name), (buffer, version, clone) in self._now.items()
+            if name in _UNCOUNTED or module._buffers.get(name) is not buffer or buffer._version != version
+        }
+        self._now = {}
+
+    @contextlib.contextmanager
+    def rewound(self) -> Iterator[None]:
+        """Run a forward again on copies of the buffers as they were before; afterwards they are what they are now."""
+        now = {(module, name): module._buffers[name] for module, name in self.before}
+        try:
+            for (module, name), before in self.before.items():
+                source = now[module, name] if before is None else before
+                module._buffers[name] = None if source is None else source.clone()
+            yield
+        finally:
+            for (module, name), buffer in now.items():
+                module._buffers[name] = buffer
+
+
+# Linear layers, convolutions and fused attention: the work of a block. Batched products of eager attention are left
+# out: their T × T scores are the memory that selective recomputation is after (Korthikanti et al. 2022,
+# arXiv:2205.05198).
+_NAMES = (
+    "mm", "addmm", "_scaled_mm", "_grouped_mm", "_int_mm", "convolution", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_attention_math",
+)  # fmt: skip
+SAVED_OPS = [getattr(torch.ops.aten, name).default for name in _NAMES if hasattr(torch.ops.aten, name)]
+
+
+def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return what a forward and its recomputation run in, for ``context_fn`` of `torch.utils.checkpoint.checkpoint`."""
+    forward, recompute = create_selective_checkpoint_contexts(SAVED_OPS)  # type: ignore[no-untyped-call]
+    return forward, recompute
+
+
+class KeptBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes that `selective_contexts` keeps of one forward, from outside of them."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation."""
+        output = func(*args, **(kwargs or {}))
+        if func in SAVED_OPS:
+            self.num_bytes += sum(value.nbytes for value in tree_leaves(output) if isinstance(value, Tensor))
+        return output
+
+
+class Surroundings:
+    """The random state and the autocast settings of a forward."""
+
+    def __init__(self, values: list[Any]) -> None:
+        devices = {value.device for value in values if isinstance(value, Tensor)}
+        self._devices = sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str)
+        self._cpu = torch.get_rng_state()
+        self._states = [torch.get_device_module(device).get_rng_state(device) for device in self._devices]
+        cached = torch.is_autocast_cache_enabled()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cached)
+            for kind in sorted({"cpu", *(device.type for device in self._devices)})
+            if torch.amp.is_autocast_available(kind)
+        ]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run something in them, and leave the present ones as they are."""
+        with contextlib.ExitStack() as stack:
+            kind = self._devices[0].type if self._devices else "cuda"
+            stack.enter_context(torch.random.fork_rng(self._devices, device_type=kind))
+            torch.set_rng_state(self._cpu)
+            for device, state in zip(self._devices, self._states, strict=True):
+                torch.get_device_module(device).set_rng_state(state, device)
+            for settings in self._autocast:
+                stack.enter_context(torch.autocast(*settings))
+            yield
+
+
+@dataclass
+class Tally:
+    """What ran: counted where it happens, for the receipt."""
+
+    recomputations: int = 0
+    """Times that backward ran a region again."""
+    blocks: Counter[str] = field(default_factory=Counter)
+    """Times that each block was run again."""
+    saved_bytes: int = 0
+    """Bytes that the first backward found dropped: what autograd would have held, less what was held instead. What a
+    region hands on is not counted: whatever runs next may hold it."""
+    reached: bool = False
+    """Whether a block ran with gradients on, in train mode or not."""
+    compiled: bool = False
+    """Whether a block was traced by torch.compile, which recomputes inside its own backward, uncounted."""
+    uncompiled: bool = False
+    """Whether torch.compile met a segment of several blocks, whose calls it cannot trace as one: they run eagerly."""
+    notes: list[str] = field(default_factory=list)
+    """What the user should be told, each line once."""
+    _first_backward: int | None = None
+
+    @property
+    def has_measured(self) -> bool:
+        """Whether there was a backward whose bytes were counted."""
+        return self._first_backward is not None
+
+    def note(self, text: str) -> None:
+        """Keep a line, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def recomputed(self, names: list[str], num_bytes: int) -> None:
+        """Count one recomputation of a region."""
+        self.recomputations += 1
+        self.blocks.update(names)
+        backward = torch._C._current_graph_task_id()
+        if self._first_backward is None:
+            self._first_backward = backward
+        if self._first_backward == backward:
+            self.saved_bytes += num_bytes
+
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""Returns what the forward and its recomputation run in, as `create_selective_checkpoint_contexts` does."""
+
+
+class _Done(BaseException):
+    """Everything that backward needs was computed; no `except Exception` of a model may catch it."""
+
+
+class _Slot:
+    """Stands in the graph for a tensor that was dropped."""
+
+    __slots__ = ("__weakref__", "value", "version")
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+        self.version = 0
+
+
+class _Input:
+    """A tensor from outside the region. Detached: with its graph it would keep itself alive through the region."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.requires_grad, self.version = tensor.detach(), tensor.requires_grad, version_of(tensor)
+
+    def is_changed(self) -> bool:
+        return version_of(self.tensor) != self.version
+
+
+@dataclass(frozen=True)
+class _Output:
+    """The `leaf`-th value that the `call`-th call of the region returned."""
+
+    call: int
+    leaf: int
+
+
+@dataclass
+class _Call:
+    """One block's forward, as it must be run again."""
+
+    name: str
+    block: nn.Module
+    run: Callable[..., Any]
+    leaves: list[Any]
+    spec: TreeSpec
+    buffers: Snapshot
+    recompute_context: AbstractContextManager[Any]
+    weights: int
+    surroundings: Surroundings
+
+
+class Region:
+    """Calls that feed each other, run again together by the first of their saved tensors that backward asks for.
+
+    What non-reentrant `torch.utils.checkpoint` does for one function, for several calls made by somebody else's loop:
+    hooks are active inside the calls only, so what the loop itself does in between is kept as ever.
+    """
+
+    def __init__(self, tally: Tally) -> None:
+        self.tally = tally
+        self.calls: list[_Call] = []
+        self._slots: list[tuple[weakref.ref[_Slot], tuple[Any, ...]]] = []
+        self._outputs: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], int, _Output]] = {}
+        self._last = _Output(-1, -1)
+        self._kept_elsewhere = 0
+        # by weak references, as an address can be that of another tensor soon
+        self._packed: list[StorageWeakRef] | None = None if tally.has_measured else []
+        self._handed_on: set[int] = set()
+
+    def _source(self, value: Tensor) -> _Output | None:
+        """Return where in this region a tensor was computed, None if elsewhere or if it was changed since.
+
+        By its memory, as FSDP2 hands a block another tensor over the same.
+        """
+        reference, version, output = self._outputs.get(_place(value), (None, 0, None))
+        computed = reference() if reference is not None else None
+        same = computed is not None and computed.requires_grad == value.requires_grad and version == version_of(value)
+        return output if same else None
+
+    def feeds(self, args: Any) -> bool:
+        """Return whether the last call's first tensor is among these arguments, unchanged."""
+        return any(self._source(value) == self._last for value in tree_flatten(args)[0] if isinstance(value, Tensor))
+
+    def call(
+        self,
+        name: str,
+        block: nn.Module,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        snapshot: Snapshot,
+        contexts: Contexts | None = None,
+    ) -> Any:
+        """Return ``run(*args, **kwargs)``, the forward of `block`, and keep what is needed to run it again."""
+        values, spec = tree_flatten((args, kwargs))
+        inputs: dict[int, _Input] = {}  # one for each tensor: attention asks whether query `is` key
+        computed: dict[_Output, Tensor] = {}
+
+        def leaf_of(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            source = self._source(value)
+            if source is not None and computed.setdefault(source, value) is value:
+                return source
+            return inputs.setdefault(id(value), _Input(value))
+
+        leaves = [leaf_of(value) for value in values]
+        forward_context, recompute_context = contexts() if contexts else (contextlib.nullcontext(),) * 2
+        call = _Call(
+            name, block, run, leaves, spec, snapshot, recompute_context, _weights_version(block), Surroundings(values)
+        )
+        kept = KeptBytes() if contexts else None  # type: ignore[no-untyped-call]
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with hooks, kept or contextlib.nullcontext(), forward_context:
+            output = run(*args, **kwargs)
+        snapshot.close()
+        self._kept_elsewhere += kept.num_bytes if kept else 0
+        for kept_input in inputs.values():
+            if kept_input.is_changed():
+                raise _changed(name, "its input must not be changed in place inside it", "inplace=False helps")
+        found = [(leaf, value) for leaf, value in enumerate(tree_flatten(output)[0]) if isinstance(value, Tensor)]
+        for leaf, value in found:
+            self._outputs[_place(value)] = weakref.ref(value), version_of(value), _Output(len(self.calls), leaf)
+        self._handed_on = {_storage(value) for _, value in found}
+        self._last = _Output(len(self.calls), found[0][0] if found else -1)
+        self.calls.append(call)
+        return output
+
+    def _pack(self, tensor: Tensor) -> _Slot:
+        slot = _Slot()
+        self._slots.append((weakref.ref(slot), _looks(tensor)))
+        if self._packed is not None:
+            self._packed.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+        return slot
+
+    def _unpack(self, slot: _Slot) -> Tensor:
+        if slot.value is None:
+            self._recompute()
+        value, slot.value = slot.value, None  # a second backward over a retained graph recomputes again
+        if value is None or version_of(value) != slot.version:
+            raise _changed(self.calls[0].name, "a tensor needed for its gradient must not be changed in place", "")
+        return value
+
+    def _recompute(self) -> None:
+        for call in self.calls:
+            if isinstance(call.block, FSDPModule):
+                call.block.unshard()  # backward gathers the last block's weights alone
+            if any(isinstance(leaf, _Input) and leaf.is_changed() for leaf in call.leaves):
+                raise _changed(call.name, "its input must not be changed in place before backward", "copy it first")
+            if _weights_version(call.block) != call.weights:
+                raise _changed(
+                    call.name, "its weights must not be changed between forward and backward", "step afterwards"
+                )
+        kept: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            tensor = tensor.detach()
+            reference, looks = self._slots[len(kept)]
+            if looks != _looks(tensor):
+                raise _differs(self.calls[0].name, f"{_looks(tensor)} in place of {looks}")
+            if (slot := reference()) is not None:
+                slot.value, slot.version = tensor, version_of(tensor)
+            kept.append(tensor)
+            if len(kept) == len(self._slots):
+                raise _Done
+            return tensor
+
+        names = []
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.enable_grad():
+                outputs: list[list[Any]] = []
+                for call in self.calls:
+                    names.append(call.name)
+                    outputs.append(_again(call, outputs))
+            raise _differs(self.calls[0].name, f"{len(kept)} saved tensors in place of {len(self._slots)}")
+        except _Done:
+            self.tally.recomputed(names, self._dropped_bytes(kept))
+            self._packed = None
+
+    def _dropped_bytes(self, recomputed: list[Tensor]) -> int:
+        if self._packed is None:
+            return 0
+        inputs = [leaf.tensor for call in self.calls for leaf in call.leaves if isinstance(leaf, _Input)]
+        held = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in inputs}
+        elsewhere = {_storage(weight) for call in self.calls for weight in call.block.parameters()}
+        elsewhere |= {
+            _storage(tensor)
+            for tensor, packed in zip(recomputed, self._packed, strict=True)
+            if packed.cdata in self._handed_on and _storage(tensor) not in held
+        }
+        dropped = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in recomputed}
+        gross = sum(size for storage, size in dropped.items() if storage not in elsewhere)
+        return gross - sum(held.values()) - self._kept_elsewhere
+
+
+def _again(call: _Call, outputs: list[list[Any]]) -> list[Any]:
+    """Return the values that a call returned, computed again as it ran in forward."""
+    inputs: dict[int, Tensor] = {}
+
+    def value(leaf: Any) -> Any:
+        if isinstance(leaf, _Output):
+            return outputs[leaf.call][leaf.leaf]
+        if isinstance(leaf, _Input):
+            return inputs.setdefault(id(leaf), leaf.tensor.detach().requires_grad_(leaf.requires_grad))
+        return leaf
+
+    args, kwargs = tree_unflatten([value(leaf) for leaf in call.leaves], call.spec)
+    try:
+        with call.surroundings.restored(), call.buffers.rewound(), call.recompute_context:
+            return tree_flatten(call.run(*args, **kwargs))[0]
+    except RuntimeError as error:
+        if "selective activation checkpoint has been mutated" not in str(error):  # torch's words (2.13)
+            raise
+        rule = "what selective keeps, outputs of layers, must not be changed in place"
+        raise _changed(call.name, rule, "take block") from error
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 where autograd does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _weights_version(block: nn.Module) -> int:
+    if any(hasattr(module, "unshard") for module in block.modules()):
+        return 0  # FSDP2 puts gathered weights in place of sharded ones and back, whose versions are their own
+    return sum(version_of(parameter) for parameter in block.parameters())
+
+
+def _looks(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return _storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, type(tensor)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _changed(name: str, rule: str, remedy: str) -> TrainingError:
+    return TrainingError(
+        f"checkpointing: {name}: {rule}, got a change; recomputed values would be others"
+        + (f"; {remedy}, or leave the block out" if remedy else "; leave the block out")
+    )
+
+
+def _differs(name: str, found: str) -> TrainingError:
+    return TrainingError(
+        f"checkpointing: {name}: must compute in backward what it computed in forward, got {found}; a block that keeps "
+        "state of its own or looks at the outside cannot be checkpointed: leave it out"
+    )
 
 
 class Handle:

@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shared_core.activation_checkpointing.config import CheckpointingConfig
-from shared_core.activation_checkpointing.lazy_budget import LazyBudget
+from shared_core.activation_checkpointing.memory_budget import LazyBudget
 from shared_core.activation_checkpointing.policies import apply_policy, chosen_blocks
 from shared_core.activation_checkpointing.segments import Handle, apply_segments
+from shared_core.engine.preview import Touched
+from shared_core.engine.technique import Context, Technique
 from shared_core.errors import TrainingError
-from shared_core.preview import Touched
-from shared_core.technique import Context, Technique
 
 
 class ActivationCheckpointing(Technique):

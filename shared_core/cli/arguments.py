@@ -1,11 +1,25 @@
-"""Arguments that the commands on a trained model share."""
+"""Arguments that the commands on a trained model share.
+
+A command whose flags are the options of a technique, looked up when asked for: `eff --help` needs no torch.
+
+A bar for work that takes a while.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+from shared_core.cli.flags import describe_flags
 
 Model = Annotated[
     str, typer.Argument(help="A Hugging Face folder, or module:function that returns the model or (model, inputs).")
@@ -23,3 +37,98 @@ Evaluate = Annotated[
     str | None, typer.Option("--eval", help="module:function that takes a model and returns its quality.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+
+
+_OPTIONS = "shared_core.cli.arguments"
+
+
+def given_options(context: typer.Context) -> dict[str, Any]:
+    """Return the technique's options that were given, as texts, which its config reads."""
+    return dict(context.meta[_OPTIONS])
+
+
+def command_with_options(module: str, config_name: str, left_out: Callable[[], tuple[str, ...]]) -> type[TyperCommand]:
+    """Return the class of a command that has a config's options beside its own.
+
+    Args:
+        module: Where the config is.
+        config_name: Of its class.
+        left_out: Returns the options that the command does not have.
+    """
+
+    @functools.cache
+    def options() -> list[Any]:
+        return _parameters(getattr(importlib.import_module(module), config_name), left_out())
+
+    class ConfigCommand(TyperCommand):
+        """Has the options of a config for flags."""
+
+        def get_params(self, ctx: Any) -> list[Any]:
+            """Return the command's own parameters, then the options of the technique."""
+            *own, help_option = super().get_params(ctx)
+            return [*own, *options(), help_option]
+
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            """Take a switch alone for true, as `eff run` does."""
+            switches = {name for option in options() if option.metavar == "true | false" for name in option.opts}
+            spelled = []
+            for arg, following in zip(args, [*args[1:], ""], strict=False):
+                spelled += [arg, "true"] if arg in switches and following not in ("true", "false") else [arg]
+            return super().parse_args(ctx, spelled)
+
+        def invoke(self, ctx: Any) -> Any:
+            """Run the command, with the options of the technique where it finds them."""
+            names = [parameter.name for parameter in options()]
+            # a list that was not given is empty, which is not the config's own default
+            given = {name: value for name in names if (value := ctx.params.pop(name, None)) not in (None, [], ())}
+            ctx.meta[_OPTIONS] = {
+                name: ",".join(value) if isinstance(value, list | tuple) else value for name, value in given.items()
+            }
+            return super().invoke(ctx)
+
+    return ConfigCommand
+
+
+def _parameters(config: Any, left_out: tuple[str, ...]) -> list[Any]:
+    rows = {row["flag"]: row for row in describe_flags(config.key)}
+    flags = []
+    for field in dataclasses.fields(config):
+        if field.name in left_out:
+            continue
+        row = rows[f"--{config.key}_{field.name}"]
+        is_required = row["default"] == "required"
+        option = typer.Option(
+            f"--{field.name.replace('_', '-')}",
+            help=row["help"],
+            metavar=row["type"],
+            show_default=False if is_required else row["default"] or False,
+        )
+        # texts, which the config reads as those of a recipe are read; lists may be given more than once
+        is_list = row["type"] == "list"
+        kind, value = (str, inspect.Parameter.empty) if is_required else ((list[str] if is_list else str) | None, None)
+        flags.append(
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=Annotated[kind, option]
+            )
+        )
+
+    def options(**given: Any) -> None: ...
+
+    options.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
+    options.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    app = typer.Typer(add_completion=False)
+    app.command()(options)
+    return list(typer.main.get_command(app).params)
+
+
+@contextlib.contextmanager
+def bar(what: str) -> Iterator[Callable[[int, int | None], None]]:
+    """Show a bar while the block runs, on a terminal alone; what is yielded takes (done, total, None if unknown)."""
+    from rich.console import Console
+    from rich.progress import Progress, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

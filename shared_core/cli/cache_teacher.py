@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared_core.cli.folders import load_folder
-from shared_core.cli.loading import build_model, device_name, function
-from shared_core.cli.progress_bar import bar
+from shared_core.cli.arguments import bar
+from shared_core.cli.loading import build_model, device_name, function, load_folder
 from shared_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,13 +62,13 @@ def cache_teacher(
     """
     import torch
 
-    from shared_core.distillation.cache import (
+    from shared_core.distillation.teacher_cache import (
         folder_fingerprint,
         template_fingerprint,
         tokenizer_fingerprint,
         write_teacher_cache,
     )
-    from shared_core.distillation.cache.examples import batches_of
+    from shared_core.distillation.teacher_cache.keys import batches_of
 
     if data is None or out is None:
         lacking = "--data" if data is None else "--out"
@@ -117,7 +116,7 @@ def _load(name: str, folder: Path | None) -> nn.Module:
 
 
 def _tokenizer(name: str) -> Any:
-    from shared_core.distillation.cache import tokenizer_fingerprint
+    from shared_core.distillation.teacher_cache import tokenizer_fingerprint
 
     found = Path(name) if Path(name).is_dir() else function(name, f"{_WHERE}: --tokenizer")()
     if tokenizer_fingerprint(found) is None:

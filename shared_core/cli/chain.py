@@ -11,9 +11,9 @@ from typer.core import TyperCommand
 from shared_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shared_core.chain import ChainTable, Stage
+    from shared_core.tools.distillation_chain import ChainTable, Stage
 
-_OPTIONS = "shared_core.chain.options"
+_OPTIONS = "shared_core.tools.distillation_chain.options"
 _DISTILL = "distill_"
 
 
@@ -72,9 +72,9 @@ def chain(
     """
     from rich.console import Console
 
-    from shared_core.chain import StageError, TeacherChain
-    from shared_core.chain.table import unknown_metric
-    from shared_core.rooms import flags
+    from shared_core.engine.registry import flags
+    from shared_core.tools.distillation_chain import StageError, TeacherChain
+    from shared_core.tools.distillation_chain.run import unknown_metric
 
     if out is None:
         raise ConfigError("eff chain: --out must be given, got none; name the folder of the chain")

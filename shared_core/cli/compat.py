@@ -15,7 +15,7 @@ def compat(
     from rich.console import Console
     from rich.table import Table
 
-    from shared_core.compatibility import SURROUNDINGS, matrix
+    from shared_core.engine.compatibility import SURROUNDINGS, matrix
 
     rows = matrix()
     if as_json:
@@ -45,7 +45,7 @@ def compat(
 
 def pairs_markdown() -> str:
     """Return the table of techniques that are refused together, and why, as Markdown."""
-    from shared_core.compatibility import matrix
+    from shared_core.engine.compatibility import matrix
 
     rows, refused = matrix(), {}
     for row in rows:
@@ -58,7 +58,7 @@ def pairs_markdown() -> str:
 
 def distributed_markdown() -> str:
     """Return the table of techniques and ways to spread a run over processes, as Markdown."""
-    from shared_core.compatibility import matrix
+    from shared_core.engine.compatibility import matrix
 
     ways = {
         "fsdp2": "FSDP2", "fsdp1": "FSDP1", "deepspeed": "DeepSpeed ZeRO 0–2", "zero3": "ZeRO 3",

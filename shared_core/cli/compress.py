@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared_core.cli.folders import check_new, keep_report
-from shared_core.cli.progress_bar import bar
+from shared_core.cli.arguments import bar
+from shared_core.cli.loading import check_new, keep_report
 from shared_core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor  # `eff --help` must not wait for torch
 
-    from shared_core.pruning.compression.reader import CompressedFile
-    from shared_core.pruning.compression.writer import Compression
+    from shared_core.tools.compression.reader import CompressedFile
+    from shared_core.tools.compression.writer import Compression
 
 # What a model needs beside its weights: config, tokenizer, processor. Not its training state, nor code.
 _SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".md"})
@@ -46,10 +46,10 @@ def compress(
     that were trained with --share_bits have so few values already and are stored without loss. The ratio counts every
     byte of the file.
     """
-    from shared_core.atomic import check_writable, make_folder
-    from shared_core.pruning.compression.container import FREE_BYTES, FREE_RATIO
-    from shared_core.pruning.compression.reader import CompressedFile
-    from shared_core.pruning.compression.writer import compress as write
+    from shared_core.files.atomic import check_writable, make_folder
+    from shared_core.tools.compression.file_format import FREE_BYTES, FREE_RATIO
+    from shared_core.tools.compression.reader import CompressedFile
+    from shared_core.tools.compression.writer import compress as write
 
     if out.exists():
         raise CheckpointError(f"eff compress: --out must not exist yet, got {out}; remove it or choose another")
@@ -89,8 +89,8 @@ def decompress(
     """
     from safetensors.torch import save_file
 
-    from shared_core.atomic import atomic_folder
-    from shared_core.pruning.compression.reader import CompressedFile
+    from shared_core.files.atomic import atomic_folder
+    from shared_core.tools.compression.reader import CompressedFile
 
     check_new(out, "eff decompress")
     started = time.perf_counter()

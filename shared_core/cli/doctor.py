@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shared_core.cli.run import front_ends
+from shared_core.front_ends.finding import front_ends
 
 
 def doctor(
@@ -18,7 +18,7 @@ def doctor(
     """Show devices, formats, kernels, libraries, how each technique runs here; exit code 1 if a version is wrong."""
     from shared_core.hardware import default_device
     from shared_core.libraries import libraries
-    from shared_core.machine import abilities, devices, formats, tools
+    from shared_core.tools.machine import abilities, devices, formats, tools
 
     found = libraries()
     device = default_device()
@@ -36,7 +36,7 @@ def doctor(
         "usable": not any(library.state in ("out of range", "known bad") for library in found),
     }
     if as_json:
-        from shared_core.strict_json import json_text
+        from shared_core.files.json_yaml import json_text
 
         typer.echo(json_text(told))
     else:

@@ -16,7 +16,7 @@ from shared_core.errors import ConfigError, EffError
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
 
-    from shared_core.recipe import Recipe
+    from shared_core.engine.recipe import Recipe
 
 _SHOWN = 4
 
@@ -46,10 +46,10 @@ def explain(
 
     Exit code 1 if the run would be refused. Example: eff explain recipe.yaml --model my_models:build --steps 1000
     """
-    from shared_core.compatibility import SURROUNDINGS
+    from shared_core.engine.compatibility import SURROUNDINGS
+    from shared_core.engine.recipe import Recipe
     from shared_core.errors import nearest
-    from shared_core.recipe import Recipe
-    from shared_core.scale import PlannedRun
+    from shared_core.tools.planning import PlannedRun
 
     if trainer not in ("hf", "lightning"):
         raise ConfigError(f"explain: trainer must be hf or lightning, got {trainer!r}")
@@ -72,7 +72,7 @@ def explain(
     told = {"recipe": read.to_dict(), "steps": {"total": total, "per_epoch": per_epoch}}
     told |= _told(read, model, run, options)
     if as_json:
-        from shared_core.strict_json import json_text
+        from shared_core.files.json_yaml import json_text
 
         typer.echo(json_text(told))
     else:
@@ -104,8 +104,8 @@ def run_length(
 
 
 def _told(recipe: Recipe, name: str | None, run: Any, options: dict[str, Any]) -> dict[str, Any]:
-    from shared_core import explanation
-    from shared_core.scale.counted import counted_costs
+    from shared_core.tools.planning import explain as explanation
+    from shared_core.tools.planning.plan import counted_costs
 
     model = inputs = None
     if name is not None:
@@ -165,8 +165,7 @@ def build(name: str, *, values: bool = False, where: str = "explain") -> tuple[n
 def _build(name: str, device: str, where: str) -> tuple[nn.Module, Any]:
     import torch
 
-    from shared_core.cli.folders import empty_folder, load_folder
-    from shared_core.cli.loading import build_model
+    from shared_core.cli.loading import build_model, empty_folder, load_folder
 
     if Path(name).is_dir():
         return (empty_folder if device == "meta" else load_folder)(Path(name), where).train(), None
@@ -180,8 +179,8 @@ def _is_empty(model: nn.Module | None) -> bool:
 
 def _activations(model: nn.Module, inputs: Any, name: str) -> tuple[int | str | None, Any]:
     """Return the bytes that autograd keeps of example inputs (or why not), and the shape that a config tells."""
-    from shared_core.scale import ModelShape
-    from shared_core.scale.counted import saved_bytes
+    from shared_core.tools.planning import ModelShape
+    from shared_core.tools.planning.plan import saved_bytes
 
     if inputs is not None:
         try:
@@ -246,7 +245,7 @@ def _matched(entry: dict[str, Any]) -> str:
     more = f", … {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     text = f"{len(names)} {entry['what']}, {entry['elements']:,} elements: {', '.join(names[:_SHOWN])}{more}"
     if entry["coverage"] is not None:
-        from shared_core.coverage import percent
+        from shared_core.engine.coverage import percent
 
         text = (
             f"{percent(entry['coverage']['share'])} of the weights that multiply activations are within reach\n{text}"

@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared_core.atomic import check_writable
-from shared_core.cli.folders import keep_report, load_folder
-from shared_core.cli.loading import build_model, load_weights, user_batches
-from shared_core.cli.progress_bar import bar
+from shared_core.cli.arguments import bar
+from shared_core.cli.loading import build_model, keep_report, load_folder, load_weights, user_batches
 from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import ConfigError
-from shared_core.strict_json import json_text
+from shared_core.files.atomic import check_writable
+from shared_core.files.json_yaml import json_text
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
 
-    from shared_core.quantization.export_executorch import ProgramReport
-    from shared_core.quantization.export_onnx import ExportReport
+    from shared_core.tools.export.executorch import ProgramReport
+    from shared_core.tools.export.onnx import ExportReport
 
 _EXAMPLE_LENGTH = 16  # of inputs whose length stays open
 
@@ -98,7 +97,7 @@ def export(
     if not is_onnx:
         _export_program(network, example, out, verify=not no_verify, batches=batches, as_json=as_json)
         return
-    from shared_core.quantization.export_onnx import export_onnx
+    from shared_core.tools.export.onnx import export_onnx
 
     with bar("exporting"):
         report = export_onnx(
@@ -131,7 +130,7 @@ def _model_and_inputs(
     if (folder := Path(model)).is_dir():
         if weights is not None:
             raise ConfigError(f"eff export: --weights must be left out for a folder, got {weights}")
-        from shared_core.plain_checkpoint import DEPLOYMENT_FILE
+        from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
         from shared_core.quantization import apply_ranges
 
         network: Any = load_folder(folder, "eff export").float()
@@ -167,7 +166,7 @@ def _inputs(network: nn.Module, length: int | None) -> dict[str, Any]:
 
 
 def _saved_ranges(folder: Path) -> dict[str, Any]:
-    from shared_core.plain_checkpoint import read_deployment
+    from shared_core.checkpoint_formats.plain import read_deployment
 
     ranges: dict[str, Any] = read_deployment(folder).get("qat", {}).get("ranges", {})
     return ranges
@@ -176,7 +175,7 @@ def _saved_ranges(folder: Path) -> dict[str, Any]:
 def _export_program(
     network: nn.Module, inputs: Any, out: Path, *, verify: bool, batches: list[Any] | None, as_json: bool
 ) -> None:
-    from shared_core.quantization.export_executorch import export_executorch
+    from shared_core.tools.export.executorch import export_executorch
 
     with bar("exporting"):
         report = export_executorch(network, inputs, out, verify=verify, calibration=batches)

@@ -15,9 +15,9 @@ def describe_flags(*keys: str) -> list[dict[str, str]]:
     Args:
         keys: Of the techniques; none: of all.
     """
-    from shared_core.option_texts import default_text, meaning, type_text
-    from shared_core.rooms import ROOMS
-    from shared_core.rooms import flags as flags_of
+    from shared_core.config.options import default_text, meaning, type_text
+    from shared_core.engine.registry import ROOMS
+    from shared_core.engine.registry import flags as flags_of
 
     rows = []
     for flag, (key, field) in flags_of(*keys).items():

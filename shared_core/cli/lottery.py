@@ -10,7 +10,7 @@ import typer
 from shared_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shared_core.pruning.lottery import TicketCurve
+    from shared_core.lottery_ticket import TicketCurve
 
 
 def lottery(
@@ -71,8 +71,8 @@ def lottery(
     """
     from rich.console import Console
 
-    from shared_core.pruning import LotteryTicket
-    from shared_core.pruning.lottery.curve import check_matplotlib
+    from shared_core.lottery_ticket import LotteryTicket
+    from shared_core.lottery_ticket.curve import check_matplotlib
 
     if out is None:
         raise ConfigError("eff lottery: --out must be given, got none; name the folder of the search")

@@ -10,14 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared_core.cli.arguments import AsJson, Calibration, Evaluate, Loss, Model, Out, Weights
-from shared_core.cli.config_options import command_with_options, given_options
-from shared_core.cli.folders import check_new, copy_beside, open_model
-from shared_core.cli.loading import function, score, user_batches
-from shared_core.cli.progress_bar import bar
+from shared_core.cli.arguments import (
+    AsJson,
+    Calibration,
+    Evaluate,
+    Loss,
+    Model,
+    Out,
+    Weights,
+    bar,
+    command_with_options,
+    given_options,
+)
+from shared_core.cli.loading import check_new, copy_beside, function, open_model, score, user_batches
 from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import ConfigError
-from shared_core.strict_json import json_text
+from shared_core.files.json_yaml import json_text
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -48,7 +56,7 @@ def low_rank(
     """
     from shared_core.low_rank import LowRankConfig, factorize, merge
     from shared_core.low_rank.config import MEASURED
-    from shared_core.pruning.removal.measuring import difference, forward_flops, latency, outputs, state_bytes
+    from shared_core.tools.measuring import difference, forward_flops, latency, outputs, state_bytes
 
     check_new(out, "eff low-rank")
     config = LowRankConfig.from_dict(given_options(context))
@@ -95,7 +103,7 @@ def low_rank(
 def _write(out: Path, network: nn.Module, values: dict[str, Any], folder: Path | None, *, merged: bool) -> None:
     from safetensors.torch import save_model
 
-    from shared_core.atomic import atomic_folder
+    from shared_core.files.atomic import atomic_folder
     from shared_core.low_rank.saving import WEIGHTS_FILE
 
     saved: Any = network

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from shared_core.scale import Plan
+    from shared_core.tools.planning import Plan
 
 _GIB = 2**30
 
@@ -42,11 +42,11 @@ def plan(
 
     Example: eff plan --params 70e9 --gpus 64 --seq-len 4096 --recipe recipe.yaml --memory 80
     """
-    from shared_core import compatibility
+    from shared_core.engine import compatibility
+    from shared_core.engine.recipe import Recipe
     from shared_core.errors import ConfigError
-    from shared_core.recipe import Recipe
-    from shared_core.scale import ModelShape, PlannedRun
-    from shared_core.scale import plan as plan_run
+    from shared_core.tools.planning import ModelShape, PlannedRun
+    from shared_core.tools.planning import plan as plan_run
 
     if (params is None) == (config is None):
         raise ConfigError(
@@ -98,8 +98,8 @@ def plan(
 
 def _counted(config: Path) -> tuple[int | None, str]:
     """Return the parameters of the model that a config describes and its attention, or None where nothing builds it."""
-    from shared_core.cli.folders import empty_folder
-    from shared_core.scale.counted import attention_of
+    from shared_core.cli.loading import empty_folder
+    from shared_core.tools.planning.plan import attention_of
 
     folder = config if config.is_dir() else config.parent
     if not config.is_dir() and config.name != "config.json":

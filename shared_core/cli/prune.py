@@ -10,19 +10,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared_core.cli.arguments import AsJson, Calibration, Evaluate, Loss, Model, Out, Weights
-from shared_core.cli.config_options import command_with_options, given_options
-from shared_core.cli.folders import check_new, open_model, save_network
-from shared_core.cli.loading import function, score, user_batches
-from shared_core.cli.progress_bar import bar
+from shared_core.cli.arguments import (
+    AsJson,
+    Calibration,
+    Evaluate,
+    Loss,
+    Model,
+    Out,
+    Weights,
+    bar,
+    command_with_options,
+    given_options,
+)
+from shared_core.cli.loading import check_new, function, open_model, save_network, score, user_batches
 from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import ConfigError
-from shared_core.strict_json import json_text
+from shared_core.files.json_yaml import json_text
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
 
-    from shared_core.pruning import PruneConfig, ShrinkResult
+    from shared_core.pruning import PruneConfig
+    from shared_core.tools.shrink import ShrinkResult
 
 REPORT_FILE = "eff_pruning.json"
 _SHRINKABLE = ("neuron", "channel", "head")
@@ -130,7 +139,7 @@ def _judge(quality: dict[str, float], name: str, network: nn.Module, judge: Call
 
 
 def _shrunk(network: nn.Module, example: Any) -> ShrinkResult:
-    from shared_core.pruning import shrink as remove
+    from shared_core.tools.shrink import shrink as remove
 
     with bar("shrink"):
         return remove(network, example)
@@ -146,7 +155,7 @@ def _values(result: ShrinkResult) -> dict[str, Any]:
 
 def _write(out: Path, network: nn.Module, values: dict[str, Any], folder: Path | None, example: Any) -> None:
     """Write the model and the report; a shrunk folder must load with the same outputs."""
-    from shared_core.atomic import atomic_folder
+    from shared_core.files.atomic import atomic_folder
 
     with atomic_folder(out) as temporary:
         save_network(network, folder, temporary, "eff prune", example)
@@ -157,7 +166,7 @@ def _tell(out: Path, values: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from shared_core import coverage
+    from shared_core.engine import coverage
 
     console = Console()
     table = Table(title=f"pruned: {out}", title_justify="left")

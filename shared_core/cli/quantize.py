@@ -12,17 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared_core.cli import quantize_report_measures as measures
-from shared_core.cli.arguments import AsJson, Evaluate, Model, Out, Weights
+from shared_core.cli import quantize_measures as measures
+from shared_core.cli.arguments import AsJson, Evaluate, Model, Out, Weights, bar
 from shared_core.cli.export import load_quantized
-from shared_core.cli.folders import check_new, open_model, save_network
-from shared_core.cli.loading import function, score, user_batches
-from shared_core.cli.progress_bar import bar
-from shared_core.cli.quantize_report import notes_of_method, section_of_method, sections, tell
+from shared_core.cli.loading import check_new, function, open_model, save_network, score, user_batches
 from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import CompatibilityError, ConfigError
-from shared_core.page import check_page, write_page
-from shared_core.strict_json import json_text
+from shared_core.files.json_yaml import json_text
+from shared_core.reports.page import check_page, write_page
+from shared_core.reports.quantization_page import notes_of_method, section_of_method, sections, tell
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
@@ -125,12 +123,16 @@ def quantize(
     import torch
 
     from shared_core.quantization import BitPlan, QatConfig, quantize_with_report
-    from shared_core.quantization.fusion import run
-    from shared_core.quantization.latency import latencies
-    from shared_core.quantization.quality_report import judge_loss, layer_bytes, thresholds
-    from shared_core.quantization.sizes import quantized_bytes
-    from shared_core.quantization.torchao_layers import TorchaoMethodConfig, check_runs, to_plain_weights
-    from shared_core.quantization.torchao_methods import quantize_with_torchao
+    from shared_core.quantization.batch_norm import run
+    from shared_core.quantization.post_training.latency import latencies
+    from shared_core.quantization.post_training.quality import judge_loss, layer_bytes, thresholds
+    from shared_core.quantization.post_training.quantize import quantized_bytes
+    from shared_core.quantization.post_training.torchao_calibration import (
+        TorchaoMethodConfig,
+        check_runs,
+        quantize_with_torchao,
+        to_plain_weights,
+    )
 
     check_new(out, "eff quantize")
     if report is not None:
@@ -376,8 +378,8 @@ def _write(
     config: QatConfig,
     folder: Path | None,
 ) -> None:
-    from shared_core.atomic import atomic_folder
-    from shared_core.plain_checkpoint import write_deployment
+    from shared_core.checkpoint_formats.plain import write_deployment
+    from shared_core.files.atomic import atomic_folder
 
     with atomic_folder(out) as temporary:
         save_network(model, folder, temporary)

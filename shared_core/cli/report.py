@@ -31,12 +31,12 @@ def report(
 
     The page is one file that loads nothing; plots need matplotlib. What a run's folder does not hold is not shown.
     """
-    from shared_core.cli.report_page import as_values, page_of
-    from shared_core.cli.run_folder import of_ours, read_run
+    from shared_core.engine.receipt import Receipt
     from shared_core.errors import ConfigError
-    from shared_core.page import check_place, write_page
-    from shared_core.receipt import Receipt
-    from shared_core.strict_json import json_text
+    from shared_core.files.json_yaml import json_text
+    from shared_core.reports.page import check_place, write_page
+    from shared_core.reports.run_folder import of_ours, read_run
+    from shared_core.reports.run_page import as_values, page_of
 
     if len({run.resolve() for run in runs}) < len(runs):
         raise ConfigError(f"eff report: runs must differ, got {' '.join(map(str, runs))}; name each once")

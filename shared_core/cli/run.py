@@ -4,139 +4,18 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
-from difflib import SequenceMatcher
-from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shared_core.errors import CompatibilityError, ConfigError, EffError, nearest
+from shared_core.errors import CompatibilityError, ConfigError, EffError
+from shared_core.front_ends.finding import front_ends
+from shared_core.front_ends.flags import _nearest_flag, recipe_of, take_flags
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from shared_core.recipe import Recipe
-
-GROUP = "efftrain.front_ends"
-_OF_A_TRAINER = {"average_tokens_across_devices"}  # begins like a technique's flag
-
-
-class FrontEnd(Protocol):
-    """What `eff run` needs of a front end; found through the entry points of group ``efftrain.front_ends``."""
-
-    name: str
-    libraries: tuple[str, ...]
-    """Modules of which one is its trainer's."""
-
-    def install(self, recipe: Recipe) -> None:
-        """Make every trainer that the script builds carry the recipe. Imports no trainer by itself."""
-        ...
-
-    def used(self) -> bool:
-        """Return whether a trainer took the recipe."""
-        ...
-
-
-def front_ends() -> list[FrontEnd]:
-    """Return the installed front ends; one whose trainer is missing is left out."""
-    found = []
-    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-        front_end = entry.load()
-        if any(map(find_spec, front_end.libraries)):
-            found.append(front_end)
-    return found
-
-
-def own_weights(model: nn.Module, names: Sequence[str], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights by a model's own names, where its library saves them by others or in other pieces.
-
-    So does transformers with those of ViT and with the experts of Mixtral.
-
-    Args:
-        model: A model; one without ``save_pretrained`` is saved by its own names.
-        names: Of its tensors, those that it may yet get among them.
-        state: The weights as they were saved; what is not the model's keeps its name.
-    """
-    if not state.keys() <= set(names) and hasattr(model, "save_pretrained"):
-        for front_end in front_ends():
-            if (find := getattr(front_end, "own_weights", None)) is not None:
-                state = find(model, names, state)
-    return dict(state)
-
-
-def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return our flags with their values, and what is left for the script; after ``--`` all is the script's.
-
-    Raises:
-        ConfigError: If a flag looks like one of ours but is none, or has no value.
-
-    Example:
-        >>> take_flags(["--lr", "0.1", "--prune_sparsity=0.8", "--prune_skip", "last"])
-        ({'prune_sparsity': '0.8', 'prune_skip': 'last'}, ['--lr', '0.1'])
-    """
-    from shared_core.recipe import PARTIAL_FLAG
-    from shared_core.rooms import ROOMS, flags
-
-    known = flags()
-    ours: dict[str, Any] = {}
-    rest: list[str] = []
-    queue = list(arguments)
-    while queue:
-        argument = queue.pop(0)
-        if argument == "--":
-            rest += queue
-            break
-        name, equals, value = argument.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        is_flag = argument.startswith("--")
-        if not is_flag or (name not in known and name not in ("eff_recipe", PARTIAL_FLAG)):
-            key = next((key for key in ROOMS if name.startswith(f"{key}_")), None)
-            if is_flag and key and name not in _OF_A_TRAINER:
-                hint = nearest(name, flags(key))
-                raise ConfigError(f"eff run: --{name} is not a flag{hint}; the script's own flags can stand after `--`")
-            rest.append(argument)
-            continue
-        if not equals:
-            is_bool = name == PARTIAL_FLAG or (name in known and known[name][1].type in ("bool", bool))
-            if is_bool and (not queue or queue[0].lower() not in ("true", "false")):
-                value = "true"
-            elif not queue or queue[0].startswith("--"):
-                raise ConfigError(f"eff run: --{name} must have a value; write --{name} VALUE")
-            else:
-                value = queue.pop(0)
-        if name in ours:
-            raise ConfigError(f"eff run: --{name} must be given once, got it twice")
-        ours[name] = value
-    return ours, rest
-
-
-def recipe_of(flags: dict[str, Any]) -> Recipe:
-    """Return the recipe of flags as `take_flags` returns them, ``--eff_recipe`` file included."""
-    from shared_core.recipe import Recipe
-
-    flags = dict(flags)
-    file = flags.pop("eff_recipe", None)
-    recipe = Recipe.from_flags(flags)
-    return recipe.merged(Recipe.from_yaml(Path(file))) if file else recipe
-
-
-def _nearest_flag(arguments: list[str]) -> str:
-    """Return what the flag that resembles one of ours most may have been meant for, or nothing."""
-    from shared_core.recipe import PARTIAL_FLAG
-    from shared_core.rooms import flags
-
-    names = [argument[2:].partition("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")]
-    alike = (
-        (SequenceMatcher(None, name, flag).ratio(), flag)
-        for name in names if name not in _OF_A_TRAINER
-        for flag in (*flags(), "eff_recipe", PARTIAL_FLAG)
-    )  # fmt: skip
-    likeness, flag = max(alike, default=(0.0, ""))
-    return f"; did you mean '--{flag}'?" if likeness > 0.7 else ""  # --max_steps is no misspelt --fp8_max_skips
+    pass
 
 
 def run(

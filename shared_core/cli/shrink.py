@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared_core.cli.arguments import AsJson, Out, Weights
-from shared_core.cli.folders import check_new, open_model, save_network
-from shared_core.cli.loading import function
-from shared_core.cli.progress_bar import bar
+from shared_core.cli.arguments import AsJson, Out, Weights, bar
+from shared_core.cli.loading import check_new, function, open_model, save_network
 from shared_core.errors import ConfigError
-from shared_core.strict_json import json_text
+from shared_core.files.json_yaml import json_text
 
 if TYPE_CHECKING:
     from torch import nn  # `eff --help` must not wait for torch
 
-    from shared_core.pruning import ShrinkResult
+    from shared_core.tools.shrink import ShrinkResult
 
 REPORT_FILE = "eff_shrink.json"
 
@@ -46,8 +44,8 @@ def shrink(
     A folder's model comes out as a folder that from_pretrained loads, its tokenizer beside it; that it does, with the
     same outputs, is checked. Another model comes out as model.safetensors, in the shapes that eff_shrink.json tells.
     """
-    from shared_core.atomic import atomic_folder
-    from shared_core.pruning import shrink as remove
+    from shared_core.files.atomic import atomic_folder
+    from shared_core.tools.shrink import shrink as remove
 
     check_new(out, "eff shrink")
     network, example, folder = open_model(model, weights, "eff shrink")

@@ -9,22 +9,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from shared_core.distillation.batch import (
+from shared_core.distillation.chunked.loss import divergence_sum
+from shared_core.distillation.config import EMA, DistillConfig
+from shared_core.distillation.forward_capture import (
     Forward,
     check_classes,
+    check_heads,
+    check_sizes,
     counted_positions,
     find_logits,
+    num_classes,
 )
-from shared_core.distillation.cache import TeacherCache
-from shared_core.distillation.config import EMA, DistillConfig
-from shared_core.distillation.fused_sum import divergence_sum
-from shared_core.distillation.heads import check_heads, check_sizes, num_classes
-from shared_core.distillation.teacher_dtype import change_dtype_
-from shared_core.distillation.teacher_mean import mean_logits, mean_teacher
-from shared_core.distillation.teachers import StudentAverage, Teachers, check_separate
-from shared_core.distillation.topk_divergence import kd_topk_sum
+from shared_core.distillation.losses.divergences import mean_logits, mean_teacher
+from shared_core.distillation.losses.topk import kd_topk_sum
+from shared_core.distillation.teacher_cache import TeacherCache
+from shared_core.distillation.teachers import StudentAverage, Teachers, change_dtype_, check_separate
+from shared_core.engine.technique import Context
 from shared_core.errors import ConfigError
-from shared_core.technique import Context
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def open_comparison(config: DistillConfig, model: nn.Module, student: nn.Module,
 def _open(config: DistillConfig, teachers: Teachers, told: Mapping[str, Any], student: nn.Module) -> Comparison:
     if not config.chunked:
         return Comparison(config, teachers, told)
-    from shared_core.distillation.chunked_comparison import ChunkedComparison
+    from shared_core.distillation.chunked.comparison import ChunkedComparison
 
     return ChunkedComparison(config, teachers, told, student)
 

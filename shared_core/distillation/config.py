@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from shared_core.config import TechniqueConfig, option
+from shared_core.config.options import TechniqueConfig, option
+from shared_core.config.training_time import ParsedPosition, Position, parse_position
 from shared_core.distillation.layer_init import parse_layers
-from shared_core.distillation.teacher_dtype import TeacherDtype
-from shared_core.positions import ParsedPosition, Position, parse_position
+from shared_core.distillation.teachers import TeacherDtype
 
 EMA = "ema"
 """The teacher that is the student's own moving average."""

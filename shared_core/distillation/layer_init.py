@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from shared_core.distributed.sharded_tensors import fill_, is_sharded
 from shared_core.errors import ConfigError, MatchError
-from shared_core.sharded import fill_, is_sharded
 
 EVEN = "even"
 """Layers spread evenly over the teacher's, its first and its last among them."""

@@ -1,25 +1,354 @@
-"""Deep mutual learning: students that train together, each also towards what the others say."""
+"""The other students of mutual learning: outside of the model, trained by the user's own optimizer.
+
+Another student of the same architecture: a copy of the model whose trained weights are drawn anew.
+
+Deep mutual learning: students that train together, each also towards what the others say.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from shared_core.distillation.batch import check_classes, find_logits
+from shared_core.distillation.chunked.loss import divergence_sum
 from shared_core.distillation.comparison import Compared, Comparison, StudentBatch, load_named
 from shared_core.distillation.config import DistillConfig
-from shared_core.distillation.fused_sum import divergence_sum
-from shared_core.distillation.heads import check_heads
-from shared_core.distillation.peers import Peers
-from shared_core.distillation.redraw import redrawn
-from shared_core.distillation.teachers import check_separate
-from shared_core.errors import ConfigError
-from shared_core.ranks import world_size
-from shared_core.technique import Context
-from shared_core.wrappers import copied
+from shared_core.distillation.forward_capture import Forward, ForwardHook, check_classes, check_heads, find_logits
+from shared_core.distillation.teachers import Teachers, check_separate
+from shared_core.distributed.collectives import all_reduce_, broadcast_, world_size
+from shared_core.engine.model_guards import copied
+from shared_core.engine.technique import Context
+from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
+from shared_core.files.atomic import atomic_write
+
+PEER_FILE = "eff_peer_{}.safetensors"
+"""Name of a peer's weights in the run's folder, counted from 1."""
+_LEAST_SHARE = 0.05
+
+
+class Peers(Teachers):
+    """Models that stand for the user's, each with a submodule that stands for the student.
+
+    Their parameters join the parameter groups of the user's optimizers, so that learning rates, decay, loss scale and
+    skipped steps are the student's. In what an optimizer saves they are left out, and kept in this state instead.
+
+    Args:
+        modules: The models.
+        student: Name of the student in each of them, empty for the model itself.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], student: str) -> None:
+        super().__init__([])
+        self.modules = list(modules)
+        self.students = [module.get_submodule(student) for module in modules]
+        self.losses = torch.zeros(len(modules) + 1)
+        """Task loss of the student and of each peer: the mean of the first micro-batches, a moving average later."""
+        self._micro_batches = 0
+        self._hooks = [ForwardHook() for _ in modules]
+        self._handles: list[RemovableHandle] = []
+        self._optimizer_of: dict[nn.Parameter, Optimizer] = {}
+        for hook, module in zip(self._hooks, self.students, strict=True):
+            hook.active = True
+            self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+
+    def begin(self, context: Context) -> None:
+        """Join the optimizers, whose own saved state has been loaded; a second call does nothing."""
+        if not self._optimizer_of:
+            for module in self.modules:
+                self._join(module, context)
+            for optimizer in context.optimizers:
+                self._handles.append(optimizer.register_state_dict_post_hook(self._leave_out))
+        for module in self.modules:
+            for tensor in _tensors(module).values():
+                broadcast_(tensor)
+
+    def _join(self, module: nn.Module, context: Context) -> None:
+        groups = [(optimizer, group) for optimizer in context.optimizers for group in optimizer.param_groups]
+        place = {id(mine): index for index, (_, group) in enumerate(groups) for mine in group["params"]}
+        students = dict(context.model.named_parameters())
+        trained = [mine for mine in students.values() if id(mine) in place]
+        # of a weight that the student has not: where its vectors (biases, norms), and where its matrices mostly are
+        counts = [Counter(place[id(mine)] for mine in trained if (mine.ndim > 1) == matrix) for matrix in (False, True)]
+        joined: list[tuple[int, nn.Parameter]] = []
+        for name, parameter in module.named_parameters():
+            mostly = (counts[parameter.ndim > 1] or sum(counts, Counter())).most_common(1)
+            index = place.get(id(students[name])) if name in students else mostly[0][0] if mostly else None
+            if parameter.requires_grad and index is not None:
+                joined.append((index, parameter))
+        if not joined:
+            raise TrainingError(
+                "distill: peers must be trained by the student's optimizer, but it holds no weight of the student; "
+                "pass the optimizer of the attached model to begin"
+            )
+        for index, parameter in joined:
+            optimizer, group = groups[index]
+            group["params"].append(parameter)
+            self._optimizer_of[parameter] = optimizer
+
+    def _leave_out(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        numbers: dict[int, int] = {}
+        groups = []
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            pairs = zip(group["params"], saved["params"], strict=True)
+            kept = [number for parameter, number in pairs if parameter not in self._optimizer_of]
+            numbers.update({number: len(numbers) + index for index, number in enumerate(kept)})
+            groups.append({**saved, "params": [numbers[number] for number in kept]})
+        of_student = {numbers[number]: values for number, values in state["state"].items() if number in numbers}
+        return {**state, "state": of_student, "param_groups": groups}
+
+    def detach(self) -> None:
+        """Leave the optimizers as they were without peers."""
+        for handle in self._handles:
+            handle.remove()
+        self.drop_gradients()
+        for optimizer in {*self._optimizer_of.values()}:
+            for group in optimizer.param_groups:
+                group["params"][:] = [mine for mine in group["params"] if mine not in self._optimizer_of]
+        for parameter, optimizer in self._optimizer_of.items():
+            optimizer.state.pop(parameter, None)
+        self._handles, self._optimizer_of = [], {}
+        for module in self.modules:
+            module.eval()
+
+    def study(self, model: nn.Module, forward: Forward, context: Context) -> list[tuple[Tensor, Any]]:
+        """Return each peer's task loss for the present micro-batch, and what its student returned.
+
+        Args:
+            model: The user's, whose train and eval modes they take.
+            forward: The student's.
+            context: Its services compute the task loss.
+
+        Raises:
+            TrainingError: If a peer's student did not run.
+        """
+        modes = {name: module.training for name, module in model.named_modules()}
+        found = []
+        for module, student, hook in zip(self.modules, self.students, self._hooks, strict=True):
+            for name, part in module.named_modules():
+                part.training = modes.get(name, True)
+            for buffer in module.buffers():
+                broadcast_(buffer)  # as DDP does before a forward
+            loss = context.services.task_loss(module, partial(student, *forward.args, **forward.kwargs))
+            latest = hook.take()
+            if latest is None:
+                raise TrainingError(
+                    "distill: a peer's forward must run where its task loss is computed, and was not seen; call the "
+                    "module that training passes on, not one kept elsewhere"
+                )
+            found.append((loss, latest.output))
+        return found
+
+    def note_losses(self, losses: Sequence[Tensor], share: Tensor) -> None:
+        """Let the averages follow the task losses of one micro-batch of all processes.
+
+        Args:
+            losses: The student's, then each peer's, as the trainer scales them.
+            share: What the trainer scales a mean of 1 to; 0 where no position counts.
+        """
+        self._micro_batches += 1
+        now = torch.stack([loss.detach().to(share.device, torch.float32) for loss in losses]) / share
+        now = torch.where(share > 0, now, self.losses.to(now.device))
+        all_reduce_(now, "sum").div_(world_size())
+        self.losses = self.losses.to(now.device).lerp(now, max(_LEAST_SHARE, 1 / self._micro_batches))
+
+    def average_gradients(self) -> None:
+        """Average every gradient over the processes, as DDP does for the student."""
+        peers = [*self._optimizer_of]
+        reached = torch.tensor([each.grad is not None for each in peers], dtype=torch.uint8, device=peers[0].device)
+        for parameter, anywhere in zip(peers, all_reduce_(reached, "max").tolist(), strict=True):
+            if anywhere and parameter.grad is None:  # an expert that has tokens on another process alone
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in peers if parameter.grad is not None]
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+            flat = all_reduce_(torch.cat([gradient.flatten() for gradient in alike]), "sum").div_(world_size())
+            for gradient, mean in zip(alike, torch.split(flat, [each.numel() for each in alike]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
+
+    def one_by_one(self, clip: Callable[[], Any]) -> None:
+        """Call `clip` once for each student, while no other has gradients: its norm is that of one model."""
+        groups = [group for optimizer in {*self._optimizer_of.values()} for group in optimizer.param_groups]
+        everyone = [parameter for group in groups for parameter in group["params"]]
+        gradients = {parameter: parameter.grad for parameter in everyone}
+        members = [[each for each in module.parameters() if each in gradients] for module in self.modules]
+        members.append([parameter for parameter in everyone if parameter not in self._optimizer_of])
+        try:
+            for parameter in everyone:
+                parameter.grad = None
+            for mine in members:
+                for parameter in mine:
+                    parameter.grad = gradients[parameter]
+                clip()
+                for parameter in mine:
+                    parameter.grad = None
+        finally:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+
+    def after_step(self, student: nn.Module) -> None:
+        """The student took a step, and the peers with it."""
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Do what a trainer does that zeroes the gradients of its model, and does not know of these."""
+        for parameter in self._optimizer_of:
+            parameter.grad = None
+
+    def write(self, folder: Path) -> None:
+        """Write each peer's state dict as `PEER_FILE`, under the plain model's names."""
+        for number, module in enumerate(self.modules, 1):
+            # a copy each: safetensors refuses two names for one storage
+            tensors = {name: value.to("cpu", copy=True).contiguous() for name, value in module.state_dict().items()}
+            with atomic_write(folder / PEER_FILE.format(number)) as temporary:
+                save_file(tensors, temporary, metadata={"format": "pt"})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return weights, buffers and optimizer state of each, and gradients inside an accumulation window."""
+        return {
+            "losses": self.losses.clone(),
+            "micro_batches": self._micro_batches,
+            "peers": [self._state_of(module) for module in self.modules],
+        }
+
+    def _state_of(self, module: nn.Module) -> dict[str, Any]:
+        trained = {name: each for name, each in module.named_parameters() if each in self._optimizer_of}
+        return {
+            "weights": {name: tensor.detach().clone() for name, tensor in _tensors(module).items()},
+            "optimizer": {
+                name: {key: _copied(value) for key, value in self._optimizer_of[each].state[each].items()}
+                for name, each in trained.items()
+                if each in self._optimizer_of[each].state
+            },
+            "gradients": {name: each.grad.clone() for name, each in trained.items() if each.grad is not None},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any], student: nn.Module) -> None:
+        """Take back saved peers, after `begin`.
+
+        Raises:
+            CheckpointError: If they are others.
+        """
+        ours = [_tensors(module) for module in self.modules]
+        saved = [each["weights"] for each in state.get("peers", ())]
+        if [_shapes(each) for each in saved] != [_shapes(each) for each in ours]:
+            raise CheckpointError(
+                f"distill: saved peers must be these {len(ours)}, got {len(saved)} or others; resume with the peers "
+                "of the run that wrote the checkpoint"
+            )
+        self.losses, self._micro_batches = state["losses"].clone(), int(state["micro_batches"])
+        groups = [group for optimizer in {*self._optimizer_of.values()} for group in optimizer.param_groups]
+        # torch keeps counts of steps on the CPU, but for kernels that read them
+        on_device = {p for group in groups if group.get("fused") or group.get("capturable") for p in group["params"]}
+        for module, tensors, each in zip(self.modules, ours, state["peers"], strict=True):
+            for name, tensor in tensors.items():
+                tensor.copy_(each["weights"][name])
+            for name, parameter in module.named_parameters():
+                if parameter not in self._optimizer_of:
+                    continue
+                states = self._optimizer_of[parameter].state
+                states.pop(parameter, None)
+                if name in each["optimizer"]:  # plain SGD keeps none, Adam none of what had no gradient yet
+                    kept = each["optimizer"][name]
+                    states[parameter] = {
+                        key: _placed(value, parameter.device, parameter in on_device) for key, value in kept.items()
+                    }
+                gradient = each["gradients"].get(name)
+                parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _placed(value: Any, device: torch.device, scalars_too: bool) -> Any:
+    """Return a value of saved optimizer state on the device, scalars where they were unless they belong there too."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device, copy=True) if scalars_too or value.ndim else value.clone()
+
+
+# torch's own modules have one of the first two; transformers' models, and many users', the third
+_INITIALISERS = ("reset_parameters", "_reset_parameters", "init_weights")
+
+
+def redrawn(model: nn.Module, seed: int) -> nn.Module:
+    """Return a copy whose trained weights the modules' own initialisers drew; global random numbers stay as they were.
+
+    A module's children come before it, as in `torch.nn.Module.apply`. Frozen weights, and buffers beside them, are the
+    model's own.
+
+    Args:
+        model: Stays as it is.
+        seed: Of the draw.
+
+    Raises:
+        MatchError: If no initialiser reached a trained weight, which would be a copy of the model's.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> torch.equal(redrawn(layer, 1).weight, layer.weight), torch.equal(redrawn(layer, 1).bias, layer.bias)
+        (False, False)
+    """
+    other = copied(model)
+    devices = sorted({parameter.device.index or 0 for parameter in model.parameters() if parameter.is_cuda})
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        torch.manual_seed(seed)
+        for parameter in other.parameters():
+            if parameter.requires_grad:
+                parameter.fill_(torch.nan)  # what is still there afterwards, nothing drew
+        for module in _children_first(other):
+            vars(module).pop("_is_hf_initialized", None)  # transformers would leave it as it is
+            draw = next((getattr(module, name) for name in _INITIALISERS if hasattr(module, name)), None)
+            if draw is not None:
+                draw()
+        for name, tensor in _kept(model):
+            _tensor(other, name).copy_(tensor)
+    for name, parameter in other.named_parameters():
+        if parameter.requires_grad and parameter.isnan().any():
+            raise MatchError(
+                f"distill: every trained weight of a peer must be drawn anew, but nothing drew {name}; give its module "
+                "a method reset_parameters that does, or make the other students yourself and pass them as peers"
+            )
+    return other
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+def _kept(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        frozen = {name: parameter for name, parameter in own.items() if not parameter.requires_grad}
+        for name, tensor in {**frozen, **(dict(module.named_buffers(recurse=False)) if frozen else {})}.items():
+            yield f"{prefix}.{name}" if prefix else name, tensor
+
+
+def _tensor(module: nn.Module, path: str) -> Tensor:
+    prefix, _, name = path.rpartition(".")
+    found: Tensor = getattr(module.get_submodule(prefix), name)
+    return found
 
 
 class MutualComparison(Comparison):

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shared_core.distillation.attention_pairs import AttentionPairs
-from shared_core.distillation.batch import ForwardHook, find_logits, is_causal, named_inputs
+from shared_core.config.training_time import ParsedPosition, Position, parse_position
 from shared_core.distillation.comparison import Comparison, StudentBatch, open_comparison
 from shared_core.distillation.config import DistillConfig
-from shared_core.distillation.hidden_pairs import HiddenPairs
+from shared_core.distillation.feature_pairs import AttentionPairs, HiddenPairs, WatchedPairs
+from shared_core.distillation.forward_capture import ForwardHook, find_logits, is_causal, named_inputs
 from shared_core.distillation.layer_init import copy_layers_
-from shared_core.distillation.mutual import MutualComparison, make_peers, mix
-from shared_core.distillation.peers import Peers
+from shared_core.distillation.mutual import MutualComparison, Peers, make_peers, mix
 from shared_core.distillation.unlabelled import (
     ExampleCounts,
     is_per_token,
@@ -28,12 +27,10 @@ from shared_core.distillation.unlabelled import (
     split_batch,
     zero_of,
 )
-from shared_core.distillation.watched_pairs import WatchedPairs
+from shared_core.distributed.collectives import any_rank
+from shared_core.engine.preview import Event, Touched
+from shared_core.engine.technique import Context, Technique
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
-from shared_core.positions import ParsedPosition, Position, parse_position
-from shared_core.preview import Event, Touched
-from shared_core.ranks import any_rank
-from shared_core.technique import Context, Technique
 
 # Students that began with their teacher's layers, and what was copied: training on must not begin again.
 _BEGUN: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()

@@ -6,8 +6,8 @@ from shared_core.lazy_exports import export_lazily
 
 if TYPE_CHECKING:
     from shared_core.fp8.config import Fp8Config as Fp8Config
-    from shared_core.fp8.convert import convert_to_fp8 as convert_to_fp8
-    from shared_core.fp8.linear import Fp8Linear as Fp8Linear
+    from shared_core.fp8.layers import Fp8Linear as Fp8Linear
+    from shared_core.fp8.layers import convert_to_fp8 as convert_to_fp8
     from shared_core.fp8.technique import Fp8Training as Fp8Training
 
 export_lazily(__name__)

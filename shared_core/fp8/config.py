@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from shared_core.config import TechniqueConfig, option
+from shared_core.config.options import TechniqueConfig, option
 
 # recipe → formats of inputs and weights, and of gradients with respect to a layer's output
 _FORMATS: dict[str, tuple[str, str]] = {

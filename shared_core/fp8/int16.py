@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shared_core.distributed.collectives import all_reduce_, rank, world_size
 from shared_core.errors import CheckpointError
 from shared_core.fp8.scaling import ROLES
 from shared_core.numerics import FORMATS, round_to
-from shared_core.ranks import all_reduce_, rank, world_size
 
 _UNKNOWN = -(2**30)  # an exponent, where there is none
 _SMALLEST, _LARGEST = -126, 112  # of a step that is normal, with codes that are finite, in float32

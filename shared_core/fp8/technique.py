@@ -8,22 +8,29 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from shared_core.distributed.collectives import local_part
+from shared_core.engine.loss_dtype import LossDtype
+from shared_core.engine.preview import Ability, Touched
+from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, TrainingError
-from shared_core.fast_paths import Undo, fast_paths_off, fast_paths_on
-from shared_core.fp8 import probe
+from shared_core.fp8 import native as probe
 from shared_core.fp8.config import Fp8Config
-from shared_core.fp8.convert import Bank, convert_layer, select_layers
-from shared_core.fp8.hfp8 import round_update_, round_weights_
 from shared_core.fp8.int16 import SharedExponentBank
-from shared_core.fp8.linear import restore, weight_of
+from shared_core.fp8.layers import (
+    PRODUCTS,
+    Bank,
+    LayerFp8,
+    convert_layer,
+    follow_device,
+    restore,
+    restore_from_torchao,
+    select_layers,
+    weight_of,
+)
 from shared_core.fp8.native import BLOCKS
-from shared_core.fp8.operators import PRODUCTS, LayerFp8
+from shared_core.fp8.recipes import round_update_, round_weights_
 from shared_core.fp8.scaling import ROLES, AmaxBank, NonFiniteWatch
-from shared_core.fp8.torchao_backend import follow_device, restore_from_torchao
-from shared_core.loss_dtype import LossDtype
-from shared_core.preview import Ability, Touched
-from shared_core.ranks import local_part
-from shared_core.technique import Context, Technique
+from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
 
 
 class Fp8Training(Technique):

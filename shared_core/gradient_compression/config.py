@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from shared_core.config import TechniqueConfig, option
-from shared_core.positions import Position
+from shared_core.config.options import TechniqueConfig, option
+from shared_core.config.training_time import Position
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from shared_core.ranks import all_reduce_, world_size
+from shared_core.distributed.collectives import all_reduce_, world_size
 
 
 class PowerSgd:

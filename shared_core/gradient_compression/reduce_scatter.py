@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.errors import CompatibilityError
-from shared_core.sharded import is_sharded
 
 # torch 2.13 gave it this name, and warns of the one before
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -12,14 +12,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from shared_core.distributed.collectives import all_finite, any_rank, local_part, world_size
+from shared_core.engine.preview import Ability, Event, Touched, trained
+from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, TrainingError
-from shared_core.finite import all_finite
 from shared_core.gradient_compression.config import CommConfig
 from shared_core.gradient_compression.power_sgd import PowerSgd
 from shared_core.gradient_compression.reduce_scatter import RoundedReduceScatter, put_into
-from shared_core.preview import Ability, Event, Touched, trained
-from shared_core.ranks import any_rank, local_part, world_size
-from shared_core.technique import Context, Technique
 
 _ROUNDED = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

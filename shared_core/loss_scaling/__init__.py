@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from shared_core.lazy_exports import export_lazily
 
 if TYPE_CHECKING:
+    from shared_core.loss_scaling.activation_flush import FlushProbe as FlushProbe
     from shared_core.loss_scaling.config import LossScaleConfig as LossScaleConfig
-    from shared_core.loss_scaling.flush import FlushProbe as FlushProbe
-    from shared_core.loss_scaling.histogram_probe import HistogramProbe as HistogramProbe
+    from shared_core.loss_scaling.histograms import HistogramProbe as HistogramProbe
     from shared_core.loss_scaling.histograms import Log2Histogram as Log2Histogram
     from shared_core.loss_scaling.histograms import log2_histogram as log2_histogram
     from shared_core.loss_scaling.scaler import LossScaleError as LossScaleError

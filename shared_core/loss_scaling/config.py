@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from shared_core.config import TechniqueConfig, option
+from shared_core.config.options import TechniqueConfig, option
 from shared_core.loss_scaling.floors import floor_at, parse_floor
 
 FLOAT32_MAX = 3.4028234663852886e38

@@ -1,18 +1,24 @@
-"""Histograms of log2|x|: which powers of two weights, activations, gradients and updates really use."""
+"""Histograms of log2|x|: which powers of two weights, activations, gradients and updates really use.
+
+Collects log2|x| histograms of one training step: weights, activations, gradients and updates, layer by layer.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from eff_kernels.loss_scaling import Exponents, count_exponents
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
-from shared_core.loss_scaling.auto_scale import FORMATS
+from shared_core.distributed.collectives import all_reduce_, local_part, world_size
+from shared_core.loss_scaling.floors import FORMATS
 
 _COUNTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # On CPU the float64 difference stays in cache; on a GPU fewer launches count.
@@ -140,3 +146,289 @@ def read_counts(found: Exponents) -> Log2Histogram:
     lowest, counts = found
     zeros, *finite, infinite, nan = counts.tolist()
     return Log2Histogram(zeros, infinite, nan, {lowest + i: count for i, count in enumerate(finite) if count})
+
+
+KINDS = ("weights", "activations", "activation_gradients", "gradients", "updates")
+_LOWEST, _COLUMNS = -1074, 2101  # of float64, which holds the exponents of every other format
+_Key = tuple[str, str]
+_Layers = dict[_Key, Log2Histogram]
+
+
+class HistogramProbe:
+    """Counts the powers of two that one step uses. Between measurements nothing is hooked and nothing is kept.
+
+    - *weights*: parameters before the step;
+    - *activations*: outputs of the modules without children in one training micro-batch, the first of the step: no
+      evaluation, and no second time where activation checkpointing computes them again;
+    - *activation gradients*: gradients of those outputs, as the backward had them, loss scale included;
+    - *gradients*: of the parameters, unscaled, before clipping;
+    - *updates*: weights after the step minus weights before it, which needs a copy of the weights for that step.
+
+    Under DDP the activations of all processes are added up, once a measurement; what is equal on all counts once.
+
+    Args:
+        format: ``"fp16"`` or ``"fp8_e5m2"``: whose smallest numbers the shares are told for.
+
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> _ = nn.init.constant_(model.weight, 0.5)
+        >>> probe = HistogramProbe()
+        >>> probe.watch(model)
+        >>> probe.arm()
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> probe.before_step(scale=1.0, step=0)
+        >>> with torch.no_grad():
+        ...     _ = model.weight.sub_(0.25 * model.weight.grad)
+        >>> probe.after_step()
+        True
+        >>> {kind: probe.total(kind).counts() for kind in ("activations", "gradients", "updates")}
+        {'activations': {'0': 1}, 'gradients': {'0': 2}, 'updates': {'-2': 2}}
+    """
+
+    def __init__(self, format: str = "fp16") -> None:
+        self.format = format
+        self.step: int | None = None
+        """Applied steps before the latest measurement; None before the first."""
+        self.scale = 1.0
+        """Loss scale of the latest measurement."""
+        self.snapshot_bytes = 0
+        """Memory that the copy of the weights took in the latest measurement, on this process."""
+        self.layers: _Layers = {}
+        """The latest histograms, by kind and layer: the owner of a parameter, or the module whose output it is."""
+        self._model: nn.Module | None = None
+        self._restored: _Layers = {}
+        self._handles: list[RemovableHandle] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._armed = self._ended = False
+        self._calls: list[bool] = []  # the modules being called: whether the outermost one was to be trained
+        self._recorded: dict[_Key, list[Exponents]] = {}
+        self._carried: _Layers = {}
+        self._without_gradient: set[str] = set()
+        self._before: dict[str, Tensor] = {}
+        self._measured: dict[_Key, list[Exponents]] = {}
+        self._at = (0, 1.0)
+
+    def watch(self, model: nn.Module) -> None:
+        """Stand by for `arm`; nothing is hooked until then."""
+        self.leave()
+        self._model = model
+
+    def leave(self) -> None:
+        """Remove every hook and drop the copy of the weights."""
+        self._forget()
+        self._model = None
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether a step is being measured."""
+        return self._armed
+
+    def arm(self) -> None:
+        """Measure the step that begins now; one that was measured in part is begun again."""
+        self._forget()
+        if self._model is None:
+            return
+        self._armed = True
+        self._carried, self._restored = self._restored, {}
+        if self._carried:
+            return  # the run was resumed within this step, and its first micro-batch was recorded before
+        for name, module in self._model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(self._enter))
+            leave = functools.partial(self._leave, name)
+            self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    # -- activations
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # a hook that is traced would stay in the graph for good
+        if not self._calls and self._ended and not _in_backward():
+            for handle in self._handles:  # the next micro-batch
+                handle.remove()
+            self._handles = []
+            return
+        # the innermost may be without gradients in a forward that activation checkpointing will repeat with them
+        self._calls.append(self._calls[0] if self._calls else module.training and torch.is_grad_enabled())
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        trains = self._calls.pop() if self._calls else False
+        if any(module.children()) or not trains:
+            return
+        parts = [part for part in tree_leaves(output) if isinstance(part, Tensor) and part.is_floating_point()]
+        if _in_backward():
+            self._ended = True
+            if name not in self._without_gradient:
+                return
+        else:
+            for part in parts:
+                self._record("activations", name, part)
+                if not part.requires_grad:
+                    self._without_gradient.add(name)
+        for part in parts:
+            if part.requires_grad:
+                hooked: Any = part  # register_hook has no annotations
+                hooked.register_hook(functools.partial(self._record_gradient, name))
+
+    def _record_gradient(self, name: str, gradient: Tensor) -> None:
+        self._ended = True
+        self._record("activation_gradients", name, gradient)
+
+    def _record(self, kind: str, name: str, tensor: Tensor) -> None:
+        if self._armed:
+            self._recorded.setdefault((kind, name or "(model)"), []).append(device_counts(local_part(tensor)))
+
+    # -- parameters
+
+    def _parameters(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        for name, parameter in self._model.named_parameters() if self._model is not None else ():
+            if parameter.is_floating_point():
+                yield name, name.rpartition(".")[0] or name, parameter
+
+    @torch.no_grad()
+    def before_step(self, scale: float, step: int) -> None:
+        """Count weights and gradients and copy the weights that have one: gradients are unscaled, not yet clipped."""
+        self._measured, self._before, self._at = {}, {}, (step, scale)
+        for name, layer, parameter in self._parameters():
+            self._measured.setdefault(("weights", layer), []).append(device_counts(local_part(parameter)))
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            self._measured.setdefault(("gradients", layer), []).append(device_counts(local_part(values)))
+            self._before[name] = local_part(parameter).detach().clone()
+
+    @torch.no_grad()
+    def after_step(self) -> bool:
+        """Count the updates, and return whether the step could be measured; every process must call it.
+
+        A step without gradients, or with Inf or NaN in them, is left out and the latest histograms stay.
+        """
+        for name, layer, parameter in self._parameters():
+            if name in self._before:
+                counts = update_counts(local_part(parameter), self._before[name])
+                self._measured.setdefault(("updates", layer), []).append(counts)
+        sharded = {layer for _, layer, parameter in self._parameters() if hasattr(parameter, "to_local")}
+        found = {**_read(self._measured), **_read(self._recorded)}
+        for key, histogram in self._carried.items():
+            found.setdefault(key, Log2Histogram()).add(histogram)
+        gradients = [histogram for (kind, _), histogram in found.items() if kind == "gradients"]
+        usable = bool(gradients) and not any(histogram.infinite + histogram.nan for histogram in gradients)
+        usable = self._add_up(found, sharded, usable)
+        if usable:
+            self.step, self.scale = self._at
+            self.snapshot_bytes = sum(copy.nbytes for copy in self._before.values())
+            self.layers = found
+        self._forget()
+        return usable
+
+    def _add_up(self, found: _Layers, sharded: set[str], usable: bool) -> bool:
+        """Add what differs between processes, and return whether all can use it."""
+        if world_size() == 1 or self._model is None:
+            return usable
+        names = [name or "(model)" for name, module in self._model.named_modules() if not any(module.children())]
+        keys = [(kind, name) for kind in ("activations", "activation_gradients") for name in names]
+        keys += [(kind, layer) for kind in ("weights", "gradients", "updates") for layer in sorted(sharded)]
+        table = torch.zeros(len(keys) + 1, _COLUMNS, dtype=torch.int64)
+        for row, key in zip(table, keys, strict=False):
+            histogram = found.pop(key, Log2Histogram())
+            row[0], row[-2], row[-1] = histogram.zeros, histogram.infinite, histogram.nan
+            for exponent, count in histogram.exponents.items():
+                row[1 + exponent - _LOWEST] = count
+        table[-1, 0] = not usable
+        table = all_reduce_(table.to(next(self._model.parameters()).device), "sum").cpu()
+        for row, key in zip(table, keys, strict=False):
+            if row.any():
+                found[key] = read_counts(Exponents(_LOWEST, row))
+        return not table[-1, 0]
+
+    # -- results
+
+    def total(self, kind: str) -> Log2Histogram:
+        """Return the latest histogram of a kind over all layers."""
+        total = Log2Histogram()
+        for (other, _), histogram in self.layers.items():
+            if other == kind:
+                total.add(histogram)
+        return total
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the format would lose of the unscaled gradients, and log2 of median update over median weight."""
+        if self.step is None:
+            return {}
+        gradients = self.total("gradients").summary(self.format)
+        update, weight = self.total("updates").median, self.total("weights").median
+        figures = {name: gradients[name] for name in ("below_normal", "below_subnormal")}
+        metrics = {f"loss_scale/grad_{name}": share for name, share in figures.items()}
+        if update is not None and weight is not None:
+            metrics["loss_scale/update_to_weight"] = float(update - weight)
+        return metrics
+
+    def report(self) -> dict[str, Any]:
+        """Return, by kind, the histogram of all layers with its shares, and those shares by layer."""
+        if self.step is None:
+            return {}
+        told: dict[str, Any] = {
+            "format": self.format,
+            "measured_step": self.step,
+            "measured_scale": self.scale,
+            "snapshot_bytes": self.snapshot_bytes,
+        }
+        for kind in KINDS:
+            total = self.total(kind)
+            layers = {layer: found.summary(self.format) for (k, layer), found in self.layers.items() if k == kind}
+            told[kind] = {**total.summary(self.format), "log2_histogram": total.counts(), "layers": layers}
+        return {"histograms": told}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the latest histograms, and what was recorded of a step that is not over."""
+        recorded = self._restored or self._carried or _read(self._recorded)
+        return {
+            "step": self.step,
+            "scale": self.scale,
+            "snapshot_bytes": self.snapshot_bytes,
+            "layers": _to_state(self.layers.items()),
+            "recorded": _to_state(recorded.items()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned, before `arm`; an empty state changes nothing."""
+        if state:
+            self.step, self.scale = state["step"], state["scale"]
+            self.snapshot_bytes = state["snapshot_bytes"]
+            self.layers, self._restored = _from_state(state["layers"]), _from_state(state["recorded"])
+
+
+def _in_backward() -> bool:
+    # private to torch, whose own checkpointing asks the same; pinned by test_loss_scaling_histograms.py
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _read(counts: Mapping[_Key, Iterable[Exponents]]) -> _Layers:
+    found: _Layers = {}
+    for key, parts in counts.items():
+        found[key] = Log2Histogram()
+        for part in parts:
+            found[key].add(read_counts(part))
+    return found
+
+
+def _to_state(layers: Iterable[tuple[_Key, Log2Histogram]]) -> dict[str, dict[str, Any]]:
+    state: dict[str, dict[str, Any]] = {}
+    for (kind, layer), histogram in layers:
+        state.setdefault(kind, {})[layer] = histogram.state_dict()
+    return state
+
+
+def _from_state(state: Mapping[str, Mapping[str, Any]]) -> _Layers:
+    return {
+        (kind, layer): Log2Histogram.from_state(found)
+        for kind, layers in state.items()
+        for layer, found in layers.items()
+    }

@@ -7,18 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
-from eff_kernels.unscaling import unscale_with_largest_
+from eff_kernels.loss_scaling import unscale_with_largest_
 from torch import Tensor
 
 # Private to torch: only so can a subclass see the stage of a step. Pinned by test_loss_scaling_torch.py.
 from torch.amp.grad_scaler import GradScaler, OptState, _refresh_per_optimizer_state
 
+from shared_core.distributed.collectives import all_reduce_, world_size
 from shared_core.errors import CheckpointError, ConfigError, TrainingError
-from shared_core.loss_scaling.auto_scale import AutoScale
 from shared_core.loss_scaling.config import MIN_SCALE, LossScaleConfig
-from shared_core.loss_scaling.floors import floor_text, make_floor
-from shared_core.loss_scaling.gradients import grouped_gradients, has_scaled_step
-from shared_core.ranks import all_reduce_, world_size
+from shared_core.loss_scaling.floors import AutoScale, floor_text, make_floor
+from shared_core.loss_scaling.telemetry import grouped_gradients, has_scaled_step
 
 
 class LossScaleError(TrainingError):

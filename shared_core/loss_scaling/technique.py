@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shared_core.engine.loss_dtype import LossDtype
+from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, TrainingError
-from shared_core.loss_dtype import LossDtype
+from shared_core.loss_scaling.activation_flush import FlushProbe
 from shared_core.loss_scaling.config import LossScaleConfig
-from shared_core.loss_scaling.flush import FlushProbe
-from shared_core.loss_scaling.histogram_probe import HistogramProbe
+from shared_core.loss_scaling.histograms import HistogramProbe
 from shared_core.loss_scaling.scaler import LossScaler
 from shared_core.loss_scaling.telemetry import UnderflowTelemetry
-from shared_core.technique import Context, Technique
 
 
 class LossScaling(Technique):

@@ -12,20 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shared_core.distributed.collectives import world_size
+from shared_core.distributed.sharded_tensors import whole
 from shared_core.errors import CompatibilityError, ConfigError
-from shared_core.fast_paths import fast_paths_off
-from shared_core.low_rank.config import LowRankConfig
-from shared_core.low_rank.decomposition import relative_error
-from shared_core.low_rank.layers import LowRankLayer, factorised, put_in_
-from shared_core.low_rank.matrices import as_matrix, schemes
-from shared_core.low_rank.moments import InputMoments
-from shared_core.low_rank.rank_rule import read_report
-from shared_core.low_rank.selection import Candidate, candidates, choose_ranks, select
-from shared_core.low_rank.sensitivity import measure_worth
-from shared_core.model_calls import call_on_batch, evaluated
-from shared_core.module_match import check_model
-from shared_core.ranks import world_size
-from shared_core.sharded import whole
+from shared_core.low_rank.config import LowRankConfig, read_report
+from shared_core.low_rank.decomposition import InputMoments, relative_error
+from shared_core.low_rank.layers import LowRankLayer, as_matrix, factorised, put_in_, schemes
+from shared_core.low_rank.rank_selection import Candidate, candidates, choose_ranks, measure_worth, select
+from shared_core.modules.calls import call_on_batch, evaluated
+from shared_core.modules.fused_encoder import fast_paths_off
+from shared_core.modules.matching import check_model
 
 Loss = Callable[[nn.Module, Any], Any]
 

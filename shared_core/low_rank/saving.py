@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shared_core.checkpoint_formats.plain import check_values, unlike
 from shared_core.errors import CheckpointError
-from shared_core.fast_paths import fast_paths_off
-from shared_core.low_rank.layers import LowRankLayer, put_in_, replace_
-from shared_core.low_rank.matrices import CHANNEL, LINEAR, SPATIAL, is_transposed
-from shared_core.plain_checkpoint import check_values, unlike
+from shared_core.low_rank.layers import CHANNEL, LINEAR, SPATIAL, LowRankLayer, is_transposed, put_in_, replace_
+from shared_core.modules.fused_encoder import fast_paths_off
 
 _FIRST, _SECOND = ".first.weight", ".second.weight"
 WEIGHTS_FILE = "low_rank.safetensors"
@@ -108,7 +107,7 @@ def hide(folder: Path | str) -> None:
 
 def _own_names(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return weights by the model's names, where its library saves them by others."""
-    from shared_core.cli.run import own_weights
+    from shared_core.front_ends.finding import own_weights
 
     parts = ("first.weight", "second.weight", "second.bias")
     names = dict.fromkeys(

@@ -9,20 +9,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from shared_core.claims import Claim, Gone, Rank, Shape, Where
+from shared_core.distributed.collectives import broadcast_
+from shared_core.engine.claims import Claim, Gone, Rank, Shape, Where
+from shared_core.engine.preview import Event, Touched
+from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
-from shared_core.fast_paths import Undo, fast_paths_off, fast_paths_on
 from shared_core.low_rank.config import LowRankConfig
-from shared_core.low_rank.decomposition import decompose
+from shared_core.low_rank.decomposition import InputMoments, buffers_kept, decompose
 from shared_core.low_rank.factorize import apply, errors, plan_ranks
-from shared_core.low_rank.layers import LowRankLayer, factorised, put_in_, replace_, structure_of
-from shared_core.low_rank.matrices import as_matrix
-from shared_core.low_rank.moments import InputMoments, buffers_kept
-from shared_core.low_rank.selection import select
-from shared_core.module_match import plain_name
-from shared_core.preview import Event, Touched
-from shared_core.ranks import broadcast_
-from shared_core.technique import Context, Technique
+from shared_core.low_rank.layers import LowRankLayer, as_matrix, factorised, put_in_, replace_, structure_of
+from shared_core.low_rank.rank_selection import select
+from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
+from shared_core.modules.matching import plain_name
 
 
 class LowRankTraining(Technique):
@@ -36,8 +34,8 @@ class LowRankTraining(Technique):
         config: The options.
 
     Example:
-        >>> from shared_core.recipe import Recipe
-        >>> from shared_core.session import Session
+        >>> from shared_core.engine.recipe import Recipe
+        >>> from shared_core.engine.session import Session
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
         >>> session = Session(Recipe.from_dict({"low_rank": {"rank": 8}}))
         >>> session.attach(model)

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from eff_kernels.blocks import GROUP_SIZES, mx_round, nvfp4_round
-from eff_kernels.eager_cuda import on_eager_cuda
+from eff_kernels._triton.launch import on_eager_cuda
+from eff_kernels.block_formats import GROUP_SIZES, mx_round, nvfp4_round
 from torch import Tensor
 
 from shared_core.errors import ConfigError, did_you_mean

@@ -6,7 +6,7 @@ import math
 from typing import Literal, get_args
 
 import torch
-from eff_kernels.eager_cuda import is_plain, on_eager_cuda
+from eff_kernels._triton.launch import is_plain, on_eager_cuda
 from eff_kernels.rounding import round_float_
 from torch import Tensor
 

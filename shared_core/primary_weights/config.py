@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-from shared_core.config import TechniqueConfig, option
+from shared_core.config.options import TechniqueConfig, option
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,25 @@
-"""float32 copies of 16-bit parameters: they follow what others write into the parameters."""
+"""float32 copies of 16-bit parameters: they follow what others write into the parameters.
+
+float32 gradients of 16-bit parameters.
+
+What float32 copies need where FSDP2 shards the parameters: gathered to be saved, rounded as one process would.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from shared_core.ranks import local_part
-from shared_core.sharded import is_sharded
+from shared_core.distributed.collectives import local_part
+from shared_core.distributed.sharded_tensors import cut, fill_, is_sharded, place_of, whole
+from shared_core.errors import CheckpointError
+from shared_core.numerics import stochastic_round_
+from shared_core.primary_weights.optimizer_swap import dtype_name, moments
 
 _SMALL, _TOGETHER = 1 << 14, 1 << 18
 
@@ -120,3 +130,145 @@ def _copied(parameters: list[Tensor], known: Mapping[Tensor, Tensor]) -> tuple[_
     values = _joined([known.get(parameter, parameter) for parameter in parameters]).float()
     rows = torch.split(values, [*map(len, parameters)]) if first.dim() else values.unbind()
     return _Bundle(parameters, first.dtype, values), [*map(nn.Parameter, rows)]
+
+
+class WideGradients:
+    """Widens gradients to float32: as they are accumulated, or with a process group once they are complete.
+
+    `torch.nn.parallel.DistributedDataParallel` reduces in buckets of the parameter's format and refuses gradients of
+    another one (torch 2.13: ``Expected Half, got Float``), so between steps its parameters keep their own.
+    """
+
+    def __init__(self) -> None:
+        self.reduced_in_16_bit = False
+        """Whether gradients are accumulated and reduced in 16 bit, and widened for the step alone."""
+        self._reduced: dict[Tensor, Tensor] = {}
+        self._widened: Sequence[Tensor] = ()
+        """Parameters whose gradients are float32 from now on: torch refuses others."""
+
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Decide by the process group, and let the next backward accumulate in float32 where that works."""
+        self.reduced_in_16_bit = dist.is_available() and dist.is_initialized()
+        if not self.reduced_in_16_bit:
+            for parameter in parameters:
+                self.widen(parameter)
+
+    def widen_all(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return what `widen` does for each."""
+        if not self.reduced_in_16_bit and self._widened is parameters:
+            return [parameter.grad for parameter in parameters]
+        self._widened = parameters
+        return [self.widen(parameter) for parameter in parameters]
+
+    def widen(self, parameter: Tensor) -> Tensor | None:
+        """Return the gradient made float32, and make those to come so where no process group reduces them."""
+        gradient = parameter.grad
+        if gradient is None:
+            if not self.reduced_in_16_bit:
+                parameter.grad_dtype = torch.float32
+        elif gradient.dtype == parameter.dtype:
+            parameter.grad = None
+            parameter.grad_dtype = torch.float32
+            parameter.grad = wide = gradient.float()
+            if self.reduced_in_16_bit:
+                self._reduced[parameter] = gradient
+            return wide
+        return gradient
+
+    def give_back(self) -> None:
+        """Put the reduced tensors back after the step, with the values of the wide ones.
+
+        The very tensors: with ``gradient_as_bucket_view`` they are windows into DDP's buckets.
+        """
+        for parameter, gradient in self._reduced.items():
+            wide, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = parameter.dtype
+            parameter.grad = None if wide is None else gradient.copy_(wide)
+        self._reduced = {}
+
+    def end(self, parameters: Iterable[Tensor]) -> None:
+        """Leave parameters whose gradients have their own format."""
+        self.give_back()
+        for parameter in parameters:
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = parameter.dtype
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+
+
+_CHUNK = 1 << 22
+
+
+class CopiesOfShards:
+    """The copies and moments of sharded parameters as a checkpoint takes them: whole, on the CPU, by name.
+
+    The moments too: the state dict that torch (2.13) loads an optimizer of sharded parameters from has their format.
+    """
+
+    def __init__(self) -> None:
+        self.copies: dict[str, Tensor] = {}
+        self.moments: dict[str, dict[str, Tensor]] = {}
+
+    def gather(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Iterable[Tensor],
+        copies: Mapping[Tensor, Tensor],
+        names: Mapping[Tensor, str],
+    ) -> None:
+        """Gather them, one by one; every process must call it."""
+        for parameter in filter(is_sharded, parameters):
+            if parameter in copies:
+                self.copies[names[parameter]] = whole(copies[parameter].detach()).cpu()
+            for optimizer in optimizers:
+                if found := moments(optimizer, parameter):
+                    self.moments[names[parameter]] = {key: whole(value).cpu() for key, value in found.items()}
+
+    @staticmethod
+    def restore_moments_(
+        optimizers: Sequence[torch.optim.Optimizer],
+        names: Mapping[Tensor, str],
+        saved: Mapping[str, Mapping[str, Tensor]],
+    ) -> None:
+        """Put saved moments in the place of those that torch has loaded in the parameters' format."""
+        for optimizer in optimizers:
+            for parameter, state in optimizer.state.items():
+                for key, value in saved.get(names.get(parameter, ""), {}).items():
+                    state[key] = cut(value.to(parameter.device), parameter)
+
+
+@torch.no_grad()
+def restore_(primary: Tensor, saved: Tensor, name: str) -> None:
+    """Put a saved copy, which is whole, back.
+
+    Raises:
+        CheckpointError: If it is of another parameter.
+    """
+    if saved.shape != primary.shape or saved.dtype != torch.float32:
+        raise CheckpointError(
+            f"primary_weights: the saved copy of {name} must be float32 of shape {tuple(primary.shape)}, got "
+            f"{dtype_name(saved.dtype)} of {tuple(saved.shape)}; resume with the model that wrote the checkpoint"
+        )
+    fill_(primary, saved)
+
+
+@torch.no_grad()
+def round_part_(parameter: Tensor, primary: Tensor, generator: torch.Generator) -> None:
+    """Write float32 values, stochastically rounded, into a parameter, or into the part that this process holds.
+
+    The numbers drawn for what other processes hold are drawn too, so that each part is what one process would make of
+    it on a CPU, and no two parts are rounded by the same numbers.
+    """
+    part = local_part(parameter)
+    rows = place_of(parameter)[:1] if is_sharded(parameter) else ()
+    row = math.prod(parameter.shape[1:])
+    before = rows[0].start * row if rows else 0
+    after = (parameter.shape[0] - rows[0].stop) * row if rows else 0
+    _pass_over(before, part, generator)
+    stochastic_round_(part, local_part(primary), generator=generator)
+    _pass_over(after, part, generator)
+
+
+def _pass_over(count: int, like: Tensor, generator: torch.Generator) -> None:
+    for start in range(0, count, _CHUNK):
+        values = torch.zeros(min(_CHUNK, count - start), device=like.device)
+        stochastic_round_(torch.empty_like(values, dtype=like.dtype), values, generator=generator)

@@ -9,12 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from shared_core.distributed.collectives import all_reduce_, local_part
+from shared_core.distributed.sharded_tensors import is_sharded, reshard_
+from shared_core.engine.optimizer_kinds import refuse_lbfgs
+from shared_core.engine.preview import Touched
+from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, TrainingError
-from shared_core.lbfgs import refuse_lbfgs
-from shared_core.preview import Touched
 from shared_core.primary_weights.config import PrimaryWeightsConfig
-from shared_core.primary_weights.copies import Copies
-from shared_core.primary_weights.gradients import WideGradients
+from shared_core.primary_weights.copies import Copies, CopiesOfShards, WideGradients, restore_, round_part_
 from shared_core.primary_weights.optimizer_swap import (
     HALF,
     Exchange,
@@ -26,11 +28,7 @@ from shared_core.primary_weights.optimizer_swap import (
     parameters_of,
     trained_in_16_bit,
 )
-from shared_core.primary_weights.shards import CopiesOfShards, restore_, round_part_
 from shared_core.primary_weights.slices import SlicedStep, slices, updates_each_by_itself
-from shared_core.ranks import all_reduce_, local_part
-from shared_core.sharded import is_sharded, reshard_
-from shared_core.technique import Context, Technique
 
 _OTHER_TENSORS = (
     "the optimizer must update the tensors in its param_groups, got a 16-bit parameter that changed during the step; "
@@ -58,8 +56,8 @@ class PrimaryWeights(Technique):
     arXiv:1502.02551.
 
     Example:
-        >>> from shared_core.recipe import Recipe
-        >>> from shared_core.session import Session
+        >>> from shared_core.engine.recipe import Recipe
+        >>> from shared_core.engine.session import Session
         >>> model = nn.ParameterList([nn.Parameter(torch.ones(1, dtype=torch.bfloat16))])
         >>> session = Session(Recipe.from_dict({"primary_weights": {"kind": "fp32_copy"}}))
         >>> session.attach(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from shared_core.config import TechniqueConfig, option
+from shared_core.config.options import TechniqueConfig, option
 from shared_core.errors import ConfigError
 
 

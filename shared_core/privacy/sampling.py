@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from shared_core.distributed.collectives import rank, world_size
 from shared_core.errors import CompatibilityError, ConfigError
-from shared_core.ranks import rank, world_size
 
 _ORDERS = ("RandomSampler", "SequentialSampler", "SeedableRandomSampler", "DistributedSampler")
 _AHEAD = 16

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from shared_core.distributed.collectives import all_reduce_, broadcast_, local_part, world_size
+from shared_core.distributed.sharded_tensors import is_sharded, place_of, reshard_, sum_parts
+from shared_core.engine.preview import Ability, Touched, needs, trained
+from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
-from shared_core.preview import Ability, Touched, needs, trained
 from shared_core.privacy.accountant import Spending, epsilon, noise_multiplier_for
 from shared_core.privacy.config import PrivacyConfig
-from shared_core.privacy.per_sample import PerSample, check_model
+from shared_core.privacy.per_sample_gradients import PerSample, check_model
 from shared_core.privacy.sampling import PoissonBatches, Secret, check_loader, with_batches
-from shared_core.ranks import all_reduce_, broadcast_, local_part, world_size
-from shared_core.sharded import is_sharded, place_of, reshard_, sum_parts
-from shared_core.technique import Context, Technique
 
 _SAMPLING = "poisson"
 
@@ -36,8 +36,8 @@ class DifferentialPrivacy(Technique):
     Source: Abadi et al. 2016, arXiv:1607.00133.
 
     Example:
-        >>> from shared_core.recipe import Recipe
-        >>> from shared_core.session import Session
+        >>> from shared_core.engine.recipe import Recipe
+        >>> from shared_core.engine.session import Session
         >>> model = nn.Linear(4, 2)
         >>> session = Session(Recipe.from_dict({"dp": {"noise_multiplier": 1.0}}))
         >>> session.attach(model)

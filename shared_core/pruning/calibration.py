@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shared_core.distributed.collectives import all_finite
 from shared_core.errors import ConfigError, TrainingError
-from shared_core.finite import all_finite
-from shared_core.model_calls import call_on_batch
+from shared_core.modules.calls import call_on_batch
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.scorers import Scorer, layer_costs, observe_positions
-from shared_core.pruning.unit_pruning import UnitPruning
+from shared_core.pruning.structured import UnitPruning
 
 _OF_GRADIENTS = ("taylor", "fisher", "neuron_taylor")
 

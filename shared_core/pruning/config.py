@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from shared_core.config import TechniqueConfig, option
-from shared_core.positions import Position
+from shared_core.config.options import TechniqueConfig, option
+from shared_core.config.training_time import Position
 
 GATHERED = ("taylor", "movement", "fisher", "wanda", "neuron_taylor", "shapley")
 """Criteria that need gradients or activations: at least one step has to pass before the first update."""

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shared_core.pruning.axes import weight_of
+from shared_core.distributed.collectives import all_reduce_
+from shared_core.modules.weight_views import weight_of
 from shared_core.pruning.scorers.layer_costs import LayerUses, layer_costs
-from shared_core.ranks import all_reduce_
 
 
 class CostWatch:

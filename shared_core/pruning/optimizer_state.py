@@ -8,7 +8,7 @@ import torch
 from eff_kernels.pruning import apply_mask_
 from torch import Tensor
 
-from shared_core.ranks import local_part
+from shared_core.distributed.collectives import local_part
 
 SLOW_ON_ZEROS = (
     "efftrain: prune: on a CPU Adam's step takes about twice as long when half of the gradients are zeros, as those of "

@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shared_core import coverage
+from shared_core.distributed.collectives import local_part, world_size
+from shared_core.distributed.sharded_tensors import is_sharded
+from shared_core.engine import coverage
+from shared_core.engine.preview import Touched
+from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError
-from shared_core.module_match import check_model
-from shared_core.preview import Touched
+from shared_core.modules.matching import check_model
 from shared_core.pruning.calibration import Calibration, Loss
 from shared_core.pruning.config import DURING_TRAINING, GATHERED, TRACED, UNITS, PruneConfig
-from shared_core.pruning.mask_store import MaskStore
-from shared_core.pruning.report import NOTES, UNITS_NOTE, layers_report, weights_report
+from shared_core.pruning.masks import MaskStore
 from shared_core.pruning.scorers import layer_costs, make_scorer
 from shared_core.pruning.selection import RankedScores, select_weights
+from shared_core.pruning.structured import UnitPruning
 from shared_core.pruning.targets import find_targets
-from shared_core.pruning.unit_pruning import UnitPruning
-from shared_core.ranks import local_part, world_size
-from shared_core.sharded import is_sharded
-from shared_core.technique import Context
+from shared_core.pruning.technique import NOTES, UNITS_NOTE, layers_report, weights_report
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class PruneReport:
         notes: What a user should know of layers that lost most of what they had.
         units: One entry a group of units: group, kind, units, pruned.
         groups_left_out: Groups that cannot be pruned, with the reason.
-        coverage: How much of the model is within reach (`shared_core.coverage.Reach`).
+        coverage: How much of the model is within reach (`shared_core.engine.coverage.Reach`).
     """
 
     masks: dict[str, Tensor] = field(repr=False)

@@ -1,23 +1,155 @@
-"""Which weights a scope and a granularity prune, given what each is worth."""
+"""How sparse each tensor becomes when all together are to reach one sparsity.
+
+How much of one layer may go, so that none is left with next to nothing while others stay dense.
+
+Which weights a scope and a granularity prune, given what each is worth.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from eff_kernels.pruning import rank_below_
 from torch import Tensor, nn
 
-from shared_core.pruning.axes import input_axis
-from shared_core.pruning.blocks import block_scores, expand_blocks
+from shared_core.distributed.sharded_tensors import whole
+from shared_core.errors import ConfigError
+from shared_core.modules.weight_views import from_output_rows, input_axis, output_rows
 from shared_core.pruning.config import PruneConfig
-from shared_core.pruning.criteria import below_threshold_mask
-from shared_core.pruning.distribution import erdos_renyi_sparsities
-from shared_core.pruning.layer_limits import layer_limits
-from shared_core.pruning.masks import prune_mask, prune_masks
-from shared_core.pruning.n_m import nm_mask_of_scores
-from shared_core.pruning.scorers import Scorer, from_output_rows, output_rows
-from shared_core.sharded import whole
+from shared_core.pruning.masks import block_scores, expand_blocks, nm_mask_of_scores, prune_mask, prune_masks
+from shared_core.pruning.scorers import Scorer
+from shared_core.pruning.scorers.weight_scorers import below_threshold_mask
+
+
+def erdos_renyi_sparsities(
+    shapes: Sequence[Sequence[int]], sparsity: float, *, kernel: bool = False, most: float = 1.0
+) -> list[float]:
+    """Return a sparsity for each tensor, so that large ones are sparser and all together reach `sparsity`.
+
+    Density is ``ε·(n_in + n_out)/(n_in·n_out)``, with `kernel` ``ε·(n_in + n_out + k_h + k_w)/numel``, and 1 where that
+    is more, ``1 - most`` where it is less; ε is solved again for the others until it holds (Mocanu et al. 2018,
+    arXiv:1707.04780; Evci et al. 2020, arXiv:1911.11134).
+
+    Args:
+        shapes: Of two or more dimensions, ``(n_out, n_in, *kernel)``.
+        sparsity: Share of all elements to prune, in [0, 1].
+        kernel: Whether kernel sizes count (Erdős–Rényi kernel), or a convolution's kernel is part of its size only.
+        most: The largest sparsity of one tensor, at least `sparsity`.
+
+    Raises:
+        ConfigError: If `sparsity` is not in [0, 1], or a shape has fewer than two dimensions or no elements.
+
+    Example:
+        >>> [round(share, 4) for share in erdos_renyi_sparsities([(4, 4), (64, 64)], 0.9)]
+        [0.0, 0.9035]
+    """
+    if not 0 <= sparsity <= 1:
+        raise ConfigError(f"erdos_renyi_sparsities: sparsity must be in [0, 1], got {sparsity!r}")
+    numels, shares = [], []
+    for shape in shapes:
+        if len(shape) < 2:
+            raise ConfigError(f"erdos_renyi_sparsities: shapes must have two dimensions or more, got {tuple(shape)}")
+        numel = math.prod(shape)
+        if not numel:
+            raise ConfigError(f"erdos_renyi_sparsities: shapes must not be empty, got {tuple(shape)}, no weights")
+        numels.append(numel)
+        # without the kernel's sizes a convolution is a matrix n_out x n_in of kernels
+        shares.append(sum(shape) / numel if kernel else sum(shape[:2]) / (shape[0] * shape[1]))
+    fixed: dict[int, float] = {}  # densities
+    kept = (1 - sparsity) * sum(numels)
+    while True:
+        open_ = [i for i in range(len(numels)) if i not in fixed]
+        weight = sum(shares[i] * numels[i] for i in open_)
+        epsilon = (kept - sum(density * numels[i] for i, density in fixed.items())) / weight if weight else 0.0
+        over = {i: 1.0 for i in open_ if epsilon * shares[i] > 1}
+        under = {i: 1 - most for i in open_ if epsilon * shares[i] < 1 - most}
+        if not over and not under:
+            return [1 - fixed.get(i, max(0.0, epsilon) * shares[i]) for i in range(len(numels))]
+        # what those over may not keep raises ε for the others, what those under must keep lowers it: where more is to
+        # be handed out than taken back those over stay over, whatever becomes of the others
+        surplus = sum((epsilon * shares[i] - density) * numels[i] for i, density in (over | under).items())
+        fixed |= (over if surplus >= 0 else {}) | (under if surplus <= 0 else {})
+
+
+_NAMED = 5
+NEARLY_EMPTY = 0.99
+"""From this share on a layer is named."""
+# of products such as 0.29 * 100, which lies below 29
+_ROUNDING = 1e-6
+
+
+def layer_limits(most: float, sparsity: float, sizes: Sequence[int]) -> list[int]:
+    """Return how many elements of each layer may go.
+
+    Of n elements ``floor(most·n)``, but never the last one. Where rounding keeps all together from reaching `sparsity`
+    (that of a few heads, or `most` equal to it) ``ceil(sparsity·n)`` of each.
+
+    Args:
+        most: Largest share of one layer, at least `sparsity`.
+        sparsity: Share of all elements that is asked for.
+        sizes: Of the layers, in weights, tiles or units.
+
+    Example:
+        >>> layer_limits(0.9, 0.5, [64, 10, 4, 1])
+        [57, 9, 3, 0]
+        >>> layer_limits(0.5, 0.5, [5, 5])
+        [3, 3]
+    """
+    limits = [max(min(math.floor(most * size + _ROUNDING), size - 1), 0) for size in sizes]
+    if sum(limits) >= round(sparsity * sum(sizes)):
+        return limits
+    rounded_up = (min(math.ceil(sparsity * size - _ROUNDING), size - 1) for size in sizes)
+    return [max(pair) for pair in zip(limits, rounded_up, strict=True)]
+
+
+def at_limit(most: float, sparsity: float, layers: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Return the names of the layers that have given all that they may.
+
+    Args:
+        most: As in `layer_limits`.
+        sparsity: As there.
+        layers: By name how many elements it has, and how many of them are gone.
+
+    Example:
+        >>> at_limit(0.9, 0.5, {"first": (10, 1), "last": (10, 9)})
+        ['last']
+    """
+    limits = layer_limits(most, sparsity, [size for size, _ in layers.values()])
+    pairs = zip(layers.items(), limits, strict=True)
+    return [name for (name, (_, gone)), limit in pairs if 0 < limit <= gone]
+
+
+def limit_notes(where: str, most: float, capped: Sequence[str], weights: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Return what a user should know of layers that lost most of what they had, a line each.
+
+    Args:
+        where: The technique that tells it.
+        most: Largest share of one layer that may go.
+        capped: Layers that reached it.
+        weights: By name how many weights it has, and how many of them are gone.
+
+    Example:
+        >>> limit_notes("prune", 0.98, ["fc.weight"], {"fc.weight": (6400, 6272), "out.weight": (6400, 6399)})[1]
+        'prune: more than 99 % of these layers is gone: out.weight (6,399 of 6,400)'
+    """
+    notes = []
+    if capped:
+        notes.append(
+            f"{where}: {_listed(capped)} reached {100 * most:.4g} %, the most that one layer may lose "
+            "(max_layer_sparsity); others gave what was missing"
+        )
+    nearly = {name: counts for name, counts in weights.items() if counts[1] > NEARLY_EMPTY * counts[0]}
+    if nearly:
+        named = [f"{name} ({gone:,} of {size:,})" for name, (size, gone) in nearly.items()]
+        notes.append(f"{where}: more than {100 * NEARLY_EMPTY:g} % of these layers is gone: {_listed(named)}")
+    return notes
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 class RankedScores(Sequence[Tensor]):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shared_core.errors import CompatibilityError, MatchError
-from shared_core.module_match import conv1d_of, match_modules, own_class, plain_name
-from shared_core.pruning.axes import input_axis, output_axis, weight_of
+from shared_core.modules.matching import conv1d_of, match_modules, own_class, plain_name
+from shared_core.modules.weight_views import input_axis, output_axis, weight_of
 from shared_core.pruning.config import UNITS, PruneConfig
 
 _TYPES: tuple[type[nn.Module], ...] = (

@@ -1,4 +1,7 @@
-"""Pruning during training: masks on a schedule, and weights that stay exactly zero once they are pruned."""
+"""What pruning tells in the receipt.
+
+Pruning during training: masks on a schedule, and weights that stay exactly zero once they are pruned.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +12,85 @@ from typing import Any, ClassVar
 from eff_kernels.pruning import apply_mask_
 from torch import Tensor, nn
 
-from shared_core.claims import Claim, Where, Zeros
+from shared_core.distributed.collectives import local_part
+from shared_core.distributed.sharded_tensors import is_sharded, reshard_, whole
+from shared_core.engine.claims import Claim, Where, Zeros
+from shared_core.engine.optimizer_kinds import refuse_lbfgs
+from shared_core.engine.preview import Event, Touched
+from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
-from shared_core.lbfgs import refuse_lbfgs
-from shared_core.packed_masks import unpack_mask
-from shared_core.peft_layers import refuse_adapters
-from shared_core.preview import Event, Touched
+from shared_core.modules.packed_masks import unpack_mask
+from shared_core.modules.peft_layers import refuse_adapters
 from shared_core.pruning.config import UNITS, PruneConfig
 from shared_core.pruning.cost_watch import CostWatch
-from shared_core.pruning.mask_store import MaskStore, check_saved, refuse_sparse
-from shared_core.pruning.moments import moments_told, resolve_moments
+from shared_core.pruning.mask_dynamics import StraightThrough, moved_masks, rigl_drop_share
+from shared_core.pruning.masks import MaskStore, block_scores, check_saved, count_kept, refuse_sparse
 from shared_core.pruning.optimizer_state import SLOW_ON_ZEROS, clear_moments_, is_slow_on_zeros
-from shared_core.pruning.penalty import Penalty
-from shared_core.pruning.report import NOTES, UNITS_NOTE, layers_report, weights_report
-from shared_core.pruning.rigl import moved_masks, rigl_drop_share
-from shared_core.pruning.schedules import scheduled_sparsity, update_is_due
+from shared_core.pruning.regularizers import Penalty
+from shared_core.pruning.schedules import moments_told, resolve_moments, scheduled_sparsity, update_is_due
 from shared_core.pruning.scorers import make_scorer
-from shared_core.pruning.selection import new_masks
-from shared_core.pruning.straight_through import StraightThrough
+from shared_core.pruning.selection import at_limit, limit_notes, new_masks
+from shared_core.pruning.structured import UnitPruning
 from shared_core.pruning.targets import Targets, find_targets
-from shared_core.pruning.unit_pruning import UnitPruning
-from shared_core.ranks import local_part
-from shared_core.sharded import is_sharded, reshard_, whole
-from shared_core.technique import Context, Technique
+
+NOTES = {
+    "unstructured": "Unstructured sparsity makes compressed files smaller; dense matrix products do not get faster.",
+    "n_m": "2:4 is faster on GPUs with sparse tensor cores once converted; other patterns make files smaller.",
+    "layer": "Masked layers cost as much as before, and `eff shrink` keeps them: take them out of the model's code.",
+    "block": "Blocks are faster in block-sparse kernels at high sparsity alone; dense matrix products are not.",
+}
+"""By granularity; of the others `UNITS_NOTE`."""
+UNITS_NOTE = "Masked units cost as much as before; `eff shrink` removes them, and makes the model smaller and faster."
+
+
+def weights_report(weights: Mapping[str, Tensor], counted: Mapping[str, int]) -> dict[str, Any]:
+    """Return how many weights are zero, of each tensor and in all, counted in the weights.
+
+    Args:
+        weights: By name.
+        counted: By name the zeros of sharded weights as they were last counted: gathering needs every process, and a
+            receipt is written by one.
+    """
+    tensors: list[dict[str, Any]] = []
+    for name, weight in weights.items():
+        sharded = hasattr(weight, "device_mesh")
+        pruned = counted.get(name, 0) if sharded else weight.numel() - int(weight.detach().count_nonzero())
+        entry = {"name": name, "shape": list(weight.shape), "numel": weight.numel(), "pruned": pruned}
+        tensors.append({**entry, "sparsity": pruned / weight.numel()})
+    numel, pruned = sum(entry["numel"] for entry in tensors), sum(entry["pruned"] for entry in tensors)
+    return {"tensors": tensors, "numel": numel, "pruned": pruned, "sparsity": pruned / numel if numel else 0.0}
+
+
+def layers_report(
+    config: PruneConfig, weights: Mapping[str, Tensor], store: MaskStore, units: UnitPruning | None
+) -> dict[str, Any]:
+    """Return by which scope layers lost what they did, which of them could not give more, and what a user should know.
+
+    Args:
+        config: Granularity and scope.
+        weights: Those within reach, by name.
+        store: The masks.
+        units: What is pruned where that is no weight.
+    """
+    capped: list[str] = []
+    if config.layers_differ:
+        layers = units.pruned(dict(store)) if units else {name: _pruned(config, store, name) for name in store}
+        capped = at_limit(config.most_of_a_layer, config.sparsity, layers)
+    counts = {name: (weights[name].numel(), store.num_pruned[name]) for name in store if name in weights}
+    return {
+        "scope": config.resolved_scope if config.layers_differ or config.granularity == "layer" else "local",
+        "max_layer_sparsity": config.most_of_a_layer if config.layers_differ else None,
+        "capped": capped,
+        "notes": limit_notes(config.key, config.most_of_a_layer, capped, counts),
+    }
+
+
+def _pruned(config: PruneConfig, store: MaskStore, name: str) -> tuple[int, int]:
+    """Return how many of what is pruned whole a weight has, and how many of them are gone."""
+    if config.granularity != "block":
+        return store.weights[name].numel(), store.num_pruned[name]
+    tiles = block_scores(store[name].float(), config.block_size) > 0
+    return tiles.numel(), tiles.numel() - count_kept(tiles)
 
 
 class Pruning(Technique):

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from shared_core.config import TechniqueConfig, option
-from shared_core.positions import Position
+from shared_core.config.options import TechniqueConfig, option
+from shared_core.config.training_time import Position
 
 Scheme = Literal[
     "int8",

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from torch import nn
 
 from shared_core.errors import ConfigError, MatchError, nearest
+from shared_core.modules.weight_views import as_rows, weights_of
 from shared_core.quantization.config import QatConfig
-from shared_core.quantization.layers import as_rows, weights_of
 
 Weight = Literal["channel", "group", "fp8", "mxfp4", "nvfp4", "ternary", "binary"]
 Input = Literal["none", "static", "token", "fp8", "mxfp4", "nvfp4"]

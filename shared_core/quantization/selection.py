@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from shared_core.errors import CompatibilityError, MatchError
-from shared_core.module_match import Matched, match_modules, own_class, plain_name, read_past_forward
-from shared_core.quantization.layers import weights_of
-from shared_core.quantization.modules import FAKE_QUANT, is_quantized, know_conv1d
+from shared_core.modules.matching import Matched, match_modules, own_class, plain_name, read_past_forward
+from shared_core.modules.weight_views import weights_of
+from shared_core.quantization.layers.fake_quant_layers import FAKE_QUANT, is_quantized, know_conv1d
 
 _BASE = ".base_layer"
 _ADAPTER = "a LoRA adapter, trained in float over a quantised base"

@@ -10,27 +10,35 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from shared_core.claims import Claim
+from shared_core.distributed.sharded_tensors import cut, is_sharded, reshard_, whole
+from shared_core.engine.claims import Claim
+from shared_core.engine.preview import Ability, Event, Touched
+from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, TrainingError
-from shared_core.fast_paths import Undo, fast_paths_off, fast_paths_on
-from shared_core.module_match import own_class, plain_name
-from shared_core.preview import Ability, Event, Touched
-from shared_core.quantization.batch_norm_folding import STOCK as STOCK_OF_FOLDED
+from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
+from shared_core.modules.matching import own_class, plain_name
+from shared_core.modules.weight_views import weights_of
+from shared_core.quantization.batch_norm import STOCK as STOCK_OF_FOLDED
+from shared_core.quantization.batch_norm import find_folds, relative
 from shared_core.quantization.config import QatConfig
-from shared_core.quantization.folds import find_folds, relative
-from shared_core.quantization.gelu_outputs import GeluInputs
-from shared_core.quantization.layer_quantizer import LayerQuantizer
-from shared_core.quantization.layers import weights_of
-from shared_core.quantization.learning import Learned, make_bank
-from shared_core.quantization.modules import STOCK, fold_and_swap, layer_entry, restore, swap
-from shared_core.quantization.moments import moments_told, resolve_moments
-from shared_core.quantization.observers import RangeBank
-from shared_core.quantization.plain_state import own_parameters
+from shared_core.quantization.layers.fake_quant_layers import (
+    STOCK,
+    bake_,
+    fold_and_swap,
+    grid_of,
+    layer_entry,
+    restore,
+    swap,
+    weight_report,
+)
+from shared_core.quantization.layers.layer_quantizer import LayerQuantizer
+from shared_core.quantization.layers.plain_state import own_parameters
+from shared_core.quantization.ranges.gelu import GeluInputs
+from shared_core.quantization.ranges.learned_state import Learned, make_bank
+from shared_core.quantization.ranges.observers import RangeBank
+from shared_core.quantization.schedule import moments_told, resolve_moments
 from shared_core.quantization.schemes import LayerScheme, layer_schemes
 from shared_core.quantization.selection import select_layers
-from shared_core.quantization.weights import bake_, grid_of, weight_report
-from shared_core.sharded import cut, is_sharded, reshard_, whole
-from shared_core.technique import Context, Technique
 
 
 class QuantizationAwareTraining(Technique):

@@ -1,15 +1,35 @@
-"""The running mean of a soup, and the one state dict that every candidate is written into."""
+"""The running mean of a soup, and the one state dict that every candidate is written into.
+
+The running statistics of batch norms, which an average of weights needs anew or averaged.
+
+Soups of pruned checkpoints: the newest mask holds for every candidate, unfinished ones are left out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shared_core.errors import CheckpointError
-from shared_core.ranks import all_reduce_
-from shared_core.soup.sources import Ingredient, averaged, storage_key
+from shared_core.checkpoint_formats import (
+    DISTRIBUTED,
+    HF_FOLDER,
+    LIGHTNING,
+    Ingredient,
+    averaged,
+    load_torch_file,
+    storage_key,
+)
+from shared_core.checkpoint_formats.plain import LIGHTNING_META
+from shared_core.distributed.collectives import all_reduce_, broadcast_
+from shared_core.engine.state_file import STATE_FILE, load_state
+from shared_core.errors import CheckpointError, TrainingError
+from shared_core.modules.packed_masks import packed_size, unpack_mask
 
 # Elements at a time: temporaries stay in the cache, and memory does not grow with the largest tensor.
 CHUNK = 1 << 16
@@ -229,3 +249,150 @@ def _names_in(into: dict[str, Tensor], like: Ingredient) -> dict[str, list[str]]
             f"{like.name}: checkpoint must hold only tensors of the model, got {extra!r}; it is of another model"
         )
     return names
+
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def batch_norms(model: nn.Module) -> list[Any]:
+    """Return the batch norms of a model that keep running statistics."""
+    return [module for module in model.modules() if isinstance(module, _NORMS) and module.track_running_stats]
+
+
+def estimate_norms_(model: nn.Module, calibrate: Callable[[int], None], num_batches: int) -> None:
+    """Set all running statistics to the plain mean over batches, equal on every process; all must call it.
+
+    Other buffers, and norms that no batch went through, stay as they were.
+
+    Args:
+        model: With `batch_norms`.
+        calibrate: Runs the model in train mode on so many training batches.
+        num_batches: How many, at least 1.
+
+    Raises:
+        TrainingError: If there was no batch.
+    """
+    norms = batch_norms(model)
+    momenta = [norm.momentum for norm in norms]
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the plain mean over batches
+    try:
+        calibrate(num_batches)
+        if not any(int(norm.num_batches_tracked) for norm in norms):
+            raise TrainingError(
+                f"bn_batches: training data must give batches to estimate statistics on, got none of {num_batches}; "
+                "let it start anew each time that it is iterated, or leave bn_batches at 0"
+            )
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        # what else a forward in train mode counts is the weights' own; so are statistics that no batch went through
+        fresh = {id(buffer) for norm in norms if int(norm.num_batches_tracked) for buffer in norm.buffers()}
+        for name, buffer in model.named_buffers():
+            if id(buffer) not in fresh and name in before:
+                buffer.copy_(before[name])
+    for norm in norms:
+        for buffer in (norm.running_mean, norm.running_var, norm.num_batches_tracked):
+            broadcast_(cast(Tensor, buffer))
+
+
+@dataclass
+class _Pruned:
+    step: int
+    masks: dict[str, Tensor]
+    """Packed, eight weights to a byte, as the technique saves them."""
+    complete: bool
+
+
+def masked_ingredients(
+    ingredients: Sequence[Ingredient], *, keep_unpruned: bool = False
+) -> tuple[list[Ingredient], Callable[[dict[str, Tensor]], None] | None, list[str]]:
+    """Return the ingredients to use, what re-applies the newest mask to an average, and lines to tell the user.
+
+    Without pruned ingredients all are used and nothing is re-applied.
+
+    Args:
+        ingredients: Checkpoints; those that pruning wrote carry their masks beside them.
+        keep_unpruned: Also use checkpoints from before their pruning schedule ended.
+
+    Raises:
+        CheckpointError: If none is left, or a mask does not fit.
+    """
+    states = [_pruning_state(item) for item in ingredients]
+    found = [state for state in states if state is not None and state.masks]
+    if not found:
+        return list(ingredients), None, []
+    newest = max(reversed(found), key=lambda state: state.step)
+    masks = {name: _unpack(packed, name, ingredients[0]) for name, packed in newest.masks.items()}
+    usable, notes = [], []
+    for item, state in zip(ingredients, states, strict=True):
+        complete = state.complete if state is not None else _obeys(item, masks)
+        if complete or keep_unpruned:
+            usable.append(item)
+        else:
+            notes.append(f"left out: {item.name}, from before its pruning ended (--unpruned takes it in)")
+    if not usable:
+        raise CheckpointError(
+            "eff soup: at least one checkpoint must be from after its pruning ended, got none; give later ones, or "
+            "pass --unpruned"
+        )
+    notes.append(f"pruned: the newest mask (step {newest.step}) is applied to every candidate")
+
+    return usable, functools.partial(_remask, masks), notes  # it pickles: processes re-apply masks too
+
+
+@torch.no_grad()
+def _remask(masks: Mapping[str, Tensor], state_dict: dict[str, Tensor]) -> None:
+    for name, mask in masks.items():
+        state_dict[name].masked_fill_(~mask, 0)
+
+
+def _pruning_state(ingredient: Ingredient) -> _Pruned | None:
+    if ingredient.path is None:
+        return None
+    if ingredient.kind in (HF_FOLDER, DISTRIBUTED) and (ingredient.path / STATE_FILE).exists():
+        saved: Any = load_state(ingredient.path)
+    elif ingredient.kind == LIGHTNING:
+        saved = load_torch_file(ingredient.path).get("callbacks")
+    elif ingredient.kind == DISTRIBUTED and (ingredient.path / LIGHTNING_META).exists():
+        saved = load_torch_file(ingredient.path / LIGHTNING_META).get("callbacks")
+    else:
+        return None
+    for state in _mappings(saved):
+        techniques = state.get("techniques")
+        prune = techniques.get("prune") if isinstance(techniques, Mapping) else None
+        if isinstance(prune, Mapping) and isinstance(prune.get("masks"), Mapping):
+            asked = state.get("recipe", {}).get("prune", {}).get("sparsity", 0.0)
+            complete = bool(prune["masks"]) and float(prune.get("sparsity", 0.0)) >= float(asked)
+            return _Pruned(int(state.get("step", 0)), dict(prune["masks"]), complete)
+    return None
+
+
+def _mappings(value: Any, depth: int = 4) -> list[Mapping[str, Any]]:
+    """Return a mapping and the mappings in it: a callback's state lies under a key that the trainer chose."""
+    if not isinstance(value, Mapping) or depth == 0:
+        return []
+    return [value, *(found for item in value.values() for found in _mappings(item, depth - 1))]
+
+
+def _unpack(packed: Tensor, name: str, ingredient: Ingredient) -> Tensor:
+    if not ingredient.has(name):
+        raise CheckpointError(
+            f"{ingredient.name}: checkpoint must hold {name!r}, which its mask is for, got no such tensor"
+        )
+    shape = ingredient.spec(name).shape
+    if packed.numel() != packed_size(shape):
+        raise CheckpointError(
+            f"{ingredient.name}: mask of {name!r} must have {math.prod(shape)} bits, got {packed.numel()} bytes; its "
+            "state file is of another model"
+        )
+    return unpack_mask(packed, shape)
+
+
+def _obeys(ingredient: Ingredient, masks: Mapping[str, Tensor]) -> bool:
+    """Return whether a checkpoint without a state file is zero wherever the mask is, as a pruned model is."""
+    obeys = all(not ingredient.tensor(name)[~mask].any() for name, mask in masks.items())
+    ingredient.close()
+    return obeys

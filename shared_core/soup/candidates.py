@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from shared_core.checkpoint_formats import ADAPTER, Ingredient
 from shared_core.errors import ConfigError
-from shared_core.soup.adapter_average import AdapterWeights, average_adapters
+from shared_core.soup.adapters import AdapterWeights, average_adapters
 from shared_core.soup.averaging import Candidate, copy_finite_
-from shared_core.soup.sources import ADAPTER, Ingredient
 
 
 class AdapterCandidate:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from shared_core.config import TechniqueConfig, option
+from shared_core.config.options import TechniqueConfig, option
 
 _SMALLER_IS_BETTER = frozenset({
     "loss", "perplexity", "ppl", "error", "err", "wer", "cer", "ter", "mae", "mse", "rmse", "nll", "bpc", "bpb",

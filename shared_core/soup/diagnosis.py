@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shared_core.checkpoint_formats import ADAPTER, Ingredient, averaged
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.soup.averaging import CHUNK, Candidate
 from shared_core.soup.greedy import Mode
 from shared_core.soup.ingredients import Source, open_ingredients
-from shared_core.soup.journal import Journal
-from shared_core.soup.scoring import Evaluate, Scoring
-from shared_core.soup.sources import ADAPTER, Ingredient, averaged
+from shared_core.soup.scoring import Evaluate, Journal, Scoring
 
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # A metric that is worse by this share of itself is one that averaging broke.

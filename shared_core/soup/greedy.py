@@ -11,13 +11,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from shared_core.checkpoint_formats import Ingredient
 from shared_core.errors import CheckpointError, ConfigError
 from shared_core.soup.averaging import non_finite_tensor
 from shared_core.soup.candidates import candidate_for
 from shared_core.soup.ingredients import Source, open_ingredients
-from shared_core.soup.journal import Journal
-from shared_core.soup.scoring import Evaluate, Scoring, not_finite
-from shared_core.soup.sources import Ingredient
+from shared_core.soup.scoring import Evaluate, Journal, Scoring, not_finite
 
 Mode = Literal["max", "min"]
 Order = Literal["metric", "random", "given"]

@@ -13,18 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shared_core.atomic import atomic_folder, atomic_write, check_writable, make_folder
-from shared_core.errors import CheckpointError
-from shared_core.file_list import LIST_FILE
-from shared_core.plain_checkpoint import (
-    DEPLOYMENT_FILE,
-    DEPLOYMENT_KEY,
-    LIGHTNING_META,
-    read_deployment,
-    write_deployment,
-)
-from shared_core.soup.adapter_average import AdapterWeights
-from shared_core.soup.sources import (
+from shared_core.checkpoint_formats import (
     ADAPTER,
     DISTRIBUTED,
     HF_FOLDER,
@@ -34,8 +23,19 @@ from shared_core.soup.sources import (
     load_torch_file,
     read_json,
 )
-from shared_core.soup.sources.adapter import ADAPTER_CONFIG
-from shared_core.soup.sources.distributed import index_folder, write_distributed
+from shared_core.checkpoint_formats.adapter import ADAPTER_CONFIG
+from shared_core.checkpoint_formats.distributed import index_folder, write_distributed
+from shared_core.checkpoint_formats.plain import (
+    DEPLOYMENT_FILE,
+    DEPLOYMENT_KEY,
+    LIGHTNING_META,
+    read_deployment,
+    write_deployment,
+)
+from shared_core.errors import CheckpointError
+from shared_core.files.atomic import atomic_folder, atomic_write, check_writable, make_folder
+from shared_core.files.journal import LIST_FILE
+from shared_core.soup.adapters import AdapterWeights
 
 # A folder's other files go along (config, tokenizer, processor); weights, training state and code objects do not.
 _LEFT_BEHIND = frozenset({

@@ -1,19 +1,251 @@
-"""The metric of what is written into a candidate, each evaluated once or read from the journal."""
+"""The scores of a soup search on disk, so that a killed search goes on where it was.
+
+Metrics that a trainer logged when it saved a checkpoint, to rank ingredients without evaluating each.
+
+Ingredients evaluated alone in parallel processes.
+
+The metric of what is written into a candidate, each evaluated once or read from the journal.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+import multiprocessing
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, Literal
 
 from torch import Tensor
 
-from shared_core.errors import ConfigError
+from shared_core.checkpoint_formats import LIGHTNING, RUN_KEY, Ingredient, load_torch_file, open_ingredient, read_json
+from shared_core.errors import CheckpointError, ConfigError, EffError, nearest
+from shared_core.files.atomic import atomic_write
 from shared_core.soup.averaging import Candidate, non_finite_tensor
-from shared_core.soup.candidates import AdapterCandidate
-from shared_core.soup.journal import Journal
-from shared_core.soup.parallel import scores_in_processes
-from shared_core.soup.sources import Ingredient
+from shared_core.soup.candidates import AdapterCandidate, candidate_for
+from shared_core.soup.config import larger_is_better
+from shared_core.soup.ingredients import Source, open_ingredients
+
+_FORMAT = 2
+
+
+class Journal:
+    """Scores of ingredients and averages, each under a key that names its members, written whole after each evaluation.
+
+    Args:
+        path: The JSON file, None to keep nothing.
+        ingredients: All candidates, in the order given.
+        search: What else tells this search from another, as JSON has it: its options, the evaluator, the data.
+
+    Raises:
+        CheckpointError: If the file is damaged, cannot be written, or belongs to another search.
+    """
+
+    def __init__(self, path: str | Path | None, ingredients: Sequence[Ingredient], search: Mapping[str, Any]) -> None:
+        self._path = None if path is None else Path(path)
+        self._scores: dict[str, float] = {}
+        if self._path is None:
+            return
+        self._search = {
+            "format": _FORMAT,
+            **search,
+            "ingredients": [[item.name, item.digest()] for item in ingredients],
+        }
+        if self._path.exists():
+            self._read(self._path)
+        else:
+            self._write()
+
+    def _read(self, path: Path) -> None:
+        content = read_json(path)
+        search, scores = content.get("search"), content.get("scores")
+        if not isinstance(search, dict) or not isinstance(scores, dict):
+            raise CheckpointError(f"{path}: journal must be one that a soup search wrote; give another file")
+        if search.get("format") != _FORMAT:
+            raise CheckpointError(
+                f"{path}: journal must have format {_FORMAT}, got {search.get('format')!r} of another version of "
+                "efftrain; remove the file to start again, or give another"
+            )
+        for name in self._search | search:
+            mine, theirs = self._search.get(name), search.get(name)
+            if theirs != mine:
+                got = "others" if name == "ingredients" else f"{theirs!r}, now {mine!r}"
+                raise CheckpointError(
+                    f"{path}: journal must be of this search, got one of another: its {name} were {got}; remove the "
+                    "file to start again, or give another"
+                )
+        try:
+            self._scores = {str(members): float(score) for members, score in scores.items()}
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: journal must hold numbers, got {error}; remove it") from error
+
+    def _write(self) -> None:
+        if self._path is not None:
+            # repr reads back to the same bits, and names NaN and infinity, which JSON cannot
+            scores = {members: repr(score) for members, score in self._scores.items()}
+            with atomic_write(self._path) as temporary:
+                temporary.write_text(json.dumps({"search": self._search, "scores": scores}, indent=1), encoding="utf-8")
+
+    def score(self, key: str) -> float | None:
+        """Return the score kept under a key, None if there is none yet."""
+        return self._scores.get(key)
+
+    def record(self, key: str, score: float) -> None:
+        """Keep a score, on disk before this returns."""
+        self._scores[key] = score
+        self._write()
+
+
+def rank_by_logged(
+    ingredients: Sequence[Source], metric: str, mode: Literal["auto", "max", "min"] = "auto"
+) -> tuple[list[Ingredient], list[float]]:
+    """Return the ingredients, best first by a metric that their trainers logged, and these metrics.
+
+    For ``greedy_soup(..., order="given")``, which then evaluates only the first alone, and averages.
+
+    Args:
+        ingredients: Checkpoints of either trainer.
+        metric: As the trainer logged it, such as ``eval_accuracy``.
+        mode: Whether it is better when larger or smaller; ``"auto"``: smaller for losses and errors by their names.
+
+    Raises:
+        CheckpointError: If an ingredient was saved without this metric, or with one that is not finite.
+    """
+    opened = open_ingredients(ingredients)
+    found = []
+    for item in opened:
+        logged = logged_metrics(item)
+        if metric not in logged:
+            raise CheckpointError(
+                f"soup: {item.name} must be saved with {metric!r}, to be ranked by it, got "
+                f"{', '.join(sorted(logged)) or 'no metric of its step'}{nearest(metric, logged)}; leave it out, or "
+                "let --eval rank"
+            )
+        if not math.isfinite(logged[metric]):
+            got = f"got {logged[metric]}; leave it out"
+            raise CheckpointError(f"soup: {item.name} must be saved with a finite {metric!r}, {got}")
+        found.append(logged[metric])
+    sign = -1.0 if mode == "max" or (mode == "auto" and larger_is_better(metric)) else 1.0
+    order = sorted(range(len(opened)), key=lambda number: sign * found[number])
+    return [opened[number] for number in order], [found[number] for number in order]
+
+
+def logged_metrics(ingredient: Ingredient) -> dict[str, float]:
+    """Return the metrics of an ingredient's own step that lie in its checkpoint; empty if none do.
+
+    Read are ``trainer_state.json`` of the Hugging Face Trainer, and in a Lightning checkpoint what our callbacks wrote
+    and the scores that ModelCheckpoint keeps by file name.
+
+    Args:
+        ingredient: As `open_ingredient` returns it; one that lies in no file has none.
+    """
+    if ingredient.path is None:
+        return {}
+    if ingredient.path.is_dir():
+        state = ingredient.path / "trainer_state.json"
+        return _of_trainer_state(read_json(state)) if state.is_file() else {}
+    return _of_lightning(load_torch_file(ingredient.path), ingredient.path) if ingredient.kind == LIGHTNING else {}
+
+
+def _of_trainer_state(state: Mapping[str, Any]) -> dict[str, float]:
+    # a log entry of an earlier step is of other weights, even where it is the last one
+    entries = [entry for entry in state.get("log_history", ()) if entry.get("step") == state.get("global_step")]
+    merged = {name: value for entry in entries for name, value in entry.items()}
+    return _numbers({name: value for name, value in merged.items() if name not in ("step", "epoch")})
+
+
+def _of_lightning(checkpoint: Mapping[str, Any], path: Path) -> dict[str, float]:
+    found = {}
+    for name, state in checkpoint.get("callbacks", {}).items():
+        if not (name.startswith("ModelCheckpoint") and isinstance(state, Mapping)):
+            continue
+        # `current_score` is not read: in last.ckpt it may be that of an earlier validation
+        scores = {Path(saved).name: score for saved, score in state.get("best_k_models", {}).items()}
+        if state.get("monitor") is not None and path.name in scores:
+            found[state["monitor"]] = scores[path.name]
+    return _numbers({**found, **checkpoint.get(RUN_KEY, {}).get("metrics", {})})
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    found = {}
+    for name, value in values.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # a text, a list, a tensor of several numbers
+            continue
+    return found
+
+
+_job: tuple[Any, Any] = (None, None)
+
+
+def scores_in_processes(
+    items: Sequence[tuple[int, Ingredient]],
+    evaluate: Callable[[dict[str, Tensor]], Any],
+    after_average: Callable[[dict[str, Tensor]], None] | None,
+    jobs: int,
+) -> Iterator[tuple[int, Any]]:
+    """Yield the number of each ingredient and its metric, in the order they are done; non-finite ones are skipped.
+
+    Each process is spawned, holds one ingredient at a time, and computes with as many threads as this one would, so
+    that metrics are the same to the last bit; set OMP_NUM_THREADS to share out the cores.
+
+    Args:
+        items: Numbered ingredients that lie on disk.
+        evaluate: Returns the metric of a state dict; a function of a module, or another object that pickles.
+        after_average: Called before `evaluate`; pickles too.
+        jobs: How many processes.
+
+    Raises:
+        ConfigError: If an ingredient is in memory, or what is called cannot be imported by another process.
+        EffError: If a process died.
+    """
+    inside = next((item for _, item in items if item.path is None), None)
+    if inside is not None:
+        raise ConfigError(f"soup: ingredients must be files for jobs above 1, got {inside.name} in memory; save it")
+    renamed = next((item for _, item in items if item.is_renamed), None)
+    if renamed is not None:
+        raise ConfigError(
+            f"soup: ingredients must share their names for jobs above 1, got others in {renamed.name}; take one format"
+        )
+    try:
+        pickle.dumps((evaluate, after_average))
+    except Exception as error:  # pickle raises what the object's own methods raise
+        raise ConfigError(
+            f"soup: evaluate must be a function that another process can import for jobs above 1, got {error}; define "
+            "it at the top of a module"
+        ) from error
+    pool = ProcessPoolExecutor(
+        min(jobs, len(items)),
+        multiprocessing.get_context("spawn"),
+        initializer=_begin,
+        initargs=(evaluate, after_average),
+    )
+    try:
+        futures = {pool.submit(_score, item.path): number for number, item in items if item.path is not None}
+        for future in as_completed(futures):
+            if (score := future.result()) is not None:
+                yield futures[future], score
+    except BrokenProcessPool as error:
+        raise EffError(f"soup: processes must live, got a dead one ({error}); try fewer, for want of memory") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(evaluate: Any, after_average: Any) -> None:
+    global _job
+    _job = evaluate, after_average
+
+
+def _score(path: Path) -> Any:
+    evaluate, after_average = _job
+    item = open_ingredient(path)
+    candidate = candidate_for([item], None, after_average, None)
+    return None if candidate.write_single(item) else evaluate(candidate.state_dict)
+
 
 Evaluate = Callable[[dict[str, Tensor]], float]
 

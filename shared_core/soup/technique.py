@@ -8,23 +8,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from shared_core.claims import Claim, Same
+from shared_core.checkpoint_formats import Ingredient
+from shared_core.distributed.collectives import broadcast_
+from shared_core.distributed.sharded_tensors import reshard_
+from shared_core.engine.claims import Claim, Same
+from shared_core.engine.preview import Event, Touched
+from shared_core.engine.technique import Context, Technique
 from shared_core.errors import ConfigError, MatchError, nearest
-from shared_core.module_match import plain_name
-from shared_core.preview import Event, Touched
-from shared_core.ranks import broadcast_
-from shared_core.sharded import reshard_
-from shared_core.soup.adapter_average import RANK_FIELDS, AdapterWeights
-from shared_core.soup.batch_norms import batch_norms, estimate_norms_
+from shared_core.modules.matching import plain_name
+from shared_core.soup.adapters import RANK_FIELDS, AdapterWeights, PeftAdapter, adapter_of
+from shared_core.soup.averaging import batch_norms, estimate_norms_
 from shared_core.soup.candidates import candidate_for
 from shared_core.soup.config import SoupConfig
 from shared_core.soup.greedy import Order, greedy_soup
-from shared_core.soup.path_report import noise_of, path_dict, rank_errors
-from shared_core.soup.peft_model import PeftAdapter, adapter_of
-from shared_core.soup.run_ingredients import RunIngredients
-from shared_core.soup.sources import Ingredient
+from shared_core.soup.ingredients import RunIngredients
+from shared_core.soup.reports import noise_of, path_dict, rank_errors
 from shared_core.soup.uniform import average_of
-from shared_core.technique import Context, Technique
 
 
 class ModelSoup(Technique):

@@ -85,7 +85,7 @@ def test_nvfp4_is_torchaos(in_triton):
 
 
 def test_the_operators_are_what_they_say():
-    from eff_kernels.blocks import mx_round, nvfp4_round
+    from eff_kernels.block_formats import mx_round, nvfp4_round
 
     x = values((3, 40), torch.float32)
     torch.library.opcheck(mx_round, (x, "fp8_e4m3", 32))
@@ -94,7 +94,7 @@ def test_the_operators_are_what_they_say():
 
 
 def kernels():
-    from eff_kernels.blocks_triton import mx_values, nvfp4_values
+    from eff_kernels._triton.block_formats import mx_values, nvfp4_values
 
     types = {"x": "*bf16", "y": "*bf16", "given": "*fp32", "rows": "i32", "columns": "i32"}
     tile = {"height": 8, "width": 512}

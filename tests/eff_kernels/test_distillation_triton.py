@@ -45,7 +45,7 @@ def check(triton_, device, classes, dtypes, **settings):
 
 
 def test_in_the_interpreter():
-    from eff_kernels.distillation_triton import kd_rows_triton_
+    from eff_kernels._triton.distillation import kd_rows_triton_
 
     # the interpreter cuts bfloat16 off instead of rounding it (Triton 3.6 to 3.9): within one unit all the same
     dtypes = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -60,7 +60,7 @@ def test_in_the_interpreter():
 
 
 def kernels():
-    from eff_kernels.distillation_triton import kd_rows
+    from eff_kernels._triton.distillation import kd_rows
 
     for kind, (pointer, labels) in enumerate((("*bf16", "*i64"), ("*fp32", "*i64"), ("*fp16", "*fp32"))):
         constants = {

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from eff_kernels import exact_sums
-from eff_kernels.exact_sums import sums_exactly
-from eff_kernels.integer_linear import integer_linear, pack
+from eff_kernels.quantization import exact_sums
+from eff_kernels.quantization.exact_sums import sums_exactly
+from eff_kernels.quantization.integer_linear import integer_linear, pack
 
 
 def linear(codes, weight):

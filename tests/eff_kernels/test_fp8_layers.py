@@ -5,9 +5,9 @@ import torch
 from eff_kernels import fp8
 from fp8_runs import Quiet, backward, data, net, update
 
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
 from shared_core.numerics import block_formats, rounding
-from shared_core.recipe import Recipe
-from shared_core.session import Session
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch and with the dev extra on Linux")
 

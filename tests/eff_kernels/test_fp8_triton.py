@@ -102,7 +102,7 @@ def test_ties_fall_as_after_a_division(quantize_in_triton):
 
 
 def test_rows_too_long_for_registers(quantize_in_triton, monkeypatch):
-    from eff_kernels import fp8_triton
+    from eff_kernels._triton import fp8 as fp8_triton
 
     monkeypatch.setattr(fp8_triton, "_IN_REGISTERS", 128)
     check(quantize_in_triton, values(3, 4100, torch.float32), E4M3, (1, 0), "power_of_two", layouts=(False,))
@@ -118,7 +118,7 @@ def test_the_operator_is_what_it_says():
 
 
 def kernels():
-    from eff_kernels.fp8_triton import block_codes, row_codes, tensor_codes
+    from eff_kernels._triton.fp8 import block_codes, row_codes, tensor_codes
 
     sizes = {"rows", "columns", "row_stride", "column_stride", "codes_width", "turned_width"}
     sizes |= {"scale_height", "scale_width", "turned_scale_height", "turned_scale_width"}

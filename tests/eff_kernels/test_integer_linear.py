@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from codes import WIDEST
-from eff_kernels.integer_linear import integer_linear, pack
+from eff_kernels.quantization.integer_linear import integer_linear, pack
 
 SHAPES = [(1, 1, 1), (4, 7, 3), (41, 401, 33), (64, 128, 32)]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from eff_kernels import loss_scaling as plain
-from eff_kernels.unscaling import unscale_and_count_, unscale_and_scan_, unscale_with_largest_
+from eff_kernels.loss_scaling import unscale_and_count_, unscale_and_scan_, unscale_with_largest_
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch and with the dev extra on Linux")
 
@@ -26,7 +26,7 @@ def same(found, expected):
 
 
 def test_counts_in_the_interpreter():
-    from eff_kernels.loss_scaling_triton import count_exponents_triton, scan_triton_
+    from eff_kernels._triton.loss_scaling import count_exponents_triton, scan_triton_
 
     mixed = tensors(361)
     bound = plain.bits_of_threshold(7.7e-12)
@@ -41,7 +41,7 @@ def test_counts_in_the_interpreter():
 
 @pytest.mark.parametrize("finite", [True, False])
 def test_unscaling_in_the_interpreter(finite):
-    from eff_kernels.loss_scaling_triton import scan_triton_
+    from eff_kernels._triton.loss_scaling import scan_triton_
 
     factor = torch.tensor([2.0**-3])  # no product is rounded: the interpreter cuts bfloat16 off
     for dtype in LAYOUTS:
@@ -72,7 +72,7 @@ def test_the_operators_are_what_they_say():
 
 
 def kernels():
-    from eff_kernels.loss_scaling_triton import exponents, scan
+    from eff_kernels._triton.loss_scaling import exponents, scan
 
     integers = dict.fromkeys(("table", "owners", "histogram", "rest"), "*i64")
     floats = {"like": "*fp16", "inv_scale": "*fp32", "found_inf": "*fp32", "bound": "i32"}

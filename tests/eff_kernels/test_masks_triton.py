@@ -31,7 +31,7 @@ def reference(values, axis, n, m):
 
 
 def test_n_of_m_in_the_interpreter():
-    from eff_kernels.masks_triton import rank_groups_triton
+    from eff_kernels._triton.masks import rank_groups_triton
 
     for index, (shape, axis, n, m) in enumerate(GROUPS):
         for dtype in DTYPES if index in (0, 2) else DTYPES[index % 4 :][:1]:
@@ -50,7 +50,7 @@ def test_n_of_m_in_the_interpreter():
 
 @pytest.mark.parametrize("shape", [(41, 401), (8,), (1,), (), (0, 3)])
 def test_bits_in_the_interpreter(shape):
-    from eff_kernels.masks_triton import pack_bits_triton, unpack_bits_triton
+    from eff_kernels._triton.masks import pack_bits_triton, unpack_bits_triton
 
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5
     packed = pack_bits_triton(mask, block=256)
@@ -67,7 +67,7 @@ def test_the_operators_are_what_they_say():
 
 
 def kernels():
-    from eff_kernels.masks_triton import pack, rank_fours, rank_groups, unpack
+    from eff_kernels._triton.masks import pack, rank_fours, rank_groups, unpack
 
     types = {"scores": "*bf16", "mask": "*u8", "packed": "*u8", "has_nan": "*u8"}
     types |= dict.fromkeys(("size", "groups", "inner"), "i32")

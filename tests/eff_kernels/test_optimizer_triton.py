@@ -67,7 +67,7 @@ def check(step_, dtype, eps, shapes, device):
 
 
 def test_in_the_interpreter():
-    from eff_kernels.optimizer_triton import masked_adamw_triton_
+    from eff_kernels._triton.optimizer import masked_adamw_triton_
 
     def in_triton(params, grads, m, v, steps, masks, *, maximize, grad_scale, found_inf, **settings):
         columns = (params, grads, m, v, steps, masks)
@@ -89,7 +89,7 @@ def test_the_operator_is_what_it_says():
 
 
 def kernels():
-    from eff_kernels.optimizer_triton import masked_adamw
+    from eff_kernels._triton.optimizer import masked_adamw
 
     types = {"table": "*i64", "owners": "*i64", "like": "*fp32", "mask_like": "*u8"}
     types |= dict.fromkeys(("corrections", "grad_scale", "found_inf"), "*fp32")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from eff_kernels import digits
+from eff_kernels import top_k as digits
 from eff_kernels.masks import pack_bits
 from eff_kernels.pruning import apply_mask_, kth_smallest, rank_below_, store_zeros_
 
@@ -23,7 +23,7 @@ def weights(shapes, device="cpu"):
 
 
 def test_masks_in_the_interpreter():
-    from eff_kernels.pruning_triton import apply_mask_triton_
+    from eff_kernels._triton.pruning import apply_mask_triton_
 
     before, masks = weights([(53, 41), (16, 16), (0, 3), ()])
     expected = [weight.clone() for weight in before]
@@ -53,7 +53,7 @@ def spread():
 
 
 def test_thresholds_in_the_interpreter(monkeypatch):
-    from eff_kernels.pruning_triton import count_digits_triton_
+    from eff_kernels._triton.pruning import count_digits_triton_
 
     scores, left_out = spread(), [7, -1, 0, -1]
     kept = [score.float().reshape(-1) for score in scores]
@@ -83,7 +83,7 @@ def test_the_operators_are_what_they_say():
 
 
 def kernels():
-    from eff_kernels.pruning_triton import apply_masks, count_digits
+    from eff_kernels._triton.pruning import apply_masks, count_digits
 
     table = {"table": "*i64", "owners": "*i64", "like": "*i32", "mask_like": "*u8"}
     yield apply_masks, table, {"packed": True, "aligned": True, "chunk": 1 << 14, "block": 1024}, 8

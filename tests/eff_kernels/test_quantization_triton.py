@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from eff_kernels import quantization, quantization_dispatch, quantization_group
-from eff_kernels import quantization_launch as launch
-from eff_kernels import quantization_triton as in_triton
-from eff_kernels.quantization import fake_quantize, fake_quantize_symmetric
-from eff_kernels.quantization_group import fake_quantize_groups
-from eff_kernels.quantization_learned import lsq_fake_quantize, pact, range_fake_quantize
+from eff_kernels._triton import quantization as in_triton
+from eff_kernels._triton import quantization as launch
+from eff_kernels.quantization import affine as quantization
+from eff_kernels.quantization import affine as quantization_dispatch
+from eff_kernels.quantization import group as quantization_group
+from eff_kernels.quantization.affine import fake_quantize, fake_quantize_symmetric
+from eff_kernels.quantization.group import fake_quantize_groups
+from eff_kernels.quantization.learned import lsq_fake_quantize, pact, range_fake_quantize
 
 triton = pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch and with the dev extra on Linux")
 

@@ -128,7 +128,7 @@ def test_the_operator_is_what_it_says():
 
 
 def kernels():
-    from eff_kernels.rounding_triton import rounded
+    from eff_kernels._triton.rounding import rounded
 
     types = {"x": "*fp32", "out": "*bf16", "seed": "*i64", "noise": "*i64", "count": "i32"}
     bf16 = {

@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import save, save_file
 from torch import nn
 
+from shared_core.checkpoint_formats.teacher_weights import teacher_from_weights
 from shared_core.cli.loading import load_weights
+from shared_core.engine.state_file import STATE_FILE, load_state, save_state
 from shared_core.errors import CheckpointError
+from shared_core.lottery_ticket import Ticket, read_ticket, write_ticket
 from shared_core.low_rank import LowRankConfig, factorize
 from shared_core.low_rank import load as load_factors
-from shared_core.pruning.lottery import Ticket, read_ticket, write_ticket
-from shared_core.same_class_teacher import teacher_from_weights
 from shared_core.soup import uniform_soup
-from shared_core.state_file import STATE_FILE, load_state, save_state
 
 
 def net(width=4):

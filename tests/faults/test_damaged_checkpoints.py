@@ -10,11 +10,11 @@ from promise_table import NUM_STEPS, recipe_of
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from hf_eff._checkpoints import damage, newest_whole
-from lightning_eff import _whole_files
+from lightning_eff import _checkpoints as _whole_files
 from lightning_eff._services import LightningServices
+from shared_core.checkpoint_formats import RUN_KEY, open_ingredient
 from shared_core.errors import CheckpointError
-from shared_core.file_list import begin_list, damage_by_list, finish_list
-from shared_core.soup.sources import RUN_KEY, open_ingredient
+from shared_core.files.journal import begin_list, damage_by_list, finish_list
 
 RECIPE = recipe_of("prune")
 DAMAGE = {

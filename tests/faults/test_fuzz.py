@@ -26,9 +26,9 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch import nn
 
+from shared_core.engine.recipe import Recipe
 from shared_core.errors import ConfigError, EffError
-from shared_core.parsing import parse_yaml
-from shared_core.recipe import Recipe
+from shared_core.files.json_yaml import parse_yaml
 
 LONG = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
@@ -73,7 +73,7 @@ def test_recipes(count):
 
 @often(80)
 def test_command_lines_of_eff_run(count):
-    from shared_core.cli.run import recipe_of, take_flags
+    from shared_core.front_ends.flags import recipe_of, take_flags
 
     for_each(flag_lines, count, lambda line: recipe_of(take_flags(line)[0]))
 

@@ -15,8 +15,8 @@ from promise_drivers import run_hf, run_lightning
 from promise_table import make_net, recipe_of
 from torch import nn
 
+from shared_core.engine.recipe import Recipe
 from shared_core.errors import CheckpointError, ConfigError, EffError
-from shared_core.recipe import Recipe
 
 
 def test_the_gadgets_run_code_where_files_are_trusted(tmp_path):
@@ -92,7 +92,7 @@ def index_of_dcp(path, content):
 
 
 def index_of_a_resume(path, content):
-    from shared_core.soup.sources import check_indexes
+    from shared_core.checkpoint_formats import check_indexes
 
     folder = path / "checkpoint-4" / "optimizer_0"
     folder.mkdir(parents=True)
@@ -118,7 +118,7 @@ def teacher(front_end, name):
         (folder / name).write_bytes(content)
         where = folder if folder != path else path / name
         if front_end == "hf":
-            from hf_eff._teacher import load_teacher
+            from hf_eff._services import load_teacher
 
             load_teacher(str(where), make_net())
         else:
@@ -136,7 +136,7 @@ def teacher(front_end, name):
 
 def teacher_cache(part):
     def read(path, content):
-        from shared_core.distillation.cache import TeacherCache, write_teacher_cache
+        from shared_core.distillation.teacher_cache import TeacherCache, write_teacher_cache
 
         class Words(nn.Module):
             def forward(self, input_ids):
@@ -172,7 +172,7 @@ def lines(command):
 
 def recipe(suffix):
     def read(path, content):
-        from shared_core.recipe import Recipe
+        from shared_core.engine.recipe import Recipe
 
         (path / f"r.{suffix}").write_bytes(content)
         (Recipe.from_yaml if suffix == "yaml" else Recipe.from_json)(path / f"r.{suffix}")
@@ -198,11 +198,11 @@ def data_set(name):
     def read(path, content):
         (path / name).write_bytes(content)
         if name.endswith(".npz"):
-            from hf_eff._evaluation_images import _read_arrays
+            from hf_eff.evaluation.data import _read_arrays
 
             _read_arrays(path / name)
         else:
-            from hf_eff._evaluation_data import open_table
+            from hf_eff.evaluation.data import open_table
 
             open_table(path / name)
 
@@ -217,7 +217,7 @@ def weights_of_a_command(path, content):
 
 
 def journal(path, content):
-    from shared_core.pruning.lottery.journal import Journal
+    from shared_core.lottery_ticket.search import Journal
 
     (path / "lottery.json").write_bytes(content)
     Journal(path, {"rate": 0.2})
@@ -245,19 +245,19 @@ PATHS = {
     "cache: manifest": teacher_cache("*.json"),
     "cache: shard": teacher_cache("shard-*"),
     "cache: index": teacher_cache("index-*"),
-    "state": one_file("eff_state.safetensors", "shared_core.state_file", "load_state"),
-    "ticket": one_file("t.safetensors", "shared_core.pruning.lottery", "read_ticket"),
+    "state": one_file("eff_state.safetensors", "shared_core.engine.state_file", "load_state"),
+    "ticket": one_file("t.safetensors", "shared_core.lottery_ticket", "read_ticket"),
     "lottery": journal,
-    "receipt": one_file("eff_receipt.json", "shared_core.journal_file", "read_object"),
-    "deployment": one_file("x.ckpt", "shared_core.plain_checkpoint", "read_deployment"),
-    "deployment: folder": one_file("eff_deployment.json", "shared_core.plain_checkpoint", "read_deployment"),
+    "receipt": one_file("eff_receipt.json", "shared_core.files.journal", "read_object"),
+    "deployment": one_file("x.ckpt", "shared_core.checkpoint_formats.plain", "read_deployment"),
+    "deployment: folder": one_file("eff_deployment.json", "shared_core.checkpoint_formats.plain", "read_deployment"),
     "weights of a command": weights_of_a_command,
     "low rank": one_file("x.safetensors", "shared_core.low_rank", "load", make_net),
     "low rank: .ckpt": one_file("x.ckpt", "shared_core.low_rank", "load", make_net),
-    "low rank: report": one_file("x.json", "shared_core.low_rank.rank_rule", "read_report"),
+    "low rank: report": one_file("x.json", "shared_core.low_rank.config", "read_report"),
     "recipe: YAML": recipe("yaml"),
     "recipe: JSON": recipe("json"),
-    "bit plan": one_file("x.yaml", "shared_core.quantization.bit_plan", "BitPlan.from_yaml"),
+    "bit plan": one_file("x.yaml", "shared_core.quantization.post_training.bit_allocation", "BitPlan.from_yaml"),
     "eff decompress": lines("decompress DIR/x.eff --out DIR/out @x.eff"),
     "eff compress": lines("compress DIR --bits 4 --out DIR/out @model.safetensors"),
     "eff report": lines("report DIR @eff_receipt.json"),
@@ -329,7 +329,7 @@ def test_a_folder_cannot_bring_the_code_of_its_model(tmp_path):
     (tmp_path / "its_code.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'canary')!r})\n")
     config = {"model_type": "its", "architectures": ["Its"], "auto_map": {"AutoConfig": "its_code.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    from hf_eff._teacher import load_teacher
+    from hf_eff._services import load_teacher
 
     with pytest.raises(CheckpointError, match="must be a readable model folder"):
         load_teacher(str(tmp_path), make_net())

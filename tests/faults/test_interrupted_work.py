@@ -8,8 +8,8 @@ from fault_points import ALL_POINTS, QUICK_POINTS, SLOW, count_moments, dice, ki
 from torch import nn
 
 from shared_core import Session
-from shared_core.distillation.cache.writer import write_teacher_cache
-from shared_core.pruning.lottery import LotteryTicket
+from shared_core.distillation.teacher_cache.writer import write_teacher_cache
+from shared_core.lottery_ticket import LotteryTicket
 from shared_core.soup import greedy_soup
 
 
@@ -61,7 +61,7 @@ def contents(folder):
 @pytest.mark.parametrize("points", [QUICK_POINTS, pytest.param(ALL_POINTS, marks=SLOW)])
 @pytest.mark.parametrize("work", [search_a_soup, search_tickets, write_cache])
 def test_killed_work_ends_as_if_it_never_was(work, points, tmp_path, monkeypatch):
-    monkeypatch.setattr("shared_core.pruning.lottery.curve.TicketCurve.plot", lambda curve, file: file)  # slow
+    monkeypatch.setattr("shared_core.lottery_ticket.curve.TicketCurve.plot", lambda curve, file: file)  # slow
     for name in ("whole", "counted"):
         (tmp_path / name).mkdir()
     work(tmp_path / "whole")  # here: what it imports on the way is not counted, nor done again in each that is killed

@@ -7,7 +7,7 @@ import pytest
 from fault_points import ALL_POINTS, QUICK_POINTS, SLOW, count_moments, dice, killed, moments
 from fault_writers import WRITERS, OnlyNew
 
-from shared_core.atomic import clean_strays, is_stray
+from shared_core.files.atomic import clean_strays, is_stray
 
 POINTS = [QUICK_POINTS, pytest.param(ALL_POINTS, marks=SLOW)]
 

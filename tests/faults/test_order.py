@@ -6,12 +6,12 @@ import pytest
 from fault_points import recorded
 from fault_writers import IN_PLACE, WRITERS, Simple
 
-from shared_core.page import Section, write_page
-from shared_core.pruning.lottery.curve import CurveRow, TicketCurve
-from shared_core.recipe import Recipe
+from shared_core.engine.recipe import Recipe
+from shared_core.front_ends.training_command import TrainingCommand
+from shared_core.lottery_ticket.curve import CurveRow, TicketCurve
+from shared_core.reports.page import Section, write_page
 from shared_core.soup.diagnosis import Diagnosis
-from shared_core.soup.diagnosis_report import diagnosis_plot
-from shared_core.training_command import TrainingCommand
+from shared_core.soup.reports import diagnosis_plot
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="descriptors have no paths elsewhere")
 

@@ -8,15 +8,16 @@ import torch
 from promise_drivers import difference
 from torch import nn
 
-from shared_core.distillation.cache import TeacherCache, top_k_targets, write_teacher_cache
-from shared_core.packed_masks import pack_mask, packed_size, unpack_mask
+from shared_core.activation_compression.encodings import pack_bits, unpack_bits
+from shared_core.distillation.teacher_cache import TeacherCache, top_k_targets, write_teacher_cache
+from shared_core.engine.state_file import load_state, save_state
+from shared_core.modules.packed_masks import pack_mask, packed_size, unpack_mask
 from shared_core.pruning import nm_mask
-from shared_core.pruning.compression import compress, decompress, entropy
-from shared_core.pruning.compression.relative_index import gap_symbols, runs_of_zeros, weight_places
-from shared_core.pruning.compression.sharing import share_values
-from shared_core.pruning.semi_structured import pack_two_four, unpack_two_four
-from shared_core.saved_activations.bits import pack_bits, unpack_bits
-from shared_core.state_file import load_state, save_state
+from shared_core.tools.compression import coding as entropy
+from shared_core.tools.compression import compress, decompress
+from shared_core.tools.compression.coding import gap_symbols, runs_of_zeros, weight_places
+from shared_core.tools.sparse_inference.semi_structured import pack_two_four, unpack_two_four
+from shared_core.weight_clustering.clustering import share_values
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

@@ -13,10 +13,10 @@ from pytorch_lightning import Callback
 from transformers import TrainerCallback
 
 from hf_eff._checkpoints import clean_run, newest_whole
-from lightning_eff import _whole_files
-from shared_core.atomic import clean_strays, is_stray
+from lightning_eff import _checkpoints as _whole_files
 from shared_core.errors import CheckpointError
-from shared_core.file_list import LIST_FILE
+from shared_core.files.atomic import clean_strays, is_stray
+from shared_core.files.journal import LIST_FILE
 
 POINTS = [QUICK_POINTS, pytest.param(ALL_POINTS, marks=SLOW)]
 RECIPE = recipe_of("prune")

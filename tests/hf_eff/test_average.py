@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from hf_eff import WeightAverage
-from shared_core.state_file import load_state
+from shared_core.engine.state_file import load_state
 
 EMA = {"average": {"kind": "ema", "decay": 0.8}}
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 2}

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from transformers import TrainerCallback
 
 from hf_eff import attach
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, MatchError
-from shared_core.recipe import Recipe
-from shared_core.session import Session
 
 LENGTHS = (3, 8, 5, 6, 2, 8, 4, 7)
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

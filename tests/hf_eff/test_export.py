@@ -7,11 +7,12 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.cli import app
+from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError
-from shared_core.plain_checkpoint import write_deployment
-from shared_core.quantization import QatConfig, QuantizationAwareTraining, apply_ranges, export_onnx
-from shared_core.technique import Context
+from shared_core.quantization import QatConfig, QuantizationAwareTraining, apply_ranges
+from shared_core.tools.export import export_onnx
 
 
 def quantized(model, inputs, **options):

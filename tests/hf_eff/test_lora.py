@@ -9,13 +9,13 @@ from torch import nn
 from transformers import HfArgumentParser, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from hf_eff import EffTrainingArguments, attach
-from hf_eff.lora import QLora
+from hf_eff.callbacks import QLora
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
+from shared_core.engine.state_file import load_state
 from shared_core.errors import CompatibilityError
-from shared_core.quantization import LoraConfig
-from shared_core.quantization.lora_base import on_grid
-from shared_core.recipe import Recipe
-from shared_core.session import Session
-from shared_core.state_file import load_state
+from shared_core.lora import LoraConfig
+from shared_core.lora.quantized_base import on_grid
 
 SAVED = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}
 

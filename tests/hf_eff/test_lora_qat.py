@@ -9,11 +9,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hf_eff import EffTrainingArguments, attach
-from hf_eff.lora import QLora
-from hf_eff.quantization import QuantizationAwareTraining
-from shared_core.plain_checkpoint import read_deployment
+from hf_eff.callbacks import QLora, QuantizationAwareTraining
+from shared_core.checkpoint_formats.plain import read_deployment
+from shared_core.engine.state_file import load_state
 from shared_core.quantization import apply_ranges
-from shared_core.state_file import load_state
 
 peft = pytest.importorskip("peft")
 SAVED = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine"}

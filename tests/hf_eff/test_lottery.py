@@ -13,7 +13,7 @@ from promise_drivers import hf_trainer
 from hf_eff import LotteryTicket as LotteryCallback
 from hf_eff import attach
 from shared_core.errors import CheckpointError, TrainingError
-from shared_core.pruning import LotteryTicket, read_ticket
+from shared_core.lottery_ticket import LotteryTicket, read_ticket
 
 OPTIONS = {"rounds": 1, "rate": 0.5, "rewind_to": 3}
 

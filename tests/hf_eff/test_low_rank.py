@@ -18,10 +18,10 @@ from transformers import (
 from typer.testing import CliRunner
 
 from hf_eff import EffCallback, LowRank, attach
+from shared_core.checkpoint_formats.plain import read_deployment
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.low_rank import load
-from shared_core.plain_checkpoint import read_deployment
 
 ENERGY = {"low_rank": {"rank": "energy:0.8"}}
 IMAGE = torch.ones(1, 1, 8, 8)

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hf_eff import attach
-from hf_eff.primary_weights import PrimaryWeights
+from hf_eff.callbacks import PrimaryWeights
+from shared_core.engine.state_file import load_state
 from shared_core.errors import MatchError
 from shared_core.primary_weights import slices, technique
-from shared_core.state_file import load_state
 
 SETTINGS = {
     "save_strategy": "steps",

@@ -17,7 +17,7 @@ from conftest import make_language_model, make_texts, make_trainer
 from torch.utils.data import SequentialSampler
 from transformers import Trainer
 from hf_eff import attach
-from shared_core.ranks import rank, world_size
+from shared_core.distributed.collectives import rank, world_size
 
 class InOrder(Trainer):
     def _get_train_sampler(self, dataset=None):

@@ -7,9 +7,9 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+from shared_core.checkpoint_formats.plain import read_deployment
 from shared_core.cli import app
 from shared_core.errors import ConfigError
-from shared_core.plain_checkpoint import read_deployment
 from shared_core.quantization import BitPlan, apply_ranges, quantize
 
 TASK = """

@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 
 from hf_eff import attach
 from hf_eff._checkpoints import _is_replaced
+from shared_core.engine.state_file import STATE_FILE, load_state
 from shared_core.errors import CheckpointError
-from shared_core.file_list import begin_list
-from shared_core.state_file import STATE_FILE, load_state
+from shared_core.files.journal import begin_list
 
 RECIPES = {
     "prune": {"sparsity": 0.5, "begin": 1, "end": 7, "every": 2},

@@ -17,9 +17,9 @@ from transformers import (
 
 from hf_eff import EffCallback, ModelSoup, Pruning, QuantizationAwareTraining, attach
 from shared_core.cli.loading import load_weights
+from shared_core.engine.state_file import load_state
 from shared_core.errors import CheckpointError
 from shared_core.soup import uniform_soup
-from shared_core.state_file import load_state
 
 PRUNE = {"sparsity": 0.5, "begin": 1, "end": 4, "every": 1}
 QAT = {"scheme": "int8", "begin": 2}

@@ -23,10 +23,11 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+from shared_core.channel_graph import find_groups
 from shared_core.cli.shrink import REPORT_FILE, made_up_inputs
 from shared_core.cli.shrink import shrink as command
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
-from shared_core.pruning import find_groups, shrink
+from shared_core.tools.shrink import shrink
 
 SIZES = {
     "vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -6,7 +6,8 @@ import pytest
 import torch
 import transformers
 
-from shared_core.pruning import find_groups, shrink
+from shared_core.channel_graph import find_groups
+from shared_core.tools.shrink import shrink
 
 ENCODER = {
     "vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40,

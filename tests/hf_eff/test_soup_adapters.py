@@ -9,7 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Trainer
 
 from hf_eff import ModelSoup, attach
-from hf_eff.lora import QLora
+from hf_eff.callbacks import QLora
 from shared_core.errors import CheckpointError, CompatibilityError, MatchError
 
 LORA = {"r": 2, "lora_alpha": 8, "target_modules": ["query", "value", "word_embeddings"],

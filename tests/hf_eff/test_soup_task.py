@@ -19,8 +19,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from hf_eff._evaluation_metrics import f1
-from hf_eff._evaluator import FolderEvaluator
+from hf_eff.evaluation.evaluator import FolderEvaluator, f1
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError
 
@@ -289,7 +288,7 @@ def test_the_command_searches_by_a_task(room, tmp_path):
     assert singles == sorted(singles)  # smaller is better, without --metric-mode
     assert found["repeat"][0] == found["repeat"][1]
     final = FolderEvaluator("loss", tmp_path / "soup", room / "data.jsonl")
-    from shared_core.soup import open_ingredient
+    from shared_core.checkpoint_formats import open_ingredient
 
     soup = open_ingredient(tmp_path / "soup")
     assert final({name: soup.tensor(name) for name in soup.specs}) == pytest.approx(found["score"], rel=1e-6)

@@ -17,11 +17,10 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from hf_eff._evaluation_metrics import regression_score
-from hf_eff._evaluator import FolderEvaluator
+from hf_eff.evaluation.evaluator import FolderEvaluator, regression_score
+from shared_core.checkpoint_formats import open_ingredient
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError
-from shared_core.soup import open_ingredient
 
 COUNT = 30
 

@@ -9,9 +9,9 @@ from transformers import HfArgumentParser, Seq2SeqTrainingArguments, Trainer, Tr
 from trl import SFTConfig
 
 from hf_eff import EffCallback, EffFlags, EffTrainer, EffTrainingArguments, Pruning, attach, with_eff
-from shared_core.cli.run import take_flags
+from shared_core.engine.registry import flags
 from shared_core.errors import ConfigError, MatchError
-from shared_core.rooms import flags
+from shared_core.front_ends.flags import take_flags
 
 FLAGS = [
     "matmul_precision",

@@ -18,7 +18,7 @@ from hf_gradients import Gradients  # noqa: E402
 from two_ranks import run_two_ranks  # noqa: E402
 
 from hf_eff import attach  # noqa: E402
-from shared_core.distillation.cache import write_teacher_cache  # noqa: E402
+from shared_core.distillation.teacher_cache import write_teacher_cache  # noqa: E402
 from shared_core.errors import ConfigError, TrainingError  # noqa: E402
 
 ALPHA, T, FIELD = 0.3, 2.0, "is_new"

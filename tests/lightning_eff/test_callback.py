@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 from lightning_eff import Distillation, EffCallback, ModelSoup, Pruning, QuantizationAwareTraining
 from lightning_eff._wrapped import Wrapped
+from shared_core.engine.receipt import Receipt
 from shared_core.errors import CompatibilityError, ConfigError, EffError, MatchError, TrainingError
-from shared_core.receipt import Receipt
 
 PRUNE = {"sparsity": 0.5, "end": 0.5, "every": 2}
 QAT = {"scheme": "int8", "begin": 0.2}

@@ -7,8 +7,8 @@ from lightning_world import BOTH, fit, make_module, make_trainer
 
 from lightning_eff import EffCallback, Pruning, QuantizationAwareTraining, auto_callback
 from lightning_eff.front_end import FRONT_END
+from shared_core.engine.recipe import Recipe
 from shared_core.errors import ConfigError
-from shared_core.recipe import Recipe
 
 
 def parse(namespace, *arguments):

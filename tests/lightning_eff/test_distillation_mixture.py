@@ -8,8 +8,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_eff import Distillation
-from shared_core.recipe import Recipe
-from shared_core.session import Session
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
 
 ALPHA, T, CLASSES = 0.3, 2.0, 5
 UNEQUAL, EQUAL = (6, 1, 3, 2, 5, 1, 4, 2), (3,) * 8

@@ -7,8 +7,9 @@ import pytest
 import torch
 from fsdp2_runs import assert_two_trained_what_one_did, run_by_one_and_by_two
 
-from shared_core.pruning import read_ticket
-from shared_core.soup import open_ingredient, save_soup, uniform_soup
+from shared_core.checkpoint_formats import open_ingredient
+from shared_core.lottery_ticket import read_ticket
+from shared_core.soup import save_soup, uniform_soup
 
 pytestmark = pytest.mark.slow  # tests/promises/test_sharded.py has the same of a plain loop
 SCRIPT = Path(__file__).parents[1] / "support" / "lightning_fsdp2.py"

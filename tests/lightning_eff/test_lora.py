@@ -7,8 +7,8 @@ import torch
 from lightning_world import BOTH, difference, everything, fit, make_module, make_trainer, saver
 from torch import nn
 
-from lightning_eff.lora import QLora
-from shared_core.quantization.lora_layers import adapters
+from lightning_eff.callbacks import QLora
+from shared_core.lora.adapters import adapters
 
 
 def train(folder, ckpt_path=None, seed=0, callbacks=(), namespace=BOTH[0], more=None, **options):
@@ -68,7 +68,7 @@ def test_training_on_goes_on_from_the_adapters(tmp_path):
 def test_command_line():
     cli = importlib.import_module(f"{BOTH[0]}.cli")
     boring = importlib.import_module(f"{BOTH[0]}.demos.boring_classes")
-    arguments = ["--trainer.callbacks+=lightning_eff.lora.QLora", "--trainer.callbacks.rank=8"]
+    arguments = ["--trainer.callbacks+=lightning_eff.callbacks.QLora", "--trainer.callbacks.rank=8"]
     arguments += ["--trainer.callbacks.base=fp4"]
     made = cli.LightningCLI(boring.BoringModel, boring.BoringDataModule, args=arguments, run=False)
     (callback,) = (callback for callback in made.trainer.callbacks if isinstance(callback, QLora))

@@ -7,9 +7,8 @@ import torch
 from lightning_world import BOTH, difference, everything, fit, make_module, make_trainer, saver
 from torch import nn
 
-from lightning_eff.lora import QLora
-from lightning_eff.quantization import QuantizationAwareTraining
-from shared_core.quantization.lora_layers import adapters
+from lightning_eff.callbacks import QLora, QuantizationAwareTraining
+from shared_core.lora.adapters import adapters
 
 peft = pytest.importorskip("peft")
 

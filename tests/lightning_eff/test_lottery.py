@@ -14,7 +14,7 @@ from promise_drivers import run_bare, run_lightning
 from lightning_eff import EffCallback
 from lightning_eff import LotteryTicket as LotteryCallback
 from shared_core.errors import CheckpointError, TrainingError
-from shared_core.pruning import LotteryTicket, read_ticket
+from shared_core.lottery_ticket import LotteryTicket, read_ticket
 
 OPTIONS = {"rounds": 1, "rate": 0.5, "rewind_to": 3}
 

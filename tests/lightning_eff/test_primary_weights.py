@@ -5,8 +5,8 @@ import torch
 from lightning_world import BOTH, difference, everything, fit, make_module, make_trainer, saver
 
 from lightning_eff import EffCallback
-from lightning_eff.loss_scaling import precision_class
-from lightning_eff.primary_weights import PrimaryWeights
+from lightning_eff.callbacks import PrimaryWeights
+from lightning_eff.precision import precision_class
 from shared_core.errors import MatchError
 from shared_core.primary_weights import slices, technique
 

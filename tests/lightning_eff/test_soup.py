@@ -6,8 +6,9 @@ from lightning_world import BOTH, dataset, fit, hook_callback, loader, make_modu
 from torch.utils.data import DataLoader
 
 from lightning_eff import EffCallback, ModelSoup
+from shared_core.checkpoint_formats import open_ingredient
 from shared_core.errors import CompatibilityError, ConfigError
-from shared_core.soup import logged_metrics, open_ingredient, rank_by_logged
+from shared_core.soup import logged_metrics, rank_by_logged
 
 
 def run(folder, recipe, namespace=BOTH[0], val=True, callbacks=(), **checkpoint):

@@ -11,7 +11,7 @@ from lightning_world import BOTH
 from torch import nn
 from two_ranks import ENVIRONMENT, run_two_ranks
 
-from lightning_eff._sharding import Sharding, repeated_blocks
+from lightning_eff._fsdp2 import Sharding, repeated_blocks
 from shared_core.errors import CompatibilityError, ConfigError
 
 SCRIPT = Path(__file__).parents[1] / "support" / "lightning_strategies.py"

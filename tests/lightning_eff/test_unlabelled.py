@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_eff import Distillation
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
 from shared_core.errors import ConfigError
-from shared_core.recipe import Recipe
-from shared_core.session import Session
 
 OPTIONS = {"alpha": 0.4, "unlabelled_field": "new", "divergence": "hard_label"}
 

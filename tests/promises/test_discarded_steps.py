@@ -9,10 +9,10 @@ from promise_table import NUM_STEPS, recipe_of
 from pytorch_lightning import Callback
 from transformers import TrainerCallback
 
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
 from shared_core.errors import TrainingError
 from shared_core.pruning import Pruning
-from shared_core.recipe import Recipe
-from shared_core.session import Session
 
 AT = 3
 

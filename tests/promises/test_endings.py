@@ -11,7 +11,7 @@ from promise_table import BATCH, NUM_STEPS, TECHNIQUES, eval_examples, recipe_of
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from shared_core.compatibility import SURROUNDINGS, refusal
+from shared_core.engine.compatibility import SURROUNDINGS, refusal
 from shared_core.errors import CompatibilityError, EffError, ReceiptError
 
 pl = pytest.importorskip("pytorch_lightning")

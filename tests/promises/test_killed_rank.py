@@ -11,7 +11,7 @@ from promise_drivers import run_hf, run_lightning
 from promise_table import recipe_of
 from two_ranks import ranks_of, start_scripts
 
-from shared_core.session import Session
+from shared_core.engine.session import Session
 
 SECONDS = 60
 """How long the process that is left may wait."""

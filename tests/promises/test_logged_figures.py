@@ -6,9 +6,9 @@ import pytest
 from promise_drivers import hf_trainer, run_lightning
 from promise_table import TECHNIQUES, recipe_of
 
-from shared_core.compatibility import refusal
-from shared_core.logged_figures import FIGURES, SILENT, is_in_bar
-from shared_core.rooms import ROOMS
+from shared_core.engine.compatibility import refusal
+from shared_core.engine.metrics import FIGURES, SILENT, is_in_bar
+from shared_core.engine.registry import ROOMS
 
 EVERY = 3  # of 8 steps
 # the fewest runs that hold every technique

@@ -8,8 +8,8 @@ from promise_drivers import difference, hf_trainer, run_bare, run_hf, run_lightn
 from promise_table import DigitsNet
 from safetensors.torch import load_file
 
+from shared_core.engine.recipe import Recipe
 from shared_core.errors import TrainingError
-from shared_core.recipe import Recipe
 
 RECIPE = {"distill": {"teacher": "mutual", "peers": 3, "alpha": 0.4}}
 FRONT_ENDS = {"hf": run_hf, "lightning": run_lightning}

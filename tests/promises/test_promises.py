@@ -21,11 +21,11 @@ from promise_table import (
 from safetensors.torch import load_file
 from torch import nn
 
+from shared_core.checkpoint_formats.plain import read_deployment
+from shared_core.engine.session import Session
 from shared_core.errors import EffError, MatchError
 from shared_core.low_rank import load as load_factorised
-from shared_core.plain_checkpoint import read_deployment
 from shared_core.quantization import apply_ranges
-from shared_core.session import Session
 
 FRONT_ENDS = {"hf": run_hf, "lightning": run_lightning}
 TRAINED = [key for key in EVERYTHING if key != "soup"]

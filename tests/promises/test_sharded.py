@@ -9,7 +9,7 @@ from promise_drivers import difference
 from sharded_runs import RECIPES, train
 from two_ranks import run_two_ranks
 
-from shared_core.pruning import read_ticket
+from shared_core.lottery_ticket import read_ticket
 
 SCRIPT = Path(__file__).parents[1] / "support" / "sharded_runs.py"
 

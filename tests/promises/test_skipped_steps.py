@@ -11,9 +11,9 @@ from promise_drivers import difference, run_bare, run_hf, run_lightning
 from promise_table import TECHNIQUES, VARIANTS, make_net, recipe_of
 from two_ranks import run_two_ranks
 
-from shared_core.compatibility import refusal
+from shared_core.engine.compatibility import refusal
+from shared_core.engine.session import Session
 from shared_core.loss_scaling import LossScaleError
-from shared_core.session import Session
 
 BAD = 5
 """The training forward that goes wrong: after techniques have begun, before they end."""

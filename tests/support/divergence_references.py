@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from shared_core.distillation.divergences import DIVERGENCES
-from shared_core.distillation.independent_outputs import teacher_bounded_mse_sum
+from shared_core.distillation.losses.divergences import DIVERGENCES
+from shared_core.distillation.losses.regression import teacher_bounded_mse_sum
 
 INF, NAN = float("inf"), float("nan")
 SOFT = ["forward_kl", "reverse_kl", "jsd", "soft_cross_entropy"]

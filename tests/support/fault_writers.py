@@ -10,24 +10,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shared_core.distillation.cache.manifest import MANIFEST_FILE, Manifest
-from shared_core.distillation.cache.writer import write_teacher_cache
-from shared_core.distillation.peers import PEER_FILE, Peers
-from shared_core.file_list import begin_list, damage_by_list, finish_list
-from shared_core.journal_file import read_object, write_object
-from shared_core.plain_checkpoint import read_deployment, write_deployment
-from shared_core.pruning.compression.reader import CompressedFile
-from shared_core.pruning.compression.writer import compress
-from shared_core.pruning.lottery.run_folder import RESULT_FILE, TICKET_FILE, RunFolder
-from shared_core.pruning.lottery.ticket import Ticket, read_ticket, write_ticket
-from shared_core.quantization.bit_plan import BitPlan
-from shared_core.receipt import Receipt
+from shared_core.checkpoint_formats import open_ingredient
+from shared_core.checkpoint_formats.plain import read_deployment, write_deployment
+from shared_core.distillation.mutual import PEER_FILE, Peers
+from shared_core.distillation.teacher_cache.format import MANIFEST_FILE, Manifest
+from shared_core.distillation.teacher_cache.writer import write_teacher_cache
+from shared_core.engine.receipt import Receipt
+from shared_core.engine.state_file import load_state, save_state
+from shared_core.files.journal import begin_list, damage_by_list, finish_list, read_object, write_object
+from shared_core.lottery_ticket.search import RESULT_FILE, TICKET_FILE, RunFolder
+from shared_core.lottery_ticket.ticket import Ticket, read_ticket, write_ticket
+from shared_core.quantization.post_training.bit_allocation import BitPlan
 from shared_core.soup.greedy import SoupResult
-from shared_core.soup.journal import Journal
-from shared_core.soup.path_report import path_plot
+from shared_core.soup.reports import path_plot
 from shared_core.soup.saving import save_soup, write_path
-from shared_core.soup.sources import open_ingredient
-from shared_core.state_file import load_state, save_state
+from shared_core.soup.scoring import Journal
+from shared_core.tools.compression.reader import CompressedFile
+from shared_core.tools.compression.writer import compress
 
 SIZE = 20_000
 

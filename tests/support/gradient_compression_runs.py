@@ -10,10 +10,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import leave
 
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
+from shared_core.engine.technique import BareServices
 from shared_core.errors import CompatibilityError, TrainingError
-from shared_core.recipe import Recipe
-from shared_core.session import Session
-from shared_core.technique import BareServices
 
 STEPS, RATE = 6, 0.1
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from hf_eff import attach
-from shared_core import compatibility
+from shared_core.engine import compatibility
+from shared_core.engine.registry import ROOMS
 from shared_core.errors import CompatibilityError
-from shared_core.rooms import ROOMS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "hf_eff"))
 from conftest import make_language_model, make_texts, make_trainer

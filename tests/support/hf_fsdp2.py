@@ -17,9 +17,9 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_eff import attach
+from shared_core.distributed.collectives import local_part, rank
 from shared_core.errors import CompatibilityError, TrainingError
 from shared_core.fp8 import Fp8Linear
-from shared_core.ranks import local_part, rank
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "hf_eff"))
 from conftest import make_arguments, make_language_model, make_texts

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from promise_drivers import step_and_tell
 from torch import nn
 
+from shared_core.config.training_time import Position
+from shared_core.engine.registry import ROOMS, flags
+from shared_core.engine.session import Session
+from shared_core.engine.technique import BareServices
 from shared_core.errors import EffError
-from shared_core.positions import Position
-from shared_core.rooms import ROOMS, flags
-from shared_core.session import Session
-from shared_core.technique import BareServices
 
 SECONDS = 30
 ODD = [

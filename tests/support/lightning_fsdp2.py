@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_eff import EffCallback
 from lightning_eff.pytorch import EffFSDPStrategy
+from shared_core.distributed.collectives import local_part, rank
 from shared_core.errors import CompatibilityError
 from shared_core.fp8 import Fp8Linear
-from shared_core.ranks import local_part, rank
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 STEPS, BATCH, POISONED = 6, 8, 2

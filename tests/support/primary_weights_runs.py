@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shared_core.recipe import Recipe
-from shared_core.session import Session
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
 
 KINDS = ("fp32_copy", "stochastic_rounding")
 STEPS = 8

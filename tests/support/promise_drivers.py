@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shared_core import Recipe, Session
-from shared_core.technique import BareServices
+from shared_core.engine.technique import BareServices
 
 LEARNING_RATE = 0.01
 CLIP = 1.0
@@ -332,7 +332,7 @@ def saved_state(checkpoint: Path) -> dict[str, Any]:
                 state[name] = torch.load(checkpoint / name, weights_only=True)
         state["rng"] = torch.load(checkpoint / "rng_state.pth", weights_only=False)
         if (checkpoint / "eff_state.safetensors").is_file():
-            from shared_core.state_file import load_state
+            from shared_core.engine.state_file import load_state
 
             state["eff"] = load_state(checkpoint)
         return state

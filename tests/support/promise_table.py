@@ -16,11 +16,11 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from shared_core.compatibility import ALLOWED_IF, refusal
+from shared_core.engine.compatibility import ALLOWED_IF, refusal
+from shared_core.engine.recipe import Recipe
+from shared_core.lottery_ticket import Ticket, write_ticket
 from shared_core.pruning import PruneConfig
-from shared_core.pruning.lottery import Ticket, write_ticket
 from shared_core.pruning.targets import find_targets
-from shared_core.recipe import Recipe
 
 NUM_STEPS = 8
 BATCH = 8

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
+from shared_core.engine.technique import BareServices, Context
 from shared_core.quantization import QatConfig, QuantizationAwareTraining
-from shared_core.technique import BareServices, Context
 
 
 def small_net():

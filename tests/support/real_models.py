@@ -20,7 +20,7 @@ from transformers import (
     ResNetForImageClassification,
 )
 
-from shared_core.recipe import Recipe
+from shared_core.engine.recipe import Recipe
 
 BATCH, STEPS, STEPS_PER_EPOCH = 4, 6, 4
 LENGTH, VOCAB = 7, 40

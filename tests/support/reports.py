@@ -2,13 +2,13 @@
 
 from unittest.mock import patch
 
-from shared_core.cli.report_page import page_of
-from shared_core.cli.run_folder import read_run
-from shared_core.page import build_page
+from shared_core.reports.page import build_page
+from shared_core.reports.run_folder import read_run
+from shared_core.reports.run_page import page_of
 
 
 def report_of(*folders):
-    with patch("shared_core.page.can_draw", return_value=False):
+    with patch("shared_core.reports.page.can_draw", return_value=False):
         return build_page(*page_of([read_run(folder) for folder in folders]))[1]
 
 

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from shared_core.saved_activations import ActivationsConfig
-from shared_core.saved_activations.counts import Counts
-from shared_core.saved_activations.held import HeldMemory
-from shared_core.saved_activations.ledger import Ledger
+from shared_core.activation_compression import ActivationsConfig
+from shared_core.activation_compression.saved_tensors import Counts, HeldMemory, Ledger
 
 
 def packed(call: Any, *, weights: nn.Module | None = None, mover: Any = None, seed: int = 0, **options: Any) -> Any:

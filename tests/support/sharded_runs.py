@@ -16,12 +16,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from two_ranks import leave
 
+from shared_core.distributed.collectives import rank, world_size
+from shared_core.distributed.sharded_tensors import fill_, fill_parameters_, reshard_, whole
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
+from shared_core.engine.technique import BareServices, SavedCheckpoint
 from shared_core.errors import CompatibilityError
-from shared_core.ranks import rank, world_size
-from shared_core.recipe import Recipe
-from shared_core.session import Session
-from shared_core.sharded import fill_, fill_parameters_, reshard_, whole
-from shared_core.technique import BareServices, SavedCheckpoint
 
 STEPS, BATCH, SAVED = 6, 8, 3
 GROWING = {"sparsity": 0.5, "begin": 1, "end": 5, "every": 2}

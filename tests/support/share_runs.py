@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from shared_core.recipe import Recipe
-from shared_core.session import Session
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=0.01),

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shared_core.engine.technique import Context, SavedCheckpoint
 from shared_core.soup import ModelSoup, SoupConfig
-from shared_core.technique import Context, SavedCheckpoint
 
 
 def runs(count, seed=0, dtype=torch.float32):

@@ -7,7 +7,7 @@ import torch
 from promise_drivers import run_hf, run_lightning, states_at_finish
 from promise_table import recipe_of
 
-from shared_core import ranks
+from shared_core.distributed import collectives as ranks
 
 
 def main(front_end: str, folder: Path, recipes: list[str]) -> None:

@@ -13,10 +13,11 @@ import lightning_eff.pytorch
 from hf_eff import EffTrainer, EffTrainingArguments, Pruning
 from lightning_eff import EffDDPStrategy, EffFSDPStrategy, Fp8Precision, LossScalingPrecision
 from shared_core import EffError, Recipe, Session
-from shared_core.config import TechniqueConfig
-from shared_core.pruning import PruneConfig, shrink
+from shared_core.config.options import TechniqueConfig
+from shared_core.engine.receipt import Receipt
+from shared_core.pruning import PruneConfig
 from shared_core.quantization import convert
-from shared_core.receipt import Receipt
+from shared_core.tools.shrink import shrink
 
 
 def program(model: nn.Module, inputs: Any) -> None:

@@ -9,8 +9,6 @@ from shared_core.pruning.scorers.group_scores import relative_scores as relative
 from shared_core.pruning.scorers.layer_costs import HOROWITZ_45NM as HOROWITZ_45NM
 from shared_core.pruning.scorers.layer_costs import layer_costs as layer_costs
 from shared_core.pruning.scorers.layer_costs import observe_positions as observe_positions
-from shared_core.pruning.scorers.layouts import from_output_rows as from_output_rows
-from shared_core.pruning.scorers.layouts import output_rows as output_rows
 from shared_core.pruning.scorers.registry import SCORERS as SCORERS
 from shared_core.pruning.scorers.registry import make_scorer as make_scorer
 from shared_core.pruning.scorers.scorer import Scorer as Scorer

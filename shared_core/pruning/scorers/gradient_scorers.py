@@ -1,17 +1,209 @@
-"""Criteria from the gradients of complete optimizer steps: first-order Taylor and movement."""
+"""Per-example gradients of one layer's weight from its inputs and the gradients of its outputs, squared and summed.
+
+The diagonal Fisher criterion: optimal brain damage with per-example gradients.
+
+Criteria from the gradients of complete optimizer steps: first-order Taylor and movement.
+
+First-order Taylor of whole units, from their outputs and the gradients of these.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from shared_core.pruning.axes import weight_of
+from shared_core.distributed.collectives import local_part
+from shared_core.distributed.sharded_tensors import is_sharded, part_of, whole_of
+from shared_core.modules.matching import is_transformers_conv1d
+from shared_core.modules.weight_views import channel_axis, over_outputs, weight_of
+from shared_core.pruning.scorers.capture import BackwardScorer, Call
 from shared_core.pruning.scorers.scorer import Scorer, saved_tensors, wide
-from shared_core.ranks import local_part
-from shared_core.sharded import is_sharded, part_of, whole_of
+
+_BUDGET = 1 << 24
+
+
+@torch.no_grad()
+def squared_gradient_sum(
+    module: nn.Module, calls: Sequence[tuple[Tensor, Tensor]], *, max_elements: int = _BUDGET
+) -> Tensor:
+    """Return ``Σ_i (∂ℓ/∂W of example i)²``, an example being one index of the first axis.
+
+    An example's gradient is summed exactly over its positions (tokens, places) and over the calls of the layer before
+    it is squared. Examples are taken in chunks, so that one chunk's gradients and unfolded inputs together hold at
+    most about `max_elements` numbers, but never less than one example's.
+
+    Args:
+        module: Linear, Conv1d to Conv3d, ConvTranspose1d to 3d, transformers' Conv1D; strides, dilation, groups and
+            every padding mode.
+        calls: For each call (input, gradient of the output), all with as many examples; without a batch axis one.
+        max_elements: Size of a chunk, in numbers.
+
+    Returns:
+        float32, float64 for a float64 weight, of the weight's shape.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> x, gradient = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [1.0]])
+        >>> squared_gradient_sum(layer, [(x, gradient)])  # 3² + 2²
+        tensor([[13.]])
+    """
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    calls = [(_batched(module, x), _batched(module, gradient)) for x, gradient in calls]
+    examples = calls[0][0].shape[0]
+    total: Tensor | None = None
+    device = calls[0][0].device
+    # autocast would round the products to 16 bits
+    with torch.autocast(device.type, enabled=False):
+        per_example = max(_elements(module, x, gradient) for x, gradient in calls) if examples else 1
+        size = max(1, max_elements // max(per_example, 1))
+        for start in range(0, examples, size):
+            where = slice(start, start + size)
+            pairs = [_factors(module, x[where].to(dtype), gradient[where].to(dtype)) for x, gradient in calls]
+            squared = _squared(pairs).reshape(weight.shape).contiguous()
+            total = squared if total is None else total.add_(squared)
+    return torch.zeros(weight.shape, dtype=dtype, device=device) if total is None else total
+
+
+def num_examples(module: nn.Module, x: Tensor) -> int:
+    """Return how many examples a layer's input or output holds: its first axis, 1 without a batch axis.
+
+    Example:
+        >>> num_examples(nn.Linear(4, 2), torch.zeros(4)), num_examples(nn.Linear(4, 2), torch.zeros(3, 5, 4))
+        (1, 3)
+    """
+    return _batched(module, x).shape[0]
+
+
+def _squared(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the sum over examples of ``(Σ over calls of A Bᵀ)²``; A and B are (examples, groups, rows, places)."""
+    first, second = pairs[0]
+    if len(pairs) == 1 and first.shape[-1] == 1:
+        # one place: the square of a product is the product of squares, and the sum a single matrix product
+        return torch.einsum("nga,ngb->gab", first[..., 0].square(), second[..., 0].square())
+    gradients = first @ second.transpose(-1, -2)
+    for a, b in pairs[1:]:
+        gradients += a @ b.transpose(-1, -2)
+    return gradients.square_().sum(0)
+
+
+def _batched(module: nn.Module, x: Tensor) -> Tensor:
+    """Return a layer's input or gradient with an axis of examples."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return x.unsqueeze(0) if x.dim() == len(module.kernel_size) + 1 else x
+    return x.unsqueeze(0) if x.dim() == 1 else x
+
+
+def _elements(module: nn.Module, x: Tensor, gradient: Tensor) -> int:
+    """Return how many numbers one example needs: its gradient, unfolded input and both in the type of the sum."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    own = (x.numel() + gradient.numel()) // max(x.shape[0], 1)
+    places = own
+    if isinstance(module, nn.modules.conv._ConvNd):
+        folded = gradient if module.transposed else x
+        spots = x if module.transposed else gradient
+        window = math.prod(module.kernel_size)
+        places = folded.shape[1] * window * math.prod(spots.shape[2:])
+    elif x.dim() == 2:
+        return own  # never formed
+    return weight.numel() + places + own
+
+
+def _factors(module: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return A and B, (examples, groups, rows, places): an example's weight gradient is ``A Bᵀ``, rows as stored."""
+    if not isinstance(module, nn.modules.conv._ConvNd):
+        inputs = x.reshape(x.shape[0], 1, -1, x.shape[-1]).transpose(-1, -2)
+        outputs = gradient.reshape(gradient.shape[0], 1, -1, gradient.shape[-1]).transpose(-1, -2)
+        return (inputs, outputs) if is_transformers_conv1d(module) else (outputs, inputs)
+    padding = list(module._reversed_padding_repeated_twice)
+    if module.transposed:
+        # the adjoint of a convolution: input and output change places
+        columns, rows = _unfolded(module, F.pad(gradient, padding), x.shape[2:]), x
+    else:
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        columns, rows = _unfolded(module, F.pad(x, padding, mode=mode), gradient.shape[2:]), gradient
+    examples, groups = x.shape[0], module.groups
+    places = math.prod(rows.shape[2:])
+    rows = rows.reshape(examples, groups, rows.shape[1] // groups, places)
+    return rows, columns.reshape(examples, groups, columns.shape[1] // groups, places)
+
+
+def _unfolded(module: nn.modules.conv._ConvNd, x: Tensor, places: Sequence[int]) -> Tensor:
+    """Return what each place of the kernel meets: (examples, channels · kernel size, places)."""
+    dims = len(module.kernel_size)
+    for axis, (size, stride, dilation) in enumerate(
+        zip(module.kernel_size, module.stride, module.dilation, strict=True), start=2
+    ):
+        x = x.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
+        # rows at the end meet no place: output_padding, or a stride that does not divide
+        x = x.narrow(axis, 0, places[axis - 2])
+    order = [0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims)]
+    x = x.permute(order)
+    return x.reshape(x.shape[0], x.shape[1] * math.prod(module.kernel_size), -1)
+
+
+class Fisher(BackwardScorer):
+    """``½·w²·F`` with F the mean over examples of their squared gradients (LeCun et al. 1989; arXiv:1801.05787).
+
+    The square of a batch's gradient is not the mean of squares, so each example's gradient is formed, by hooks, during
+    the user's own backward. An example is one index of a layer's first axis.
+
+    Scaling rule: an example's gradient is N times what it adds to the unscaled gradient that this rank accumulates, N
+    the examples of this rank's step. So the 1/N of a mean over the batch, the division by accumulation steps and the
+    loss scale cancel, and 1 × 8 examples score as 4 × 2. A loss that is a sum scores N² times as much; the order is
+    the same. Every step joins the ranks' sums: one reduction of the size of the weights.
+
+    Args:
+        modules: Weight name to its linear or convolutional layer.
+        generator: Not used.
+        costs: As in `Scorer`.
+        max_elements: Most numbers that one chunk of per-example gradients holds, at least one example's.
+
+    Raises:
+        ConfigError: If a layer is neither linear nor convolutional.
+    """
+
+    criterion: ClassVar[str] = "fisher"
+    needs: ClassVar[frozenset[str]] = frozenset({"per_example_gradients"})
+
+    def __init__(self, modules: Mapping[str, nn.Module], *, max_elements: int = 1 << 24, **common: Any) -> None:
+        super().__init__(modules, **common)
+        self.max_elements = max_elements
+
+    def fisher(self, name: str, weight: Tensor) -> Tensor:
+        """Return F of one weight: the mean of squared per-example gradients, new, 0 where no example came by."""
+        total = self._total(name, weight)
+        return torch.zeros_like(wide(weight)) if total is None else total / self._counts[name]
+
+    def _keep(self, x: Tensor, output: Tensor) -> Tensor:
+        return x
+
+    def _take(self, name: str, calls: list[Call]) -> None:
+        module = self.modules[name]
+        sums = squared_gradient_sum(module, calls, max_elements=self.max_elements)
+        self._gather(name, sums, num_examples(module, calls[0][0]))
+
+    def _rescale_(self, window: Tensor, count: int, loss_scale: float) -> None:
+        window.mul_((count / loss_scale) ** 2)
+
+    def _like(self, name: str) -> Tensor:
+        weight: Tensor = self.modules[name].weight  # type: ignore[assignment]
+        return torch.zeros_like(wide(weight.detach()), memory_format=torch.contiguous_format)
+
+    def _scores(self, name: str, weight: Tensor) -> Tensor:
+        return self.fisher(name, weight).mul_(wide(weight).square()).mul_(0.5)
+
+    def _part(self, name: str, weight: Tensor, where: slice) -> Tensor:
+        part = wide(weight.reshape(-1)[where])
+        total = self._total(name, weight)
+        if total is None:
+            return torch.zeros_like(part)
+        return (total.view(-1)[where] / self._counts[name]).mul_(part.square()).mul_(0.5)
 
 
 class _StepSums(Scorer):
@@ -123,3 +315,78 @@ class Movement(_StepSums):
 
     def _mean(self, total: Tensor) -> Tensor:
         return total.clone()
+
+
+class NeuronTaylor(BackwardScorer):
+    """``mean over examples of |mean over positions of a·∂L/∂a|`` of a layer's output units (arXiv:1611.06440, eq. 8).
+
+    a is the output of the layer, before the nonlinearity: where that is piecewise linear through 0 (ReLU), a·∂L/∂a is
+    the same after it. Scaling is that of `Fisher`, to the first power; N is counted likewise. Outputs are held as
+    copies until backward, since a nonlinearity may overwrite them.
+
+    Args:
+        modules: Weight name to its linear or convolutional layer.
+        generator: Not used.
+        costs: As in `Scorer`.
+
+    Raises:
+        ConfigError: If a layer is neither linear nor convolutional.
+    """
+
+    criterion: ClassVar[str] = "neuron_taylor"
+    needs: ClassVar[frozenset[str]] = frozenset({"activations", "per_example_gradients"})
+    zero_is_lowest: ClassVar[bool] = False
+
+    @torch.no_grad()
+    def unit_scores(self, name: str, weight: Tensor) -> Tensor:
+        """Return one score an output unit: (units,), in the type of scores.
+
+        Raises:
+            TrainingError: If nothing was observed.
+        """
+        self._require_ready()
+        units = self._unit_means(name, weight.detach())
+        return units if self.costs is None else units / self.costs[name]
+
+    def _keep(self, x: Tensor, output: Tensor) -> Tensor:
+        return output.clone()
+
+    def _take(self, name: str, calls: list[Call]) -> None:
+        module = self.modules[name]
+        products: Tensor | None = None
+        places = examples = 0
+        for output, gradient in calls:
+            axis = channel_axis(module, output)
+            product = (wide(output) * wide(gradient)).movedim(axis, -1)
+            if axis == 0:
+                product = product.unsqueeze(0)  # without a batch axis: one example
+            examples = product.shape[0]
+            if not product.numel():
+                return
+            product = product.reshape(examples, -1, product.shape[-1])
+            places += product.shape[1]
+            products = product.sum(1) if products is None else products + product.sum(1)
+        if products is not None:
+            self._gather(name, products.abs_().sum(0).double() / max(places, 1), examples)
+
+    def _rescale_(self, window: Tensor, count: int, loss_scale: float) -> None:
+        window.mul_(count / loss_scale)
+
+    def _like(self, name: str) -> Tensor:
+        weight: Tensor = self.modules[name].weight  # type: ignore[assignment]
+        return torch.zeros(self._num_units(name, weight), dtype=torch.float64, device=weight.device)
+
+    def _num_units(self, name: str, weight: Tensor) -> int:
+        module = self.modules[name]
+        units = getattr(module, "out_features", None) or getattr(module, "out_channels", None)
+        return int(units or weight.shape[-1])
+
+    def _unit_means(self, name: str, weight: Tensor) -> Tensor:
+        dtype = wide(weight[:0]).dtype
+        total = self._total(name, weight)
+        if total is None:
+            return torch.zeros(self._num_units(name, weight), dtype=dtype, device=weight.device)
+        return (total / self._counts[name]).to(dtype)
+
+    def _scores(self, name: str, weight: Tensor) -> Tensor:
+        return over_outputs(self.modules[name], self._unit_means(name, weight), weight.shape)

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shared_core.distributed.sharded_tensors import whole
 from shared_core.errors import CheckpointError, ConfigError, TrainingError, nearest
 from shared_core.pruning.scorers.scorer import wide
-from shared_core.sharded import whole
 
 _PIECE = 1 << 24
 

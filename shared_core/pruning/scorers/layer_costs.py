@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shared_core.errors import ConfigError, TrainingError, nearest
-from shared_core.pruning.axes import weight_of
-from shared_core.pruning.scorers.layouts import channel_axis
-from shared_core.pruning.scorers.per_example import num_examples
+from shared_core.modules.weight_views import channel_axis, weight_of
+from shared_core.pruning.scorers.gradient_scorers import num_examples
 
 HOROWITZ_45NM: dict[str, float] = {
     "int8_add": 0.03,

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from shared_core.errors import ConfigError, nearest
-from shared_core.pruning.scorers.fisher import Fisher
-from shared_core.pruning.scorers.gradient_scorers import Movement, Taylor
-from shared_core.pruning.scorers.neuron_taylor import NeuronTaylor
+from shared_core.pruning.scorers.gradient_scorers import Fisher, Movement, NeuronTaylor, Taylor
 from shared_core.pruning.scorers.scorer import Scorer
 from shared_core.pruning.scorers.wanda import Wanda
 from shared_core.pruning.scorers.weight_scorers import Magnitude, Random

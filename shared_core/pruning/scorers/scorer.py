@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from shared_core.distributed.collectives import any_rank, local_part
+from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.errors import CheckpointError, ConfigError, TrainingError
-from shared_core.ranks import any_rank, local_part
-from shared_core.sharded import is_sharded
 
 
 class Scorer:

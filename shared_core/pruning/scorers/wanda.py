@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shared_core.errors import TrainingError
-from shared_core.pruning.scorers.gathered import GatheringScorer
-from shared_core.pruning.scorers.layouts import channel_axis, over_inputs
+from shared_core.modules.weight_views import channel_axis, over_inputs
+from shared_core.pruning.scorers.capture import GatheringScorer
 from shared_core.pruning.scorers.scorer import saved_tensors, wide
 
 

@@ -1,0 +1,1 @@
+"""What a trainer must do for one technique."""

@@ -1,0 +1,248 @@
+"""How the Trainer averages its loss over an accumulation window, so that a further term is averaged the same way.
+
+The task loss where it ignores the Trainer's count of labels: then each micro-batch's mean is weighted here.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from transformers import Trainer
+
+from shared_core.distributed.collectives import all_reduce_
+from shared_core.engine.state_file import rng_state, set_rng_state
+from shared_core.modules.calls import evaluated
+
+if TYPE_CHECKING:
+    from shared_core.engine.session import Session
+
+
+class Window:
+    """The counted positions of the accumulation window that is being trained on.
+
+    The loss that `compute_loss` returns is summed over the micro-batches and averaged over the processes by DDP. In
+    between the trainer may divide it by the number of micro-batches: then a term must be multiplied by it first.
+
+    Args:
+        trainer: The trainer.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._count: Tensor | None = None
+        self._labels: Tensor | None = None
+        self.causal = False
+        """Whether a technique knows that labels are one position ahead; the trainer may not."""
+        self.divides = False
+        """Whether the trainer divides the loss by the number of micro-batches."""
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches this process has in the window; an epoch's last may have fewer than the others."""
+        return int(getattr(self._trainer, "current_gradient_accumulation_steps", 1))
+
+    @property
+    def processes(self) -> int:
+        """How many processes have data of their own."""
+        return int(self._trainer.accelerator.num_processes // self._trainer.get_tp_size())
+
+    def open(self, batches: list[Any], count: Tensor | None, num_items: Tensor | int | None) -> None:
+        """Note the window's labels, the soft term's positions in it, and the trainer's own count of labels.
+
+        Args:
+            batches: The micro-batches of this process; none where no technique looks at the loss's size.
+            count: The soft term's positions in them, None where nothing tells.
+            num_items: What the trainer counted, over all processes.
+        """
+        self.divides = self._trainer_divides(num_items)
+        self._labels = self._count = None
+        if not batches:
+            return
+        device = self._trainer.args.device
+        both = torch.zeros(2, dtype=torch.int64, device=device)
+        for labelled in map(self.labelled, batches):
+            both[0] += 0 if labelled is None else labelled.sum().to(device)
+        both[1] = 0 if count is None else count
+        if self._joins_counts:
+            # these ranks see the same batches
+            names = ("get_tp_size", "get_cp_size", "get_sp_size")
+            replicas = math.prod(getattr(self._trainer, name, lambda: 1)() for name in names)
+            both = all_reduce_(both, "sum") / replicas
+        self._labels = None if num_items is None else both[0]
+        self._count = None if count is None else both[1]
+
+    @property
+    def _joins_counts(self) -> bool:
+        return bool(self._trainer.args.average_tokens_across_devices)
+
+    def labelled(self, inputs: Any) -> Tensor | None:
+        """Return which of a micro-batch's labels the task loss is a mean over, as the trainer counts them; or None."""
+        labels = inputs.get("shift_labels", inputs.get("labels")) if isinstance(inputs, Mapping) else None
+        if not isinstance(labels, Tensor):
+            return None
+        shifts = self.causal or getattr(self._trainer, "_loss_shifts_labels", False)
+        if shifts and "shift_labels" not in inputs and labels.dim() > 1:
+            labels = labels[..., 1:]
+        return labels.ne(-100) & labels.isnan().logical_not()
+
+    def share(self, inputs: Mapping[str, Any]) -> Tensor | float:
+        """Return what a micro-batch's mean is multiplied by, so that the window's sum is the mean over its labels."""
+        mine = self.labelled(inputs)
+        if self._labels is None or mine is None:
+            return 1 / self.micro_batches
+        replicas = self.processes if self._joins_counts else 1
+        return mine.sum() * replicas / self._labels.to(mine.device).clamp(min=1)
+
+    def _trainer_divides(self, num_items: Tensor | int | None) -> bool:
+        declared = getattr(self._trainer, "loss_is_scaled_for_ga", None)  # since transformers 5.19
+        if declared is not None:
+            return not declared
+        counted = self._trainer.model_accepts_loss_kwargs and num_items is not None
+        return not (counted or self._trainer.compute_loss_func is not None)
+
+    def normalise(self, total: Tensor, count: Tensor | int) -> Tensor:
+        """Return a micro-batch's `total`, divided so that the whole window's become one mean over its positions."""
+        if self._count is None:
+            # nothing tells how many positions the window has: average as a trainer without counts does
+            total = total / max(int(count), 1)
+            return total if self.divides else total / self.micro_batches
+        mean: Tensor = total * self.processes / self._count.clamp(min=1)
+        return mean * self.micro_batches if self.divides else mean
+
+
+_IGNORES, _TOLD = 0.5, 0.02
+"""Parts of the loss that do not change with the count: from the first on it is taken to ignore it."""
+
+
+class TaskLoss:
+    """Makes the task loss of a window the mean over its labels, whatever is cut from it and by how many processes.
+
+    The trainer (transformers 5.23) divides nothing where a model takes loss keywords: the loss should be divided by
+    `num_items_in_batch`. Many models take them and return a mean (`BertForSequenceClassification` and its siblings), as
+    do many a `compute_loss_func` and an overridden `compute_loss`. Such means add up over micro-batches and processes,
+    which moves the mixture with a further term of the loss. Where no technique weighs one, nothing is changed.
+
+    Args:
+        trainer: The trainer.
+        window: Knows the labels of the window, and whether the trainer divides.
+    """
+
+    session: Session
+    """The trainer's."""
+
+    def __init__(self, trainer: Trainer, window: Window) -> None:
+        self._trainer, self._window = trainer, window
+        self.follows: bool | None = None
+        """Whether the loss follows the count; None as long as nobody needed to know."""
+
+    def look(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
+        """Find out whether the loss follows the count, the first time that it matters.
+
+        The loss is computed for two counts, in eval mode and without gradients, so that random numbers, running
+        statistics and observers stay as they are. `method` is the trainer's own `compute_loss`, the others are what it
+        is called with.
+        """
+        count = _count(args, kwargs)
+        if self.follows is not None or count is None or not self._matters():
+            return
+        try:
+            whole, half = self._for_two_counts(method, model, self._few(inputs), count)
+        except Exception as error:  # the user's own code, in a mode that it may not know
+            self.follows = True
+            self.session.note(
+                f"{self._whose()} cannot be computed in eval mode ({error}): it is taken to be divided by "
+                "num_items_in_batch; if it is a mean, set loss_is_scaled_for_ga = False on the trainer"
+            )
+            return
+        if whole == 0.0:
+            return  # nowhere a label: nothing is told, and nothing goes wrong
+        ignoring = 2 * half / whole - 1
+        self.follows = ignoring < _IGNORES
+        if not self.follows:
+            self.session.note(
+                f"{self._whose()} ignores num_items_in_batch, so that the Trainer adds up the means of the "
+                f"{self._means()} of a step: each is weighted by its share of the step's labels, as in one batch"
+            )
+        elif ignoring > _TOLD:
+            self.session.note(
+                f"{ignoring:.0%} of {self._whose()} ignores num_items_in_batch: that part adds up over the "
+                f"{self._means()} of a step, as it does without techniques"
+            )
+
+    def _for_two_counts(self, method: Callable[..., Any], model: Any, inputs: Any, count: Any) -> list[float]:
+        """Return the losses of all processes for a count and twice as many."""
+        random, figures = rng_state(), copy.deepcopy(getattr(self._trainer, "_metrics", None))
+        losses = torch.zeros(2, device=self._trainer.args.device)
+        try:
+            with evaluated(model):
+                for index in range(2):
+                    if self._window.labelled(inputs) is None:
+                        model(**inputs)  # other processes have labels, and may wait for this one in the model
+                        continue
+                    found = method(model, dict(inputs), False, count * (index + 1))
+                    losses[index] = found if found.isfinite() else 0.0
+                    set_rng_state(random)
+        finally:
+            set_rng_state(random)
+            if figures is not None:
+                cast(Any, self._trainer)._metrics = figures  # TRL (1.16) keeps figures of every loss there
+        return all_reduce_(losses, "sum").tolist()
+
+    def _matters(self) -> bool:
+        declared = getattr(self._trainer, "loss_is_scaled_for_ga", None)  # since transformers 5.19
+        weighed = any(technique.weighs_loss for technique in self.session.techniques.values())
+        several = self._window.micro_batches * self._window.processes > 1
+        return weighed and several and not self._window.divides and declared is None
+
+    def _few(self, inputs: Any) -> Any:
+        """Return the row with most labels where logits of a whole micro-batch are too many."""
+        distillation = self.session.techniques.get("distill")
+        labels = self._window.labelled(inputs)
+        if labels is None or not (distillation and distillation.config.to_dict()["chunked"]):
+            return inputs
+        row = int(labels.reshape(len(labels), -1).sum(1).argmax())
+        rows = {len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()}
+        if rows != {len(labels)}:
+            return inputs
+        return {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+    def _whose(self) -> str:
+        trainer = self._trainer
+        if type(trainer).compute_loss is not Trainer.compute_loss:
+            return f"the loss of {type(trainer).__name__}.compute_loss"
+        if trainer.compute_loss_func is not None:
+            return "the loss of compute_loss_func"
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        return f"the loss of {type(model).__name__}"
+
+    def _means(self) -> str:
+        batches, processes = self._window.micro_batches, self._window.processes
+        told = f"{batches} micro-batches" if batches > 1 else ""
+        told += " and " if told and processes > 1 else ""
+        return told + (f"{processes} processes" if processes > 1 else "")
+
+    def share(self, inputs: Any, *args: Any, **kwargs: Any) -> Tensor | float | None:
+        """Return what the micro-batch's mean of such a call must be multiplied by; None where it is right as it is."""
+        # a compute_loss_func without a count can only return means
+        uncounted = _count(args, kwargs) is None and "distill" in self.session.techniques
+        return self._window.share(inputs) if (uncounted or self.follows is False) and self._matters() else None
+
+    def of(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what the trainer's own `compute_loss` does, the loss weighted where it ignores the count."""
+        share = self.share(inputs, *args, **kwargs)
+        if share is None:
+            return method(model, inputs, *args, **kwargs)
+        # without a count, the trainer does not multiply by the processes
+        result = method(model, inputs, *args[:1], **{**kwargs, "num_items_in_batch": None})
+        loss = result[0] if isinstance(result, tuple) else result
+        weighted = (loss * share).to(loss.dtype)
+        return (weighted, *result[1:]) if isinstance(result, tuple) else weighted
+
+
+def _count(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return args[1] if len(args) > 1 else kwargs.get("num_items_in_batch")

@@ -1,0 +1,586 @@
+"""The user's callbacks whose techniques one session drives, and what becomes of those that are taken away.
+
+What the Trainer's model card says about efficient training.
+
+The Trainer's events as a session's verbs. No other file knows a hook's name or wraps a method of the trainer.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor
+from transformers import IntervalStrategy, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_eff import _checkpoints as _own_state
+from hf_eff._adapters.distillation import UnlabelledExamples
+from hf_eff._adapters.loss_scaling import ScalerSwap
+from hf_eff._adapters.privacy import PoissonData
+from hf_eff._checkpoints import (
+    ModelWeights,
+    checkpoint_folder,
+    clean_run,
+    complete_saved,
+    load_renamed_,
+    resumed_from,
+    save_whole,
+    step_of,
+)
+from hf_eff._data_resume import DataResume
+from hf_eff._environment import check_outputs, check_sharding, forget_optimizer, inner_optimizer, is_peft, surroundings
+from hf_eff._epoch_end import EpochEnd
+from hf_eff._loss_normalisation import TaskLoss, Window
+from hf_eff._services import TrainerServices
+from hf_eff._wrapped import Wrapped
+from shared_core.distributed.collectives import from_main
+from shared_core.engine import compatibility
+from shared_core.engine.claims import Where
+from shared_core.engine.receipt import RECEIPT_FILE, Receipt
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session, fit_to, loading
+from shared_core.engine.state_file import load_state, save_state
+from shared_core.engine.technique import overrides
+from shared_core.errors import CheckpointError, ReceiptError, TrainingError
+from shared_core.files.atomic import atomic_write
+from shared_core.reports.receipt_page import card_section
+
+
+class GivenCallbacks:
+    """Watches that what was given stays while the trainer trains.
+
+    Args:
+        trainer: The trainer.
+        driver: The callback that drives the session.
+    """
+
+    def __init__(self, trainer: Trainer, driver: TrainerCallback) -> None:
+        self._trainer, self._driver = trainer, driver
+        self.callbacks: list[Any] = []
+
+    def gone(self) -> list[Any]:
+        """Return the callbacks that the user removed, the driver among them."""
+        there = {id(callback) for callback in self._trainer.callback_handler.callbacks}
+        return [callback for callback in (self._driver, *self.callbacks) if id(callback) not in there]
+
+    def check(self, step: int) -> None:
+        """Refuse that one is taken away in mid-training.
+
+        Raises:
+            TrainingError: If one was.
+        """
+        if gone := self.gone():
+            raise TrainingError(
+                f"hf: {type(gone[0]).__name__} must stay until training ends, got remove_callback by step {step}; "
+                "remove it before training or after it"
+            )
+
+    def left_of(self, recipe: Recipe) -> Recipe:
+        """Return the techniques of a session without those of callbacks that were removed, which forget it."""
+        gone = self.gone()
+        out = {key for callback in gone if callback is not self._driver for key in callback.recipe}
+        left = {key: config for key, config in recipe.items() if key not in out and self._driver not in gone}
+        for callback in gone if left else self.callbacks:
+            callback.session = None
+        self.callbacks = [callback for callback in self.callbacks if callback not in gone]
+        return Recipe(left, allow_partial=recipe.allow_partial)
+
+
+if TYPE_CHECKING:
+    pass  # FIXME empty
+
+_BEGIN, _END = "<!-- efftrain: begin -->", "<!-- efftrain: end -->"
+
+
+def tell_in_card(callback: SessionCallback, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let the trainer, or its subclass, write the model card, and add a section; the rest stays as it is."""
+    output = method(*args, **kwargs)
+    trainer, session = callback._trainer, callback.session
+    folder = Path(str(trainer.args.output_dir))
+    card = folder / "README.md"
+    if session.recipe and session.has_begun and trainer.is_world_process_zero() and card.is_file():
+        ended = session.is_finished and (folder / RECEIPT_FILE).is_file()
+        receipt = Receipt.read(folder) if ended else session.receipt()
+        add_section(card, card_section(receipt.values))
+    return output
+
+
+def add_section(card: Path, section: str) -> None:
+    """Put a section at the end of a card, in place of an earlier one of ours."""
+    text = card.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(_BEGIN)
+    after = rest.partition(_END)[2] if begin else ""
+    kept = (before.rstrip() + after).rstrip()
+    with atomic_write(card) as temporary:
+        temporary.write_text(f"{kept}\n\n{_BEGIN}\n{section}\n{_END}\n", encoding="utf-8")
+
+
+class SessionCallback(TrainerCallback):
+    """Drives one session through one trainer: the first of its callbacks, and wrappers on the instance's methods.
+
+    Args:
+        trainer: A constructed trainer, or one at the end of its construction.
+        recipe: What to switch on.
+    """
+
+    def __init__(self, trainer: Trainer, recipe: Recipe) -> None:
+        self._trainer = trainer
+        self.args_recipe: Recipe | None = None
+        """What the flags of the trainer's arguments switched on, None where it has no flags."""
+        self.given = GivenCallbacks(trainer, self)
+        self._services = TrainerServices(trainer)
+        self._window = Window(trainer)
+        self._task = TaskLoss(trainer, self._window)
+        self._unlabelled = UnlabelledExamples(trainer, self._window)
+        self._poisson = PoissonData(trainer, self._window)
+        self._scaler = ScalerSwap(trainer)
+        self._data, self._epoch_end = DataResume(trainer), EpochEnd(trainer)
+        self._made_optimizer: Any = None
+        self._training = self._baking = self._complete = False
+        self._scale_before: float | None = None
+        self._discarded = self._passed_over = self._is_over = False
+        self._resumed_from: Path | None = None
+        self._new_session(recipe)
+        self._wire()
+
+    def _new_session(self, recipe: Recipe) -> None:
+        self.session = Session(recipe, front_end="hf", services=self._services, seed=self._trainer.args.seed)
+        self._services.note = self._data.note = self.session.note
+        soup = recipe["soup"].to_dict() if "soup" in recipe else {}
+        self._services.metric, self._services.searches = soup.get("metric"), soup.get("kind") == "greedy"
+        self._unlabelled.session = self._poisson.session = self._task.session = self.session
+        self._adds_loss = any(overrides(technique, "loss") for technique in self.session.techniques.values())
+        for callback in self.given.callbacks:
+            callback.session = self.session
+        self._attach()
+
+    def join(self, recipe: Recipe) -> None:
+        """Add techniques before training.
+
+        Raises:
+            ConfigError: If a technique is there already.
+            TrainingError: If training has begun.
+        """
+        if self._training:
+            raise TrainingError("hf: techniques must join before training starts; pass all callbacks together")
+        merged = self.session.recipe.merged(recipe)
+        self.session.detach()
+        self._new_session(merged)
+
+    def _attach(self) -> None:
+        trainer = self._trainer
+        check_sharding(trainer, self.session.recipe)
+        check_outputs(trainer, self.session.recipe)
+        if trainer.model is None:
+            return  # a search let go of its last trial's; `model_init` makes another
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        if self.session.context is not None and self.session.context.model is not model:
+            self.session.detach()  # `model_init` made a new model
+        self.session.attach(model, surroundings(trainer))
+
+    def _wire(self) -> None:
+        trainer = self._trainer
+        around: dict[str, Callable[..., Any]] = {
+            "train": self.train,
+            "_inner_training_loop": self._inner_training_loop,
+            "call_model_init": self._call_model_init,
+            "_hp_search_setup": self._set_up_trial,
+            "get_train_dataloader": self._poisson.loader,
+            "get_batch_samples": self._batches,
+            "_set_signature_columns_if_needed": self._unlabelled.keep_column,
+            "_prepare_inputs": self._unlabelled.prepare,
+            "_load_rng_state": self._data.load_rng_state,
+            "_maybe_log_save_evaluate": self._epoch_end.log_save_evaluate,
+            "compute_loss": self._compute_loss,
+            "_clip_grad_norm": self._clip_grad_norm,
+            "_get_grad_norm": self._before_norm,
+            "evaluate": functools.partial(self._within, "evaluating", self._services.validate),
+            "predict": functools.partial(self._within, "evaluating"),
+            "_save_checkpoint": functools.partial(self._within, "saving", functools.partial(save_whole, trainer)),
+            "save_model": self._save_model,
+            "_save": self._save,
+            "_load_from_checkpoint": self._load_from_checkpoint,
+            "_load_optimizer_and_scheduler": self._load_optimizer_and_scheduler,
+            "_determine_best_metric": self._determine_best_metric,
+            "_load_best_model": self._load_best_model,
+            "create_model_card": functools.partial(tell_in_card, self),
+        }
+        self._wrapped = [Wrapped(trainer, name, outer) for name, outer in around.items()]
+        self._wrapped.append(self._scaler.watch())
+        # Rebound, not changed: this may run while the handler goes through its list. First, so that loggers see our
+        # figures and other callbacks' last events see the finished model.
+        trainer.callback_handler.callbacks = [self, *trainer.callback_handler.callbacks]
+
+    # --- the whole of training
+
+    def train(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._training:
+            return method(*args, **kwargs)
+        if self.given.gone() and not self._let_go():
+            return method(*args, **kwargs)
+        self._training = True
+        try:
+            self._attach()
+            self._unlabelled.check()
+            resume = args[0] if args else kwargs.pop("resume_from_checkpoint", None)
+            clean_run(str(self._trainer.args.output_dir))
+            trial = args[1] if len(args) > 1 else kwargs.get("trial")
+            path = resumed_from(resume, self._trainer, trial, self.session)
+            if args:
+                output = method(path, *args[1:], **kwargs)
+            else:
+                output = method(**kwargs, **({} if path is None else {"resume_from_checkpoint": path}))
+            if not self.session.is_finished:
+                self.given.check(self.session.step)
+        except BaseException:
+            self.session.detach()
+            raise
+        finally:
+            self._training = self._complete = self._scaler.unscaled = False
+            self._scaler.give_back()
+            self._data.stop()
+        try:
+            self._verify_end()
+        finally:
+            self._write_receipt()
+        return output
+
+    def _verify_end(self) -> None:
+        """Count again, now that every callback has had its last event, in the model and in what was saved of it."""
+        session, trainer = self.session, self._trainer
+        if not session.is_finished or session.context is None:
+            return
+        session.verify(None, "the trained model", self._others())
+        folder = checkpoint_folder(trainer._get_output_dir(getattr(trainer, "_trial", None)), session.step)
+        found = ""
+        try:
+            if folder.is_dir():
+                self._verify_saved(folder, Where.TRAINED)
+        except ReceiptError as error:
+            found = str(error)
+        if found := from_main(found):
+            raise ReceiptError(found)
+
+    def _verify_saved(self, folder: Path, where: Where) -> None:
+        session, trainer = self.session, self._trainer
+        if session.context is None or not session.claims_of(where) or not trainer.args.should_save:
+            return
+        if is_peft(trainer.model):
+            return  # a folder of PEFT holds adapters alone
+        try:
+            weights = ModelWeights(folder, session.context.model)
+        except CheckpointError as error:
+            session.note(f"not counted again in {folder}, whose weights cannot be read as this model's: {error}")
+            return
+        session.verify(weights, str(folder), self._others(), where=where)
+
+    def _others(self) -> list[str]:
+        """Return the classes of callbacks that are neither ours nor transformers' own, none of which writes weights."""
+        kinds = [type(callback) for callback in self._trainer.callback_handler.callbacks]
+        own = [type(self), *map(type, self.given.callbacks)]
+        return [kind.__name__ for kind in kinds if kind not in own and not kind.__module__.startswith("transformers.")]
+
+    def _let_go(self) -> bool:
+        """Return whether techniques are left without those of callbacks that were removed since the last training."""
+        left = self.given.left_of(self.session.recipe)
+        self.session.detach()
+        if left:
+            self._new_session(left)
+            return True
+        for wrapped in self._wrapped:
+            wrapped.undo()
+        handler = self._trainer.callback_handler
+        handler.callbacks = [callback for callback in handler.callbacks if callback is not self]
+        return False
+
+    def _inner_training_loop(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # also a new attempt of `auto_find_batch_size`; the scaler must be there before accelerate's `prepare`
+        if self.session.has_begun:
+            self.session.detach()
+        self._attach()
+        makes_optimizer = self._trainer.optimizer is self._made_optimizer  # none, or that of an earlier `train`
+        if makes_optimizer:
+            forget_optimizer(self._trainer)
+        self._scaler.put(self.session)
+        resumed = kwargs.get("resume_from_checkpoint")
+        self._resumed_from = Path(resumed) if resumed else None
+        self._epoch_end.trial, self._epoch_end.ignored_keys = kwargs.get("trial"), kwargs.get("ignore_keys_for_eval")
+        try:
+            return method(*args, **kwargs)
+        finally:
+            self._made_optimizer = self._trainer.optimizer if makes_optimizer else None
+
+    def _call_model_init(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        model = method(*args, **kwargs)
+        self.session.detach()
+        self.session.attach(model, surroundings(self._trainer))
+        return model
+
+    def _set_up_trial(self, method: Callable[..., None], trial: Any) -> None:
+        # a search puts its values into the arguments, flags among them, and makes a new accelerator
+        accelerator = self._trainer.accelerator
+        method(trial)
+        if self._trainer.accelerator is not accelerator:
+            self._wrapped[-1] = self._scaler.watch()
+        args = cast(Any, self._trainer.args)
+        if self.args_recipe is not None and args.recipe != self.args_recipe:
+            others = {key: config for key, config in self.session.recipe.items() if key not in self.args_recipe}
+            self.session.detach()
+            self.args_recipe = args.recipe
+            partial = self.session.recipe.allow_partial
+            self._new_session(Recipe(others, allow_partial=partial).merged(self.args_recipe))
+            args.mark_taken()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Restore the state of a resumed run and begin."""
+        session = self.session
+        compatibility.check(session.recipe, surroundings(self._trainer))
+        self._services.saved_steps, self._passed_over = [], False
+        mine: Mapping[str, Any] = {}
+        if self._resumed_from is not None:
+            saved = load_state(self._resumed_from)
+            mine = _own_state.load(session, saved)
+            if session.is_changed and state.best_global_step is not None:
+                state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+                session.note("the best checkpoint until now was of another recipe: the comparison starts anew")
+            self._services.saved_steps = [int(step) for step in saved["saved_steps"]]
+        loader = kwargs.get("train_dataloader")
+        try:
+            steps_per_epoch = max(math.ceil(len(cast(Any, loader)) / args.gradient_accumulation_steps), 1)
+        except TypeError:  # a data set without length
+            steps_per_epoch = None
+        session.begin(
+            [inner_optimizer(self._trainer.optimizer)],
+            total_steps=state.max_steps,
+            steps_per_epoch=steps_per_epoch,
+            clips_gradients=args.max_grad_norm > 0,
+        )
+        self._poisson.resume(state.global_step, loader)
+        self._is_over = 0 < state.max_steps <= state.global_step
+        if self._is_over:
+            # the trainer (transformers 5.23) would train one step more before it looks
+            control.should_training_stop = True
+            session.note(f"the run that is resumed had taken its {state.max_steps} steps: none is added")
+        self._task.follows = None
+        self._epoch_end.resume(mine.get("epoch_end"), self._is_over)
+        self._data.start(loader, mine.get("data"), None if self._resumed_from is None else str(self._resumed_from))
+
+    def on_epoch_begin(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        """Catch up on the end of the epoch before, if a resumed run had that before it."""
+        if self._epoch_end.is_due:
+            self._epoch_end.catch_up(self._data.restore)
+            self._is_over = self._epoch_end.is_silent = control.should_training_stop
+        self._epoch_end.begin()
+
+    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Note it: what is saved from now on lies behind the epoch."""
+        self._epoch_end.end()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Bake, on every process; the best model has been loaded. Then evaluate what no validation has seen."""
+        session, trainer = self.session, self._trainer
+        if self._passed_over and trainer.state.best_global_step is None:
+            session.note("no checkpoint that was compared held what was asked for: the model is that of the last step")
+        session.finish()
+        if trainer.args.eval_strategy != IntervalStrategy.NO:
+            session.validate_final(self._services.evaluate)
+
+    def _load_from_checkpoint(self, method: Callable[..., Any], folder: Any, *args: Any, **kwargs: Any) -> None:
+        if not self.session.has_begun:
+            fit_to(self.session, load_state(Path(folder)), surroundings(self._trainer))
+        with loading(self.session):
+            method(folder, *args, **kwargs)
+        self._load_renamed(Path(folder))
+
+    def _load_renamed(self, folder: Path) -> None:
+        # FSDP has files of its own, under the model's own names
+        if self.session.context is not None and not self._trainer.is_fsdp_enabled:
+            load_renamed_(self.session.context.model, folder)
+
+    def _load_optimizer_and_scheduler(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        if self.session.is_attached:
+            self.session.prepare_optimizers([inner_optimizer(self._trainer.optimizer)])
+        if not self._trainer.is_fsdp_enabled:
+            method(*args, **kwargs)
+            return
+        # torch (2.13) first makes the state that it loads into by a step with zero gradients and learning rate, which
+        # accelerate (1.15) hands to the scaler, and that fails before the first loss
+        optimizer = cast(Any, self._trainer.optimizer)
+        scaler, optimizer.scaler = optimizer.scaler, None
+        try:
+            method(*args, **kwargs)
+        finally:
+            optimizer.scaler = scaler
+
+    def _determine_best_metric(self, method: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+        """Compare models that hold what was asked for; early stopping waits for the first of them, too."""
+        state, session = self._trainer.state, self.session
+        before = state.best_metric, state.best_global_step
+        is_best = method(*args, **kwargs)
+        compared = self._trainer.args.metric_for_best_model is not None and session.is_attached
+        if not compared or session.may_be_best():
+            return is_best
+        self._passed_over = True
+        state.best_metric, state.best_global_step = before
+        return False
+
+    def _load_best_model(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        best, session = Path(str(self._trainer.state.best_model_checkpoint)), self.session
+        with loading(session):
+            method(*args, **kwargs)
+        self._load_renamed(best)
+        session.note(f"the model is the best one, {best.name}, not that of the last step")
+        session.load_state_dict(load_state(best))
+        for technique in session.techniques.values():
+            if session.context is not None:
+                technique.begin(session.context)
+
+    def _write_receipt(self) -> None:
+        trainer = self._trainer
+        if trainer.args.should_save:
+            receipt = self.session.receipt()
+            receipt.write(trainer._get_output_dir(getattr(trainer, "_trial", None)))
+            self._services.say(receipt.text())
+
+    # --- loss
+
+    def _batches(self, method: Callable[..., Any], batches: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        if self._is_over:
+            return [], None
+        around = functools.partial(self._unlabelled.batches, method)
+        return self._poisson.batches(around, self._data.batches(batches), *args, **kwargs)
+
+    def _compute_loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        session = self.session
+        if not (model.training and session.is_attached and session.has_begun):
+            return method(model, inputs, *args, **kwargs)
+        self.given.check(self.session.step)
+        self._task.look(method, model, inputs, *args, **kwargs)
+        with session.forward():
+            return self._training_loss(method, model, inputs, *args, **kwargs)
+
+    def _training_loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        session = self.session
+        if not self._adds_loss:
+            return method(model, inputs, *args, **kwargs)
+        task = functools.partial(self._task.of, method)
+        if "distill" in session.techniques:
+            whole = dict(inputs)  # label smoothing and compute_loss_func take labels out
+            self._services.compute_loss = lambda other: task(other, dict(whole), *args, **kwargs)
+        self._poisson.weigh(inputs)
+        result = self._unlabelled.loss(task, model, inputs, *args, **kwargs)
+        # accelerate puts the student's forward alone under autocast; the teacher's belongs there too
+        with self._trainer.accelerator.autocast():
+            loss = session.loss(result[0] if isinstance(result, tuple) else result, self._window.normalise)
+        self._services.compute_loss = None  # holds the batch
+        return (loss, *result[1:]) if isinstance(result, tuple) else loss
+
+    # --- optimizer step
+
+    def _before_norm(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._complete and self.session.is_attached and self.session.has_begun:
+            self._complete = True
+            self._scaler.unscale()
+            self.session.before_optimizer_step()
+        return method(*args, **kwargs)
+
+    def _clip_grad_norm(self, method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        norm = self._before_norm(method, model, *args, **kwargs)
+        for peer in getattr(self.session.techniques.get("distill"), "peers", ()):
+            method(peer, *args, **kwargs)  # each by its own norm: how far the student goes is not the peers' business
+        return norm
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Remember the scale where a skipped step would be hidden: torch's scaler leaves it to a fused optimizer."""
+        scaler = self._trainer.accelerator.scaler
+        hidden = hasattr(inner_optimizer(self._trainer.optimizer), "_step_supports_amp_scaling")
+        watch = scaler is not None and hidden and not self._scaler.is_ours  # ours tells
+        self._scale_before = scaler.get_scale() if watch else None
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Tell the session whether the step was applied."""
+        self._complete = self._scaler.unscaled = False
+        accelerator, optimizer = self._trainer.accelerator, cast(Any, self._trainer.optimizer)
+        if self._discarded:
+            optimizer._is_overflow = self._discarded = False
+        skipped = accelerator.optimizer_step_was_skipped
+        if self._scale_before is not None and accelerator.scaler.get_scale() < self._scale_before:
+            skipped = True
+            self.session.note(
+                "a fused optimizer hides skipped steps from the trainer, whose learning rate schedule moves on; "
+                "switch loss_scale on (kind: dynamic) to hold it too"
+            )
+        if skipped:
+            self.session.skipped_optimizer_step()
+        elif not self.session.after_optimizer_step():
+            # accelerate knows of its scaler's skips alone; the learning rate must not move on this one either
+            optimizer._is_overflow = self._discarded = True
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Look now and then whether steps are applied as planned: many may be skipped."""
+        if state.global_step & (state.global_step - 1) == 0 and state.max_steps > 0:
+            self.session.look_ahead(min(state.global_step / state.max_steps, 1.0))
+
+    # --- evaluation, saving, logging
+
+    def _within(self, what: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with getattr(self.session, what)():
+            return method(*args, **kwargs)
+
+    def on_evaluate(self, *args: Any, metrics: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """Tell the session what an evaluation found; nobody hears of those that a technique asks for."""
+        self.session.evaluated(metrics or {})
+
+    def _save_model(
+        self, method: Callable[..., Any], output_dir: str | None = None, _internal_call: bool = False
+    ) -> None:
+        # The trainer's own checkpoints keep the latent weights that training goes on from; what a user saves is baked.
+        self._baking = not _internal_call and self.session.is_attached and not is_peft(self._trainer.model)
+        try:
+            with self.session.saving(baked=not _internal_call):
+                method(output_dir, _internal_call)
+                if not _internal_call and self._trainer.args.should_save and self.session.has_begun:
+                    complete_saved(output_dir or str(self._trainer.args.output_dir), self.session, self._trainer.model)
+        finally:
+            self._baking = False
+        if not _internal_call and self.session.is_finished:
+            self._verify_saved(Path(output_dir or str(self._trainer.args.output_dir)), Where.END)
+        step = step_of(output_dir) if output_dir and _internal_call else None
+        if step is not None and self.session.is_attached and self.session.has_begun:
+            self._save_state(Path(str(output_dir)), step)
+
+    def _save(
+        self, method: Callable[..., Any], output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
+    ) -> None:
+        if self._baking and self._trainer.args.should_save and self.session.context is not None:
+            state_dict = self.session.bake(state_dict or self.session.context.model.state_dict())
+        method(output_dir, state_dict=state_dict)
+
+    def _save_state(self, folder: Path, step: int) -> None:
+        # Right after the weights and before the trainer's own state, so that a checkpoint that looks complete is.
+        saved = self._services.saved_steps
+        self._services.saved_steps = [*(earlier for earlier in saved if earlier < step), step]
+        more = {"data": self._data.state(), "epoch_end": self._epoch_end.state()}
+        state = _own_state.gathered(self.session, self._trainer, **more)
+        if self._trainer.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)  # sharded weights are only saved after this
+            save_state(folder, {**state, "saved_steps": self._services.saved_steps})
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
+    ) -> None:
+        """Add the techniques' figures to what the trainer logs while training."""
+        if logs is None or "loss" not in logs or not (self.session.is_attached and self.session.has_begun):
+            return
+        figures = {name: float(value) for name, value in self.session.metrics().items()}
+        logs.update(figures)
+        state.log_history[-1].update(figures)  # the trainer put a copy there before this event

@@ -1,0 +1,356 @@
+"""Techniques as callbacks of a stock Trainer: ``Trainer(callbacks=[Pruning(sparsity=0.8)])``, no subclass.
+
+Activation checkpointing as a callback of the Hugging Face Trainer.
+
+Distillation as a callback of the Hugging Face Trainer.
+
+Fp8 as a callback of the Hugging Face Trainer.
+
+Gradient compression as a callback of the Hugging Face Trainer.
+
+QLoRA as a callback of the Hugging Face Trainer.
+
+LossScaling as a callback of the Hugging Face Trainer.
+
+Low-rank training as a callback of the Hugging Face Trainer.
+
+The precision of float32 products as a callback of the Hugging Face Trainer.
+
+Primary weights as a callback of the Hugging Face Trainer.
+
+Differential privacy as a callback of the Hugging Face Trainer.
+
+Pruning as a callback of the Hugging Face Trainer.
+
+QuantizationAwareTraining as a callback of the Hugging Face Trainer.
+
+Compressed and offloaded activations as a callback of the Hugging Face Trainer.
+
+ModelSoup as a callback of the Hugging Face Trainer.
+
+One run of a lottery ticket search as a callback of the Hugging Face Trainer.
+
+Running averages as a callback of the Hugging Face Trainer.
+
+Weight sharing as a callback of the Hugging Face Trainer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_eff._attach import as_recipe, attach, session_callback_of
+from shared_core.engine.recipe import Recipe
+from shared_core.errors import TrainingError
+
+if TYPE_CHECKING:
+    from shared_core.engine.session import Session
+
+
+class EffCallback(TrainerCallback):
+    """Switches on the techniques of a recipe. Several such callbacks join one session, whatever their order.
+
+    Args:
+        recipe: A recipe, a dict of one, or a path to a YAML or JSON file of one.
+
+    Example:
+        ``Trainer(..., callbacks=[EffCallback({"prune": {"sparsity": 0.8}})])``
+    """
+
+    def __init__(self, recipe: Recipe | Mapping[str, Any] | str | Path) -> None:
+        self.recipe = as_recipe(recipe)
+        self.session: Session | None = None
+        """The session of the trainer that this callback was given to."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.recipe!r})"
+
+    def join(self, trainer: Trainer) -> None:
+        """Attach to a trainer that has not trained yet."""
+        self.session = attach(trainer, self.recipe)
+        if (driver := session_callback_of(trainer)) is not None:
+            driver.given.callbacks.append(self)
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Find the trainer that is being constructed, and attach all of its techniques at once."""
+        trainer = _trainer_under_construction(self)
+        ours = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, EffCallback)]
+        if self is not ours[0]:
+            return
+        recipe = Recipe({})
+        for callback in ours:
+            recipe = recipe.merged(callback.recipe)
+        session = attach(trainer, recipe)
+        for callback in ours:
+            callback.session = session
+        if (driver := session_callback_of(trainer)) is not None:
+            driver.given.callbacks += ours
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse a callback that came after construction: the optimizer exists, so it is too late to attach.
+
+        It is asked at each event that follows too: another callback may have added this one in any of them.
+
+        Raises:
+            TrainingError: If nothing is attached.
+        """
+        if self.session is None and self.recipe:
+            raise TrainingError(
+                f"hf: {type(self).__name__} must be known when the trainer is constructed, got add_callback after it; "
+                "pass it in Trainer(callbacks=[...]), or call hf_eff.attach(trainer, recipe) before it trains"
+            )
+
+    on_epoch_begin = on_step_begin = on_step_end = on_train_end = on_train_begin
+
+
+class TechniqueCallback(EffCallback):
+    """One technique, with its options as keyword arguments."""
+
+    key: ClassVar[str] = ""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__({self.key: options})
+
+    def __repr__(self) -> str:
+        return self.recipe[self.key].call_text(type(self).__name__)
+
+
+def _trainer_under_construction(callback: EffCallback) -> Trainer:
+    # The event has no trainer in its arguments, but it runs inside Trainer.__init__: its frame holds it.
+    frame = sys._getframe(1)
+    while frame is not None:
+        trainer = frame.f_locals.get("self")
+        if isinstance(trainer, Trainer) and callback in trainer.callback_handler.callbacks:
+            return trainer
+        frame = frame.f_back  # type: ignore[assignment]
+    raise TrainingError(
+        f"hf: {type(callback).__name__} must be called by a Trainer, and none was found; call hf_eff.attach instead"
+    )
+
+
+class ActivationCheckpointing(TechniqueCallback):
+    """Recomputes activations in backward in place of keeping them; gradients stay the same to the bit.
+
+    Args:
+        options: Those of `shared_core.activation_checkpointing.CheckpointingConfig`.
+
+    Example:
+        ``Trainer(..., callbacks=[ActivationCheckpointing(policy="block")])``
+    """
+
+    key: ClassVar[str] = "checkpointing"
+
+
+class Distillation(TechniqueCallback):
+    """Trains towards a teacher, given as a folder, a Hub name or a model.
+
+    Args:
+        options: Those of `shared_core.distillation.DistillConfig`.
+
+    Example:
+        ``Trainer(..., callbacks=[Distillation(teacher="runs/teacher", temperature=2.0)])``
+    """
+
+    key: ClassVar[str] = "distill"
+
+
+class Fp8(TechniqueCallback):
+    """Trains with linear layers that multiply FP8 values, forward and backward.
+
+    Args:
+        options: Those of `shared_core.fp8.Fp8Config`.
+
+    Example:
+        ``Trainer(..., callbacks=[Fp8(recipe="rowwise")])``
+    """
+
+    key: ClassVar[str] = "fp8"
+
+
+class GradientCompression(TechniqueCallback):
+    """Has the processes of DDP send each other gradients in 16 bits or as products of low rank.
+
+    Args:
+        options: Those of `shared_core.gradient_compression.CommConfig`.
+
+    Example:
+        ``Trainer(..., callbacks=[GradientCompression(hook="bf16")])``
+    """
+
+    key: ClassVar[str] = "comm"
+
+
+class QLora(TechniqueCallback):
+    """Trains low-rank adapters on linear layers frozen in 4 or 8 bits, and merges them at the end.
+
+    Args:
+        options: Those of `shared_core.quantization.LoraConfig`.
+
+    Example:
+        ``Trainer(..., callbacks=[QLora(rank=16)])``
+    """
+
+    key: ClassVar[str] = "lora"
+
+
+class LossScaling(TechniqueCallback):
+    """Scales the loss in place of the trainer's own scaler.
+
+    Args:
+        options: Those of `shared_core.loss_scaling.LossScaleConfig`.
+
+    Example:
+        ``Trainer(..., callbacks=[LossScaling(kind="dynamic")])``
+    """
+
+    key: ClassVar[str] = "loss_scale"
+
+
+class LowRank(TechniqueCallback):
+    """Trains layers as products of two smaller ones; the model stays so, or is multiplied out at the end.
+
+    Args:
+        options: Those of `shared_core.low_rank.LowRankConfig`.
+
+    Example:
+        ``Trainer(..., callbacks=[LowRank(rank="energy:0.9")])``
+    """
+
+    key: ClassVar[str] = "low_rank"
+
+
+class MatmulPrecision(TechniqueCallback):
+    """Multiplies float32 matrices in TF32 or bf16 where the hardware has them, and says where it has not.
+
+    Args:
+        options: Those of `shared_core.matmul_precision.config.MatmulPrecisionConfig`.
+
+    Example:
+        ``Trainer(..., callbacks=[MatmulPrecision(precision="high")])``
+    """
+
+    key: ClassVar[str] = "matmul"
+
+
+class PrimaryWeights(TechniqueCallback):
+    """Updates a model that was loaded in 16 bit in float32.
+
+    Args:
+        options: Those of `shared_core.primary_weights.PrimaryWeightsConfig`.
+
+    Example:
+        ``Trainer(..., callbacks=[PrimaryWeights(kind="fp32_copy")])``
+    """
+
+    key: ClassVar[str] = "primary_weights"
+
+
+class DifferentialPrivacy(TechniqueCallback):
+    """Trains by DP-SGD: sampled batches, clipped examples, noise, and epsilon in log and receipt.
+
+    Args:
+        options: Those of `shared_core.privacy.PrivacyConfig`.
+
+    Example:
+        ``Trainer(..., callbacks=[DifferentialPrivacy(noise_multiplier=1.0, max_grad_norm=1.0)])``
+    """
+
+    key: ClassVar[str] = "dp"
+
+
+class Pruning(TechniqueCallback):
+    """Prunes weights on a schedule, and keeps them zero.
+
+    Args:
+        options: Those of `shared_core.pruning.PruneConfig`.
+
+    Example:
+        ``Trainer(..., callbacks=[Pruning(sparsity=0.8, begin=0.1, end=0.6)])``
+    """
+
+    key: ClassVar[str] = "prune"
+
+
+class QuantizationAwareTraining(TechniqueCallback):
+    """Trains with fake-quantised weights and activations.
+
+    Args:
+        options: Those of `shared_core.quantization.QatConfig`.
+
+    Example:
+        ``Trainer(..., callbacks=[QuantizationAwareTraining(scheme="int8", begin=0.6)])``
+    """
+
+    key: ClassVar[str] = "qat"
+
+
+class CompressedActivations(TechniqueCallback):
+    """Stores what forward saves for backward smaller, or on the host.
+
+    Args:
+        options: Those of `shared_core.activation_compression.ActivationsConfig`.
+
+    Example:
+        ``Trainer(..., callbacks=[CompressedActivations(pack="exact")])``
+    """
+
+    key: ClassVar[str] = "activations"
+
+
+class ModelSoup(TechniqueCallback):
+    """Averages this run's checkpoints when training ends.
+
+    Args:
+        options: Those of `shared_core.soup.SoupConfig`.
+
+    Example:
+        ``Trainer(..., callbacks=[ModelSoup(kind="greedy", metric="eval_accuracy")])``
+    """
+
+    key: ClassVar[str] = "soup"
+
+
+class LotteryTicket(TechniqueCallback):
+    """Trains dense or with a ticket, and leaves the next ticket; `shared_core.pruning.LotteryTicket` runs a search.
+
+    Args:
+        options: Those of `shared_core.pruning.TicketConfig`.
+
+    Example:
+        ``Trainer(..., callbacks=[LotteryTicket(out="runs/sparse", ticket="lottery/round-04/ticket.safetensors")])``
+    """
+
+    key: ClassVar[str] = "ticket"
+
+
+class WeightAverage(TechniqueCallback):
+    """Averages the weights while training; validation, the best model and the final one are the average.
+
+    Args:
+        options: Those of `shared_core.soup.AverageConfig`.
+
+    Example:
+        ``Trainer(..., callbacks=[WeightAverage(kind="ema", decay=0.999)])``
+    """
+
+    key: ClassVar[str] = "average"
+
+
+class WeightSharing(TechniqueCallback):
+    """Clusters the weights of each layer and trains the values that they share.
+
+    Args:
+        options: Those of `shared_core.pruning.ShareConfig`.
+
+    Example:
+        ``Trainer(..., callbacks=[WeightSharing(bits=5, begin=0.75)])``
+    """
+
+    key: ClassVar[str] = "share"

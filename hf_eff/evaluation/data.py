@@ -1,0 +1,299 @@
+"""The local files that evaluators of soups read: tables of texts, images and labels.
+
+Images and their labels from a folder, a table or arrays, made ready for a model a batch at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from transformers import AutoImageProcessor
+
+from shared_core.errors import CheckpointError, ConfigError, MissingExtraError
+
+IGNORED = -100
+READERS = {".json": "from_json", ".jsonl": "from_json", ".csv": "from_csv", ".parquet": "from_parquet"}
+
+
+def open_table(file: Path) -> Any:
+    """Return the examples in a file, or of a saved data set's folder, as a `datasets.Dataset`.
+
+    Raises:
+        CheckpointError: If it does not exist, or is not readable as such.
+        ConfigError: If it holds several splits, or no example.
+        MissingExtraError: If datasets is not installed.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingExtraError("eff soup --task", "datasets", "examples") from error
+    reader = READERS.get(file.suffix)
+    if file.is_file() and reader is None:
+        raise CheckpointError(
+            f"eff soup: --data must be a file of {', '.join(READERS)} or the folder of a saved data set, got {file}"
+        )
+    if file.is_file() and not file.stat().st_size:  # on which datasets fails without a word
+        raise empty(file)
+    try:
+        data = datasets.load_from_disk(file) if file.is_dir() else getattr(datasets.Dataset, str(reader))(str(file))
+    except Exception as error:  # datasets, pyarrow and pandas each raise their own
+        raise unreadable(file, error) from error
+    if isinstance(data, datasets.DatasetDict):
+        raise ConfigError(
+            f"eff soup: --data must be one split, got {sorted(data)} in {file}; give {file}/{next(iter(data))}"
+        )
+    if not len(data):
+        raise empty(file)
+    return data
+
+
+def unreadable(file: Path, error: Exception) -> CheckpointError:
+    """Return the error of a file that cannot be read, with the first line of why."""
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    return CheckpointError(f"eff soup: --data must be readable, got {file}: {first_line:.300}")
+
+
+def empty(file: Path) -> ConfigError:
+    """Return the error of data without examples."""
+    return ConfigError(f"eff soup: --data must hold at least one example, got none in {file}; give another file")
+
+
+def label_column(columns: list[str], file: Path) -> str:
+    """Return the name of the column with labels.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    label = next((name for name in ("label", "labels") if name in columns), None)
+    if label is None:
+        raise ConfigError(f"eff soup: --data must have a column label or labels, got {columns} in {file}")
+    return label
+
+
+def goals(labels: list[Any], config: Any, regression: bool, file: Path) -> list[float]:
+    """Return what a model is to predict: classes by number or by name, or for regression finite numbers.
+
+    Raises:
+        ConfigError: With the first label that is no such thing.
+    """
+    if regression:
+        odd = next((label for label in labels if not _is_finite(label)), None)
+        if odd is not None or None in labels:
+            raise ConfigError(
+                f"eff soup: --data must have finite numbers as labels for a model of one output, got {odd!r} in {file}"
+            )
+        return [float(label) for label in labels]
+    found = [config.label2id.get(label, label) if isinstance(label, str) else label for label in labels]
+    for known, label in zip(found, labels, strict=True):
+        if isinstance(known, bool) or not isinstance(known, int) or not 0 <= known < config.num_labels:
+            raise ConfigError(
+                f"eff soup: --data must have labels from 0 to {config.num_labels - 1}, or their names in config.json, "
+                f"got {label!r} in {file}"
+            )
+    return found
+
+
+def _is_finite(label: Any) -> bool:
+    return not isinstance(label, bool) and isinstance(label, int | float) and math.isfinite(label)
+
+
+def text_columns(data: Any, asked: tuple[str, ...], label: str | None, file: Path) -> list[str]:
+    """Return the one or two columns with text.
+
+    Raises:
+        ConfigError: If there are none or more, or not those asked for.
+    """
+    texts = [
+        name
+        for name, feature in data.features.items()
+        if name != label and getattr(feature, "dtype", None) in ("string", "large_string")
+    ]
+    lost = [name for name in asked if name not in texts]
+    columns = list(asked) or texts
+    if lost or not 1 <= len(columns) <= 2:
+        raise ConfigError(
+            f"eff soup: --text must name one or two columns of text, got {lost or columns} of {data.column_names} in "
+            f"{file}"
+        )
+    return columns
+
+
+def check_tokens(columns: Mapping[str, Any], vocabulary: int | None, may_be_empty: bool, file: Path) -> None:
+    """Raise `ConfigError` unless each row has a list of tokens, and in the other columns as many whole numbers.
+
+    Args:
+        columns: ``input_ids``, other inputs of the model, and perhaps ``labels``, tokens or -100.
+        vocabulary: How many tokens the model knows, None if its config does not tell.
+        may_be_empty: Whether a row may be without tokens.
+        file: Where they come from.
+    """
+    known = math.inf if vocabulary is None else vocabulary
+    for number, ids in enumerate(columns["input_ids"]):
+        for name, rows in columns.items():
+            values = rows[number]
+            fits = isinstance(values, list) and set(map(type, values)) <= {int} and len(values) == len(ids)
+            if fits and name in ("input_ids", "labels"):
+                tokens = [value for value in values if name == "input_ids" or value != IGNORED]
+                fits = (bool(ids) or may_be_empty) and all(0 <= token < known for token in tokens)
+            if not fits:
+                rule = f"tokens below {known}" if name == "input_ids" else "as many numbers as tokens"
+                raise ConfigError(
+                    f"eff soup: --data must have a list of {rule} as {name} in each row, got {values!r:.80} in row "
+                    f"{number} of {file}; tokenise it for this model"
+                )
+
+
+_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
+_PIXELS = "pixel_values"
+
+
+class ImageExamples:
+    """Images of a local file or folder, read when a batch is asked for.
+
+    Args:
+        file: A folder with one folder of images a class; a table or saved data set with a column of images, of paths
+            to them, or ``pixel_values``; or an ``.npz`` of ``images`` (uint8, ``(n, height, width[, channels])``) or
+            ``pixel_values`` (floats as the model takes them) and ``labels``.
+        folder: Holds the image processor; not needed for ``pixel_values``.
+        config: The model's.
+        regression: Whether labels are numbers to predict.
+
+    Raises:
+        CheckpointError: If the data or the processor cannot be read.
+        ConfigError: If there are no images or labels that fit.
+    """
+
+    def __init__(self, file: Path, folder: Path, config: Any, *, regression: bool) -> None:
+        self._file, self._mode = file, "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
+        self._images, labels = _read(file)
+        if not len(self._images):
+            raise empty(file)
+        self.labels = goals(labels, config, regression, file)
+        self._processor: Any = None
+        if not isinstance(self._images, _Pixels):
+            try:
+                self._processor = cast(Any, AutoImageProcessor).from_pretrained(folder, trust_remote_code=False)
+            except Exception as error:  # transformers raises OSError, ValueError, ImportError and more
+                first_line = (str(error).splitlines() or [type(error).__name__])[0]
+                raise CheckpointError(
+                    f"eff soup: --task: {folder} must hold the image processor, got none that loads "
+                    f"({first_line:.200}); save it there, or give data with {_PIXELS}"
+                ) from error
+        self.batch(0, 1)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def digest(self) -> str:
+        """Return a hash of the images and labels."""
+        found = hashlib.sha256(repr((self.labels, self._processor and self._processor.to_dict())).encode())
+        for number in range(len(self)):
+            array = np.ascontiguousarray(np.asarray(self._one(number)))
+            found.update(f"{array.shape} {array.dtype}".encode() + array.tobytes())
+        return found.hexdigest()
+
+    def batch(self, begin: int, end: int) -> Tensor:
+        """Return these images as the model takes them, ``(n, channels, height, width)``."""
+        images = [self._one(number) for number in range(begin, min(end, len(self)))]
+        if self._processor is None:
+            return torch.stack([torch.as_tensor(image, dtype=torch.float32) for image in images])
+        pixels: Tensor = self._processor(images=images, return_tensors="pt")[_PIXELS]
+        return pixels
+
+    def _one(self, number: int) -> Any:
+        image = self._images[number]
+        if self._processor is None and isinstance(self._images, _Pixels):
+            return np.asarray(image, dtype=np.float32)
+        if isinstance(image, np.ndarray):
+            return Image.fromarray(image).convert(self._mode)
+        if isinstance(image, Image.Image):
+            return image.convert(self._mode)
+        path = Path(str(image))
+        try:
+            with Image.open(path if path.is_absolute() else self._file.parent / path) as opened:
+                return opened.convert(self._mode)
+        except (OSError, UnidentifiedImageError) as error:
+            raise unreadable(path, error) from error
+
+
+class _Pixels:
+    """Arrays that the model takes as they are."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, number: int) -> Any:
+        return self._values[number]
+
+
+def _read(file: Path) -> tuple[Any, list[Any]]:
+    if file.suffix == ".npz":
+        return _read_arrays(file)
+    if file.is_dir() and not any((file / name).exists() for name in ("dataset_info.json", "dataset_dict.json")):
+        return _read_folder(file)
+    data = open_table(file)
+    labels = data[label_column(data.column_names, file)]
+    return _column(data, file), list(labels)
+
+
+def _column(data: Any, file: Path) -> Sequence[Any] | _Pixels:
+    from datasets import Image as ImageFeature
+
+    if _PIXELS in data.column_names:
+        return _Pixels(data[_PIXELS])
+    images = [name for name, feature in data.features.items() if isinstance(feature, ImageFeature)]
+    images += [name for name in ("image", "img", "file_name", "path") if name in data.column_names]
+    if not images:
+        raise ConfigError(
+            f"eff soup: --data must have a column of images, of paths to them (image, img, file_name, path), or "
+            f"{_PIXELS}, got {data.column_names} in {file}"
+        )
+    found: Sequence[Any] = data[images[0]]
+    return found
+
+
+def _read_folder(folder: Path) -> tuple[Any, list[Any]]:
+    paths = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in _SUFFIXES)
+    if not paths:
+        raise ConfigError(
+            f"eff soup: --data must be a saved data set, or hold a folder of images for each class, got neither in "
+            f"{folder}"
+        )
+    names = [path.parent.name for path in paths]
+    return [path.absolute() for path in paths], [int(name) if name.isdigit() else name for name in names]
+
+
+def _read_arrays(file: Path) -> tuple[Any, list[Any]]:
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            held = {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+        raise unreadable(file, error) from error
+    labels = held[label_column(sorted(held), file)]
+    if _PIXELS in held:
+        values = held[_PIXELS]
+        images: Any = _Pixels(values)
+        fits, rule = values.ndim == 4 and values.dtype.kind == "f", f"{_PIXELS} of floats, (n, channels, height, width)"
+    else:
+        images = values = held.get("images", np.empty(0))
+        fits = values.dtype == np.uint8 and (values.ndim == 3 or (values.ndim == 4 and values.shape[-1] in (3, 4)))
+        rule = f"images of uint8, (n, height, width) or (n, height, width, 3), or {_PIXELS}"
+    if not fits or labels.shape != values.shape[:1]:
+        raise ConfigError(
+            f"eff soup: --data must hold {rule}, and one label each, got {values.dtype} {values.shape} and labels "
+            f"{labels.shape} in {file}"
+        )
+    return images, labels.tolist()

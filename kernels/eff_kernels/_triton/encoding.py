@@ -1,0 +1,135 @@
+"""What Triton kernels share: narrow floats and their scales, bit for bit those of torch.
+
+Without `native` conversions are made of integers: hardware before compute capability 8.9 has none to FP8, and Triton's
+interpreter (3.6 to 3.9) cuts off where it should round. Kernels must be launched with ``enable_fp_fusion=False``:
+a product that flows into an addition must be rounded before.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from eff_kernels._triton.launch import has_triton
+
+if has_triton():
+    import triton
+    import triton.language as tl
+
+
+def _magnitude(x: tl.tensor) -> tl.tensor:
+    # integers order magnitudes, and NaN above infinity: a maximum of them loses none
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+def _nearest(x: tl.tensor, mantissa: tl.constexpr, bias: tl.constexpr) -> tl.tensor:
+    """Return float32 rounded to a float with that many mantissa bits, halves to even, without a largest value."""
+    shift: tl.constexpr = 23 - mantissa
+    half: tl.constexpr = (1 << (shift - 1)) - 1
+    # its ulp is the smallest subnormal
+    magic: tl.constexpr = 2.0 ** (24 - bias - mantissa)
+    a = magnitude(x)
+    normal = ((a + half + ((a >> shift) & 1)) >> shift) << shift
+    subnormal = ((a.to(tl.float32, bitcast=True) + magic) - magic).to(tl.int32, bitcast=True)
+    y = tl.where(a < ((128 - bias) << 23), subnormal, normal) | (x.to(tl.int32, bitcast=True) ^ a)
+    return tl.where(x != x, x, y.to(tl.float32, bitcast=True))
+
+
+def _clamped(x: tl.tensor, largest: tl.constexpr) -> tl.tensor:
+    return tl.where(x > largest, largest, tl.where(x < -largest, -largest, x))
+
+
+def _fp8_code(x: tl.tensor, mantissa: tl.constexpr, native: tl.constexpr) -> tl.tensor:
+    """Return bits of e4m3 (3 mantissa bits) or e5m2 (2): nearest, saturating, NaN kept."""
+    if native and mantissa == 3:
+        # cvt.rn.satfinite
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    elif native:
+        code = clamped(x, 57344.0).to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        x = clamped(x, 448.0 if mantissa == 3 else 57344.0)
+        bias: tl.constexpr = 7 if mantissa == 3 else 15
+        y = nearest(x, mantissa, bias)
+        a = magnitude(y)
+        magic: tl.constexpr = 2.0 ** (24 - bias - mantissa)
+        subnormal = (a.to(tl.float32, bitcast=True) + magic).to(tl.int32, bitcast=True)
+        subnormal -= (151 - bias - mantissa) << 23
+        code = tl.where(a < ((128 - bias) << 23), subnormal, (a >> (23 - mantissa)) - ((127 - bias) << mantissa))
+        code = tl.where(x != x, 0x7F, code) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    return code.to(tl.uint8)
+
+
+def _narrowed(x: tl.tensor, dtype: tl.constexpr, native: tl.constexpr) -> tl.tensor:
+    """Return float32 in a type of 16 or 32 bits, rounded to nearest."""
+    if dtype == tl.bfloat16 and not native:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = tl.where(x != x, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+        y = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        y = x.to(dtype)
+    return y
+
+
+def _scale_of(amax: tl.tensor, mantissa: tl.constexpr, rounding: tl.constexpr) -> tl.tensor:
+    """Return `eff_kernels.fp8.block_scale` of the bits of magnitudes; both FP8 types end at 1.75 times 2^emax."""
+    largest: tl.constexpr = 448.0 if mantissa == 3 else 57344.0
+    emax: tl.constexpr = 8 if mantissa == 3 else 15
+    at_least = tl.maximum(amax.to(tl.float32, bitcast=True), largest * 2.0**-126)
+    if rounding == "exact":
+        scale = tl.div_rn(at_least, tl.full(at_least.shape, largest, tl.float32))
+    else:
+        bits = at_least.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) - 127 - emax
+        if rounding == "power_of_two":
+            exponent += ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+        exponent = tl.minimum(tl.maximum(exponent, -126), 127)
+        scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(amax >= 0x7F800000, float("nan"), scale)
+
+
+def _divided(x: tl.tensor, scale: tl.tensor, rounding: tl.constexpr) -> tl.tensor:
+    """Return x/scale, rounded to nearest where FP8 has a value other than zero or the largest.
+
+    Scales are few and values many: a reciprocal and two corrections (Markstein 1990) cost half of a division.
+    """
+    # its residuals must not underflow
+    lift = tl.where(scale < 2.0**-64, 2.0**64, 1.0) if rounding == "exact" else 1.0
+    by = tl.broadcast_to(scale * lift, x.shape)
+    reciprocal = tl.broadcast_to(tl.div_rn(scale * 0.0 + 1.0, scale * lift), x.shape)
+    quotient = x * lift * reciprocal
+    if rounding == "exact":
+        closer = tl.fma(tl.fma(-quotient, by, x * lift), reciprocal, quotient)
+        closer = tl.fma(tl.fma(-closer, by, x * lift), reciprocal, closer)
+        # corrected, an infinity becomes NaN and -0 becomes 0
+        a = tl.abs(quotient)
+        quotient = tl.where((a < 2.0**17) & (a > 2.0**-30), closer, quotient)
+    return quotient
+
+
+if has_triton():
+    # a kernel finds what it calls among its module's globals
+    magnitude = triton.jit(_magnitude)
+    nearest = triton.jit(_nearest)
+    clamped = triton.jit(_clamped)
+    fp8_code = triton.jit(_fp8_code)
+    narrowed = triton.jit(_narrowed)
+    scale_of = triton.jit(_scale_of)
+    divided = triton.jit(_divided)
+
+
+def device_of(x: Tensor) -> AbstractContextManager[None]:
+    """Return a context in which Triton launches where `x` lies."""
+    return torch.cuda.device_of(x)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def has_native_fp8(x: Tensor) -> bool:
+    """Return whether the device of `x` converts to FP8 by instructions that round as torch does."""
+    return x.is_cuda and torch.version.hip is None and _capability(x.device) >= (8, 9)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

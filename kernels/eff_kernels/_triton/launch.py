@@ -1,0 +1,173 @@
+"""Whether Triton can be imported, found without importing it.
+
+Whether tensors are for a Triton kernel called as an opaque operator.
+
+Many tensors in one Triton launch: a table of their addresses, and for each program which part of which it takes.
+
+Each parameter of a model is a launch of its own otherwise, and a step's element-wise work is then bound by the host.
+
+How a kernel finds its part of a `TensorTable`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Return whether `triton` can be found: CUDA builds of torch bring it on Linux."""
+    return importlib.util.find_spec("triton") is not None
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def on_eager_cuda(x: Tensor, *others: Tensor | None) -> bool:
+    """Return whether `x`, of up to 32 bits and not empty, and the others are plain tensors on one GPU, and not traced.
+
+    The compiler fuses torch's own operations and cannot look into an operator; ``torch.func`` cannot either.
+
+    Args:
+        x: Any tensor.
+        others: Tensors that the operation takes as well, or None in their place.
+
+    Example:
+        >>> on_eager_cuda(torch.ones(2))
+        False
+    """
+    return (
+        x.is_cuda
+        and not torch.compiler.is_compiling()
+        and x.dtype in _DTYPES
+        and x.numel() > 0
+        and all(t is None or (is_plain(t) and t.device == x.device) for t in (x, *others))
+        and not torch._C._are_functorch_transforms_active()
+        and compiles_for(x.device)
+    )
+
+
+def is_plain(x: Tensor) -> bool:
+    """Return whether a tensor is no subclass but a parameter; a subclass (a DTensor, say) has its data elsewhere.
+
+    Args:
+        x: Any tensor.
+
+    Example:
+        >>> is_plain(nn.Parameter(torch.ones(2)))
+        True
+    """
+    return type(x) in (Tensor, nn.Parameter)
+
+
+@functools.cache
+def compiles_for(device: torch.device) -> bool:
+    """Return whether Triton is there and knows bfloat16 on the GPU: from Ampere on."""
+    return has_triton() and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+_ALIGNED = 16
+
+
+class TensorTable(NamedTuple):
+    """Rows of tensors of the same dtypes, as a kernel finds them."""
+
+    table: Tensor
+    """int64, row by row: the address of each column's tensor, the elements of one, the row's first program, its index
+    among all rows."""
+    owners: Tensor
+    """int64, by program: its row."""
+    like: list[Tensor]
+    """One tensor of each column: its dtype is the column's."""
+    is_aligned: bool
+    """Whether addresses and sizes are multiples of 16, so that loads can be vectors."""
+
+
+def runs_in_one_launch(*columns: Sequence[Tensor]) -> bool:
+    """Return whether Triton can read these tensors by address: plain, dense, of one GPU, and not while compiling.
+
+    Args:
+        columns: Lists of tensors of one length, which a launch reads together.
+
+    Example:
+        >>> runs_in_one_launch([torch.ones(2)])
+        False
+    """
+    first = columns[0]
+    if not first or not first[0].is_cuda or torch.compiler.is_compiling():
+        return False
+    device = first[0].device
+    tensors = itertools.chain.from_iterable(columns)
+    return compiles_for(device) and all(is_plain(t) and t.device == device and _is_dense(t) for t in tensors)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    if tensor.layout != torch.strided:
+        return False
+    return tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+def tensor_tables(chunk: int, *columns: Sequence[Tensor]) -> Iterator[TensorTable]:
+    """Yield tables of the rows that are not empty, one for all rows of the same dtypes and alignment.
+
+    Nothing waits for the device: the table travels from pinned memory.
+
+    Args:
+        chunk: Elements of one program.
+        columns: Dense tensors on one device; the first column's sizes count.
+    """
+    groups: dict[tuple[bool, tuple[torch.dtype, ...]], list[int]] = {}
+    addresses = np.array([[tensor.data_ptr() for tensor in column] for column in columns], dtype=np.int64)
+    sizes = np.array([tensor.numel() for tensor in columns[0]], dtype=np.int64)
+    aligned = (addresses % _ALIGNED == 0).all(0) & (sizes % _ALIGNED == 0)
+    for index in sizes.nonzero()[0].tolist():
+        key = bool(aligned[index]), tuple(column[index].dtype for column in columns)
+        groups.setdefault(key, []).append(index)
+    for (is_aligned, _), rows in groups.items():
+        programs = -(-sizes[rows] // chunk)
+        table = np.vstack((addresses[:, rows], sizes[rows], programs.cumsum() - programs, rows)).T.reshape(-1)
+        owners = np.repeat(np.arange(len(rows)), programs)
+        packed = torch.from_numpy(np.concatenate((table, np.zeros(len(table) % 2, np.int64), owners)))
+        like = [column[rows[0]] for column in columns]
+        if like[0].is_cuda:
+            packed = packed.pin_memory().to(like[0].device, non_blocking=True)
+        yield TensorTable(packed[: len(table)], packed[-len(owners) :], like, is_aligned)
+
+
+if importlib.util.find_spec("triton") is not None:
+    import triton
+    import triton.language as tl
+
+
+def _row_of_program(
+    table: tl.tensor, owners: tl.tensor, columns: tl.constexpr, chunk: tl.constexpr, aligned: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    program = tl.program_id(0)
+    row = table + tl.load(owners + program) * (columns + 3)
+    size = tl.load(row + columns)
+    if aligned:
+        size = tl.multiple_of(size, 16)
+    start = (program - tl.load(row + columns + 1)) * chunk
+    return row, start, size, tl.load(row + columns + 2)
+
+
+def _pointer(row: tl.tensor, column: tl.constexpr, like: tl.tensor, aligned: tl.constexpr) -> tl.tensor:
+    pointer = tl.load(row + column).to(like.dtype)
+    if aligned:
+        # only of a pointer, not of the integer that it was, the compiler keeps this (Triton 3.9)
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+if importlib.util.find_spec("triton") is not None:
+    # a kernel finds what it calls among its module's globals
+    row_of_program = triton.jit(_row_of_program)
+    pointer = triton.jit(_pointer)

@@ -1,0 +1,192 @@
+"""`eff_kernels.loss_scaling` in Triton: all tensors of a dtype in one launch, counts private to a program."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eff_kernels._triton.launch import tensor_tables
+
+if importlib.util.find_spec("triton") is not None:
+    import triton
+    import triton.language as tl
+
+    from eff_kernels._triton.launch import pointer, row_of_program
+
+_BLOCK, _TILES, _WARPS = 4096, 8, 8
+_BINS = 256
+
+
+def _magnitude_bits(x: tl.tensor) -> tl.tensor:
+    """Return the bits of a magnitude as float32."""
+    if x.dtype == tl.bfloat16:
+        # by hand: the interpreter loses subnormal numbers (Triton 3.9)
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
+    else:
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+    return bits & 0x7FFFFFFF
+
+
+def _scan(
+    table: tl.tensor,
+    owners: tl.tensor,
+    like: tl.tensor,
+    inv_scale: tl.tensor,
+    found_inf: tl.tensor,
+    histogram: tl.tensor,
+    rest: tl.tensor,
+    bound: tl.tensor,
+    unscaled: tl.constexpr,
+    counted: tl.constexpr,
+    aligned: tl.constexpr,
+    chunk: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    row, start, size, index = row_of_program(table, owners, 1, chunk, aligned)
+    values = pointer(row, 0, like, aligned)
+    factor = 1.0
+    if unscaled:
+        factor = tl.load(inv_scale)
+    bins = tl.zeros((256,), tl.int32)
+    zeros = tl.zeros((), tl.int32)
+    small = tl.zeros((), tl.int32)
+    largest = tl.zeros((), tl.int32)
+    for i in range(chunk // block):
+        places = start + i * block + tl.arange(0, block)
+        inside = places < size
+        x = tl.load(values + places, mask=inside, other=0.0)
+        bits = magnitude_bits(x)
+        if unscaled:
+            highest = tl.max(bits, 0)
+            if highest >= 0x7F800000:
+                tl.store(found_inf, 1.0)
+            if not counted:
+                largest = tl.maximum(largest, tl.minimum(highest, 0x7F800000))
+            x = (x.to(tl.float32) * factor).to(x.dtype)
+            tl.store(values + places, x, mask=inside)
+            bits = magnitude_bits(x)
+        if counted:
+            bins += tl.histogram(bits >> 23, 256, mask=inside)
+            zeros += tl.sum((inside & (bits == 0)).to(tl.int32), 0)
+            small += tl.sum(((bits > 0) & (bits < bound)).to(tl.int32), 0)
+            largest = tl.maximum(largest, tl.max(tl.where(bits < 0x7F800000, bits, 0), 0))
+    if counted:
+        columns = tl.arange(0, 256)
+        tl.atomic_add(histogram + index * 256 + columns, bins.to(tl.int64), mask=bins > 0)
+        tl.atomic_add(rest + index * 3, zeros.to(tl.int64))
+        tl.atomic_add(rest + index * 3 + 1, small.to(tl.int64))
+    tl.atomic_max(rest + index * 3 + 2, largest.to(tl.int64))
+
+
+def _exponents(
+    bits: tl.tensor,
+    counts: tl.tensor,
+    size: tl.tensor,
+    magnitude: tl.constexpr,
+    mantissa: tl.constexpr,
+    infinity: tl.constexpr,
+    bins: tl.constexpr,
+    columns: tl.constexpr,
+    chunk: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    start = tl.program_id(0).to(tl.int64) * chunk
+    found = tl.zeros((bins,), tl.int32)
+    for i in range(chunk // block):
+        places = start + i * block + tl.arange(0, block)
+        inside = places < size
+        pattern = tl.load(bits + places, mask=inside, other=0).to(tl.int32) & magnitude
+        # a subnormal number's highest bit is the exponent of its pattern, which float32 holds exactly
+        highest = (pattern.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        normal = (pattern >> mantissa) + mantissa + (pattern > infinity).to(tl.int32)
+        column = tl.where(pattern >> mantissa > 0, normal, tl.where(pattern > 0, highest + 1, 0))
+        found += tl.histogram(column, bins, mask=inside)
+    column = tl.arange(0, bins)
+    tl.atomic_add(counts + column, found.to(tl.int64), mask=(found > 0) & (column < columns))
+
+
+if importlib.util.find_spec("triton") is not None:
+    magnitude_bits = triton.jit(_magnitude_bits)
+    scan = triton.jit(_scan)
+    exponents = triton.jit(_exponents)
+
+
+def scan_triton_(
+    tensors: Sequence[Tensor],
+    bound: int,
+    found_inf: Tensor | None = None,
+    inv_scale: Tensor | None = None,
+    block: int = _BLOCK,
+    tiles: int = _TILES,
+) -> tuple[Tensor, Tensor]:
+    """Return the histogram, and beside it the zeros, the small ones and the bits of the largest, in one pass.
+
+    Args:
+        tensors: Dense, float16, bfloat16, float32 or float64; multiplied in place where `inv_scale` is given.
+        bound: Bits of the float32 below which a magnitude is small; 0 for nothing but the largest there was before,
+            infinity for NaN.
+        found_inf: float32 ``[1]``, set to 1 where an element is not finite.
+        inv_scale: float32 ``[1]``.
+        block: Elements at a time, a power of two.
+        tiles: How often a program takes so many.
+
+    Returns:
+        int64 ``[n, 256]`` and ``[n, 3]``.
+    """
+    device = tensors[0].device
+    histogram = torch.zeros(len(tensors), _BINS, dtype=torch.int64, device=device)
+    rest = torch.zeros(len(tensors), 3, dtype=torch.int64, device=device)
+    chunk = tiles * block
+    for part in tensor_tables(chunk, tensors):
+        scan[(len(part.owners),)](
+            part.table,
+            part.owners,
+            part.like[0],
+            rest if inv_scale is None else inv_scale,
+            rest if found_inf is None else found_inf,
+            histogram,
+            rest,
+            bound,
+            unscaled=inv_scale is not None,
+            counted=bound > 0,
+            aligned=part.is_aligned,
+            chunk=chunk,
+            block=block,
+            num_warps=_WARPS,
+        )
+    return histogram, rest
+
+
+def count_exponents_triton(
+    bits: Tensor, mantissa: int, exponent: int, block: int = _BLOCK, tiles: int = _TILES
+) -> Tensor:
+    """Return the counts of `eff_kernels.loss_scaling.count_exponents`.
+
+    Args:
+        bits: int16 or int32, dense: the patterns of float16, bfloat16 or float32.
+        mantissa: Bits of the mantissa.
+        exponent: Bits of the exponent.
+        block: Elements at a time, a power of two.
+        tiles: How often a program takes so many.
+    """
+    columns = mantissa + (1 << exponent) + 1
+    counts = torch.zeros(columns, dtype=torch.int64, device=bits.device)
+    chunk = tiles * block
+    if bits.numel():
+        exponents[(triton.cdiv(bits.numel(), chunk),)](
+            bits,
+            counts,
+            bits.numel(),
+            magnitude=torch.iinfo(bits.dtype).max,
+            mantissa=mantissa,
+            infinity=((1 << exponent) - 1) << mantissa,
+            bins=triton.next_power_of_2(columns),
+            columns=columns,
+            chunk=chunk,
+            block=block,
+            num_warps=_WARPS,
+        )
+    return counts

@@ -1,0 +1,405 @@
+"""Fake quantisation and its gradient in Triton, launched by `eff_kernels._triton.quantization`.
+
+Values are seen as rows of neighbours that share a scale; a program does a tile of rows and columns, whose sums over the
+columns it leaves in a buffer of its own, so that equal inputs give equal gradients.
+
+Tiles, grids and memory for the kernels of `eff_kernels._triton.quantization`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from eff_kernels._triton.launch import has_triton
+
+if has_triton():
+    import triton
+    import triton.language as tl
+
+
+def _within(values: tl.tensor, low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    low_bounded = tl.maximum(values, low, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(low_bounded, high, propagate_nan=tl.PropagateNan.ALL)
+
+
+def _fused(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
+    return tl.fma(a, b, c)
+
+
+def _fused_in_interpreter(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
+    return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
+
+
+def _quotient(values: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """Return ``values / scale`` rounded to nearest, like CPU and ONNX: ties would move, were it not.
+
+    A reciprocal a row and two steps of Newton's, the last of which rounds correctly (Markstein, 1990): half of what a
+    division an element takes. `/` is off by two units on NVIDIA (Triton 3.9).
+    """
+    # powers of two, which keep the reciprocal of a tiny or a huge scale normal
+    power = tl.where(scale < 2.0**-60, 2.0**60, tl.where(scale > 2.0**60, 2.0**-60, 1.0))
+    scale = scale * power
+    values = values * power
+    reciprocal = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    rough = values * reciprocal
+    better = fused(fused(-rough, scale, values), reciprocal, rough)
+    better = fused(fused(-better, scale, values), reciprocal, better)
+    # far outside, where a residual is inf - inf, the rough one will do
+    return tl.where(tl.abs(rough) < 4194304.0, better, rough)
+
+
+def _rounded(
+    values: tl.tensor, noise: tl.tensor, at: tl.tensor, inside: tl.tensor, stochastic: tl.constexpr
+) -> tl.tensor:
+    if stochastic:
+        low = tl.floor(values)
+        codes = low + (tl.load(noise + at, mask=inside, other=0.0) < values - low).to(tl.float32)
+    else:
+        # halves to even below 2^22: the interpreter has no libdevice
+        codes = (values + 12582912.0) - 12582912.0
+    return codes
+
+
+def _place(
+    row: tl.tensor, tile: tl.tensor, rows: tl.tensor, columns: tl.tensor, block_columns: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    column = tile * tl.full((), block_columns, tl.int64) + tl.arange(0, block_columns)
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    return at, (row < rows)[:, None] & (column < columns)[None, :]
+
+
+def _steps(
+    scale: tl.tensor,
+    zero_point: tl.tensor,
+    channel: tl.tensor,
+    qmin: tl.tensor,
+    qmax: tl.tensor,
+    smallest: tl.tensor,
+    zeros: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    steps = tl.maximum(tl.load(scale + channel), smallest, propagate_nan=tl.PropagateNan.ALL)
+    zero = tl.zeros_like(steps)
+    if zeros:
+        zero = within(tl.load(zero_point + channel).to(tl.float32), qmin, qmax)
+        zero = (zero + 12582912.0) - 12582912.0
+    return steps[:, None], zero[:, None]
+
+
+def _grid_forward(
+    x: tl.tensor,
+    scale: tl.tensor,
+    zero_point: tl.tensor,
+    noise: tl.tensor,
+    y: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    channels: tl.tensor,
+    splits: tl.tensor,
+    qmin: tl.tensor,
+    qmax: tl.tensor,
+    smallest: tl.tensor,
+    zeros: tl.constexpr,
+    stochastic: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    row = program // splits * block_rows + tl.arange(0, block_rows)
+    at, inside = place(row, program % splits, rows, columns, block_columns)
+    s, z = steps(scale, zero_point, row % channels, qmin, qmax, smallest, zeros)
+    exact = quotient(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), s)
+    # clamped first, which between whole bounds is the same
+    codes = rounded(within(exact, qmin - z, qmax - z), noise, at, inside, stochastic)
+    tl.store(y + at, (codes * s).to(y.dtype.element_ty), mask=inside)
+
+
+def _grid_backward(
+    x: tl.tensor,
+    grad: tl.tensor,
+    scale: tl.tensor,
+    zero_point: tl.tensor,
+    noise: tl.tensor,
+    x_grad: tl.tensor,
+    sums: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    channels: tl.tensor,
+    splits: tl.tensor,
+    qmin: tl.tensor,
+    qmax: tl.tensor,
+    smallest: tl.tensor,
+    grad_scale: tl.tensor,
+    kind: tl.constexpr,
+    zeros: tl.constexpr,
+    stochastic: tl.constexpr,
+    rounded_gate: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    row = program // splits * block_rows + tl.arange(0, block_rows)
+    at, inside = place(row, program % splits, rows, columns, block_columns)
+    s, z = steps(scale, zero_point, row % channels, qmin, qmax, smallest, zeros)
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    if kind == 3:
+        below = value < 0.0
+        above = value >= s
+    else:
+        # past these bounds all is outside, whatever the zero point
+        span = qmax - qmin + 1.0
+        exact = within(quotient(value, s), -span, span)
+        codes = exact
+        if rounded_gate:
+            codes = rounded(exact, noise, at, inside, stochastic)
+        below = codes + z < qmin
+        above = codes + z > qmax
+    outside = below | above
+    tl.store(x_grad + at, tl.where(outside, 0.0, g).to(x_grad.dtype.element_ty), mask=inside)
+    if kind != 0:
+        if kind == 1:
+            nearest = within(rounded(exact, noise, at, inside, False) + z, qmin, qmax) - z
+            first = g * (nearest - tl.where(outside, 0.0, exact))
+            second = tl.where(outside, -g * s, 0.0)
+        else:
+            first = tl.where(above, g, 0.0)
+            second = tl.where(below, g, 0.0)
+        sum_at = sums + row.to(tl.int64) * splits + program % splits
+        tl.store(sum_at, grad_scale * tl.sum(first, 1), mask=row < rows)
+        if zeros:
+            tl.store(sum_at + rows.to(tl.int64) * splits, grad_scale * tl.sum(second, 1), mask=row < rows)
+
+
+def _rows_forward(
+    x: tl.tensor,
+    noise: tl.tensor,
+    y: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    qmin: tl.tensor,
+    qmax: tl.tensor,
+    symmetric: tl.constexpr,
+    stochastic: tl.constexpr,
+    tiles: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    row = program * block_rows + tl.arange(0, block_rows)
+    # Extremes are sought among integers in the order of the floats that they are the bits of: they see NaN, which
+    # lies beyond infinity. Both start at zero, as the range has to contain it.
+    low = tl.zeros((block_rows,), tl.int32)
+    high = tl.zeros((block_rows,), tl.int32)
+    values = tl.zeros((block_rows, block_columns), tl.float32)
+    for i in range(tiles):
+        at, inside = place(row, i, rows, columns, block_columns)
+        values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        bits = values.to(tl.int32, bitcast=True)
+        if symmetric:
+            high = tl.maximum(high, tl.max(bits & 0x7FFFFFFF, 1))
+        else:
+            bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+            high = tl.maximum(high, tl.max(bits, 1))
+            low = tl.minimum(low, tl.min(bits, 1))
+    largest = high.to(tl.float32, bitcast=True)
+    z = tl.zeros((block_rows,), tl.float32)
+    if symmetric:
+        s = tl.div_rn(largest, qmax)
+        # the next number up, where the largest value would lie outside
+        up = (tl.div_rn(largest, s) > qmax).to(tl.int32)
+        s = (s.to(tl.int32, bitcast=True) + up).to(tl.float32, bitcast=True)
+        s = tl.where(largest == 0.0, 1.0, s)
+    else:
+        least = (low ^ ((low >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True).to(tl.float64)
+        s = ((largest.to(tl.float64) - least) / (qmax - qmin)).to(tl.float32)
+        s = tl.where(s == 0.0, 1.0, s)
+        # halves to even in float64
+        zero = (qmin - least / s.to(tl.float64) + 6755399441055744.0) - 6755399441055744.0
+        zero = tl.where(zero < qmin, qmin, tl.where(zero > qmax, qmax, zero))
+        z = tl.where(zero != zero, 0.0, zero).to(tl.float32)
+    s = s[:, None]
+    z = z[:, None]
+    for i in range(tiles):
+        at, inside = place(row, i, rows, columns, block_columns)
+        if tiles > 1:
+            values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        codes = rounded(quotient(values, s), noise, at, inside, stochastic)
+        if not symmetric:
+            codes = within(codes + z, qmin, qmax) - z
+        tl.store(y + at, (codes * s).to(y.dtype.element_ty), mask=inside)
+
+
+if has_triton():
+    # a kernel finds what it calls among its module's globals
+    within = triton.jit(_within)
+    # the interpreter's own rounds twice (Triton 3.9)
+    fused = triton.jit(_fused_in_interpreter if triton.knobs.runtime.interpret else _fused)
+    quotient = triton.jit(_quotient)
+    rounded = triton.jit(_rounded)
+    place = triton.jit(_place)
+    steps = triton.jit(_steps)
+    grid_forward = triton.jit(_grid_forward)
+    grid_backward = triton.jit(_grid_backward)
+    rows_forward = triton.jit(_rows_forward)
+
+
+if has_triton():
+    import triton
+
+_KINDS = {"fixed": 0, "lsq": 1, "range": 2, "pact": 3}
+# Sixteen values in the registers of a thread; thirty-two where that keeps a row there as a whole.
+_BLOCK, _ROW_BLOCK, _PER_WARP, _WARPS = 4096, 16384, 512, 16
+
+
+def _tile(rows: int, columns: int, most: int) -> tuple[int, int]:
+    wide = min(triton.next_power_of_2(columns), most)
+    return max(1, min(triton.next_power_of_2(rows), most // wide)), wide
+
+
+def _warps(block_rows: int, block_columns: int) -> int:
+    return max(1, min(_WARPS, block_rows * block_columns // _PER_WARP))
+
+
+def grid_forward_triton(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    noise: Tensor | None,
+    shape: tuple[int, int],
+    qmin: int,
+    qmax: int,
+    smallest: float,
+    block: int = _BLOCK,
+) -> Tensor:
+    """Return what `eff_kernels.quantization.affine.round_to_grid` does; `x` and `noise` lie densely, in one order.
+
+    Args:
+        x: As there.
+        scale: As there, contiguous.
+        zero_point: As there, one for each scale, contiguous.
+        noise: As there.
+        shape: Rows, and columns that share a scale; row r has scale ``r mod scales``.
+        qmin: As there.
+        qmax: As there.
+        smallest: As there.
+        block: Values of a tile, a power of two.
+    """
+    y = torch.empty_like(x)
+    rows, columns = shape
+    block_rows, block_columns = _tile(rows, columns, block)
+    splits = triton.cdiv(columns, block_columns)
+    grid_forward[(triton.cdiv(rows, block_rows) * splits,)](
+        x,
+        scale,
+        scale if zero_point is None else zero_point,
+        x if noise is None else noise,
+        y,
+        rows,
+        columns,
+        scale.numel(),
+        splits,
+        float(qmin),
+        float(qmax),
+        smallest,
+        zeros=zero_point is not None,
+        stochastic=noise is not None,
+        block_rows=block_rows,
+        block_columns=block_columns,
+        num_warps=_warps(block_rows, block_columns),
+    )
+    return y
+
+
+def grid_backward_triton(
+    x: Tensor,
+    grad: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    noise: Tensor | None,
+    shape: tuple[int, int],
+    qmin: int,
+    qmax: int,
+    smallest: float,
+    rounded_gate: bool,
+    kind: str,
+    grad_scale: float,
+    block: int = _BLOCK,
+) -> tuple[Tensor, Tensor]:
+    """Return what `eff_kernels.quantization.affine.grid_gradients` does; arguments as in `grid_forward_triton`."""
+    x_grad = torch.empty_like(x)
+    rows, columns = shape
+    block_rows, block_columns = _tile(rows, columns, block)
+    splits = triton.cdiv(columns, block_columns)
+    outputs = 0 if kind == "fixed" else 1 if zero_point is None else 2
+    sums = x.new_empty((outputs, rows // scale.numel(), scale.numel(), splits), dtype=torch.float32)
+    grid_backward[(triton.cdiv(rows, block_rows) * splits,)](
+        x,
+        grad,
+        scale,
+        scale if zero_point is None else zero_point,
+        x if noise is None else noise,
+        x_grad,
+        sums,
+        rows,
+        columns,
+        scale.numel(),
+        splits,
+        float(qmin),
+        float(qmax),
+        smallest,
+        grad_scale,
+        kind=_KINDS[kind],
+        zeros=zero_point is not None,
+        stochastic=noise is not None,
+        rounded_gate=rounded_gate,
+        block_rows=block_rows,
+        block_columns=block_columns,
+        num_warps=_warps(block_rows, block_columns),
+    )
+    return x_grad, sums.sum((1, 3))
+
+
+def rows_forward_triton(
+    x: Tensor,
+    noise: Tensor | None,
+    columns: int,
+    qmin: int,
+    qmax: int,
+    symmetric: bool,
+    block: int = _BLOCK,
+    row_block: int = _ROW_BLOCK,
+) -> Tensor:
+    """Return what `eff_kernels.quantization.affine.round_rows` does; `x` and `noise` are contiguous.
+
+    Args:
+        x: As there.
+        noise: As there.
+        columns: As there.
+        qmin: As there.
+        qmax: As there.
+        symmetric: As there.
+        block: Values of a tile of several rows, a power of two.
+        row_block: Columns up to which a row is read once, a power of two.
+    """
+    y = torch.empty_like(x)
+    rows = x.numel() // columns
+    block_rows, block_columns = _tile(rows, columns, block)
+    if block_columns < columns <= row_block:
+        block_columns = triton.next_power_of_2(columns)
+    rows_forward[(triton.cdiv(rows, block_rows),)](
+        x,
+        x if noise is None else noise,
+        y,
+        rows,
+        columns,
+        float(qmin),
+        float(qmax),
+        symmetric=symmetric,
+        stochastic=noise is not None,
+        tiles=triton.cdiv(columns, block_columns),
+        block_rows=block_rows,
+        block_columns=block_columns,
+        num_warps=_warps(block_rows, block_columns),
+    )
+    return y

@@ -1,0 +1,1 @@
+"""Quantization: one file an operation."""

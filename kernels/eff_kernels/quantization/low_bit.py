@@ -1,0 +1,143 @@
+"""Weights of two and three values without checks, for hot paths. Nothing here reads a value on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eff_kernels.quantization.affine import compute_dtype, pass_inside
+
+
+def ternary_values(weight: Tensor, axis: int | None, threshold: float) -> tuple[Tensor, Tensor]:
+    """Return codes −1, 0 and 1, and the scale: ``|w| > threshold·E|w|`` survive, the scale is their mean magnitude.
+
+    Args:
+        weight: Any shape and floating type, not empty.
+        axis: Channels along this axis have a threshold and a scale each; None: one for all.
+        threshold: In units of the mean magnitude.
+
+    Returns:
+        Codes in `compute_dtype`, and the scale, which broadcasts with them: 0 where all is zero, NaN where a value
+        is not finite.
+
+    Example:
+        >>> ternary_values(torch.tensor([[1.0, -3.0, 0.2]]), 0, 0.7)
+        (tensor([[ 1., -1.,  0.]]), tensor([[2.]]))
+    """
+    exact = weight.to(compute_dtype(weight.dtype))
+    magnitude = exact.abs()
+    mean = _mean(magnitude, axis)
+    survives = magnitude > threshold * mean
+    # a mean of survivors as the quotient of two means; only where all is zero does nothing survive
+    share = _mean(survives.to(exact.dtype), axis)
+    scale = _mean(torch.where(survives, magnitude, 0.0), axis) / torch.where(share == 0, 1.0, share)
+    # nothing is larger than an infinite or NaN mean, so all of it would look like zeros: mean − mean is 0 or NaN
+    return exact.sign() * survives, scale + (mean - mean)
+
+
+def binary_values(weight: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
+    """Return codes −1 and 1, 1 for zero, and the scale: the mean magnitude.
+
+    Args:
+        weight: Any shape and floating type, not empty.
+        axis: Channels along this axis have a scale each; None: one for all.
+
+    Returns:
+        Codes in `compute_dtype`, NaN for NaN, and the scale, which broadcasts with them.
+
+    Example:
+        >>> binary_values(torch.tensor([[1.0, -3.0, 0.0]]), 0)
+        (tensor([[ 1., -1.,  1.]]), tensor([[1.3333]]))
+    """
+    exact = weight.to(compute_dtype(weight.dtype))
+    return signs(exact), _mean(exact.abs(), axis)
+
+
+def signs(x: Tensor) -> Tensor:
+    """Return −1 where `x` is negative, NaN where it is NaN, and 1 elsewhere, zeros of both signs included.
+
+    Args:
+        x: Any shape, floating.
+
+    Example:
+        >>> signs(torch.tensor([-2.0, -0.0, 0.0, 3.0, float("nan")]))
+        tensor([-1.,  1.,  1.,  1., nan])
+    """
+    return torch.where(x < 0, -1.0, torch.where(x >= 0, 1.0, x))
+
+
+class _Ternarize(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, axis: int | None, threshold: float) -> Tensor:
+        codes, scale = ternary_values(weight, axis, threshold)
+        return (codes * scale).to(weight.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None, None
+
+
+def ternarize(weight: Tensor, axis: int | None, threshold: float = 0.7) -> Tensor:
+    """Return ``scale · code`` of `ternary_values` in the type of `weight`; gradient 1.
+
+    Args:
+        weight: Floating, any shape.
+        axis: Of its channels, each with a scale; None: one scale for all.
+        threshold: In means of the magnitude, below which a weight becomes 0.
+
+    Example:
+        >>> ternarize(torch.tensor([[1.0, -3.0, 0.2]]), 0)
+        tensor([[ 2., -2.,  0.]])
+    """
+    y: Tensor = _Ternarize.apply(weight, axis, threshold)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Binarize(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, axis: int | None, scaled: bool) -> Tensor:
+        if not scaled:
+            return signs(x)
+        codes, scale = binary_values(x, axis)
+        return (codes * scale).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        exact = ctx.saved_tensors[0].to(compute_dtype(ctx.saved_tensors[0].dtype))
+        return pass_inside(grads[0].to(exact.dtype), exact, -1, 1).to(grads[0].dtype), None, None
+
+
+def binarize(x: Tensor, axis: int | None, scaled: bool) -> Tensor:
+    """Return the signs of `x`, times the mean magnitude if scaled; the gradient passes where ``|x| <= 1``.
+
+    Args:
+        x: Floating, any shape.
+        axis: Of its channels, each with a scale; None: one scale for all.
+        scaled: Whether signs are multiplied by the mean magnitude.
+
+    Example:
+        >>> binarize(torch.tensor([[1.0, -3.0, 0.5]]), 0, True)
+        tensor([[ 1.5000, -1.5000,  1.5000]])
+    """
+    y: Tensor = _Binarize.apply(x, axis, scaled)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _mean(magnitude: Tensor, axis: int | None) -> Tensor:
+    dims = [dim for dim in range(magnitude.dim()) if axis is None or dim != axis % magnitude.dim()]
+    # no axes would mean all of them
+    return magnitude.mean(dims, keepdim=True) if dims or axis is None else magnitude

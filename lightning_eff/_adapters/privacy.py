@@ -1,0 +1,127 @@
+"""Private training in a Lightning Trainer: which batches it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from lightning_eff._services import no_logging
+from lightning_eff._wrapped import Wrapped
+from shared_core.distributed.collectives import any_rank, world_size
+from shared_core.engine.state_file import rng_state, set_rng_state
+from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.privacy import PoissonBatches
+
+_STATE_DIMS = 3
+
+
+def wrap_loaders(trainer: Any, technique: Any) -> list[Wrapped]:
+    """Return what makes the Trainer train on batches drawn for the technique, until it is undone.
+
+    Raises:
+        CompatibilityError: If accumulation changes while training, or batches are repeated.
+    """
+    if any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks):
+        raise CompatibilityError(
+            "dp: accumulate_grad_batches must stay the same, got a GradientAccumulationScheduler; each step is one draw"
+        )
+    if trainer.overfit_batches:
+        raise CompatibilityError(
+            f"dp: overfit_batches must be 0, got {trainer.overfit_batches}; it takes the order of the data over"
+        )
+
+    def train_loader(original: Callable[[], Any]) -> Any:
+        if world_size() > 1 and not trainer._accelerator_connector.use_distributed_sampler:
+            raise CompatibilityError(
+                "dp: use_distributed_sampler must be True with several processes, got False; each must hold all data, "
+                "of which one draw gives it its part"
+            )
+        accumulate, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
+        made = technique.loader(original(), accumulate)
+        batches = min(limit, len(made)) if isinstance(limit, int) else int(limit * len(made))
+        if batches % accumulate:
+            raise ConfigError(
+                f"dp: limit_train_batches must leave a multiple of accumulate_grad_batches {accumulate}, got {batches} "
+                "batches; each step is one draw"
+            )
+        return made
+
+    def shards(original: Callable[[Any], bool], loader: Any) -> bool:
+        return not isinstance(loader.batch_sampler, PoissonBatches) and original(loader)
+
+    trainer.fit_loop._combined_loader = None  # a Trainer that trains on would keep the last run's batches
+    return [
+        Wrapped(trainer.fit_loop._data_source, "dataloader", train_loader),
+        Wrapped(trainer._data_connector, "_requires_distributed_sampler", shards),
+    ]
+
+
+def check_loss(technique: Any, module: Any, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> None:
+    """Have the technique compare the loss of the run's first batch of two rows or more with those of its halves.
+
+    Raises:
+        CompatibilityError: If the loss is no mean over examples.
+    """
+    rows = technique.rows
+    cuts = [(slice(0, rows // 2), rows // 2), (slice(rows // 2, rows), rows - rows // 2)]
+    # all processes or none: a sharded module gathers its weights in every forward
+    if not technique.checks_loss or any_rank(rows < 2 or _is_unclear(batch, rows), module.device):
+        return
+    modes, random = {part: part.training for part in module.modules()}, rng_state()
+    module.eval()  # dropout would differ, and hooks would keep what they see
+    try:
+        with no_logging(module), torch.no_grad():
+            outputs = [step(part, *args, **kwargs) for part in (batch, *(_cut(batch, cut, rows) for cut, _ in cuts))]
+    finally:
+        set_rng_state(random)
+        for part, mode in modes.items():
+            part.training = mode
+    found: list[Any] = [output.get("loss") if isinstance(output, Mapping) else output for output in outputs]
+    if all(isinstance(loss, Tensor) for loss in found):
+        whole, *parts = map(float, found)
+        technique.check_loss(whole, [(count, loss) for (_, count), loss in zip(cuts, parts, strict=True)])
+
+
+def _cut(batch: Any, rows: slice, count: int) -> Any:
+    """Return those rows of everything in a batch that has one entry an example."""
+    if isinstance(batch, Tensor):
+        if batch.dim() and len(batch) == count:
+            return batch[rows]
+        return batch[:, rows] if _is_state(batch, count) else batch
+    if isinstance(batch, PackedSequence):
+        padded, lengths = pad_packed_sequence(batch, batch_first=True)
+        return pack_padded_sequence(padded[rows], lengths[rows], batch_first=True, enforce_sorted=False)
+    if isinstance(batch, Mapping):
+        return type(batch)({name: _cut(value, rows, count) for name, value in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, list | tuple):
+        if len(batch) == count and not any(isinstance(value, Tensor) and value.dim() for value in batch):
+            return batch[rows]
+        parts = [_cut(value, rows, count) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def _is_state(value: Tensor, count: int) -> bool:
+    """Return whether a tensor has the examples in its second dimension, as (layers, batch, width) of torch.nn.LSTM."""
+    return value.dim() == _STATE_DIMS and value.shape[1] == count
+
+
+def _is_unclear(batch: Any, count: int) -> bool:
+    """Return whether both dimensions of a tensor could be the examples'; Poisson sampling soon draws another number."""
+    if isinstance(batch, Tensor):
+        return _is_state(batch, count) and len(batch) == count
+    if isinstance(batch, Mapping):
+        return any(_is_unclear(value, count) for value in batch.values())
+    return isinstance(batch, list | tuple) and any(_is_unclear(value, count) for value in batch)
+
+
+def replay(loaders: list[Any], batches: int) -> None:
+    """Have the next iteration begin as many micro-batches earlier: Lightning's epoch starts over and skips them."""
+    for loader in loaders:
+        drawn = getattr(loader, "batch_sampler", None)
+        if isinstance(drawn, PoissonBatches):
+            drawn.replayed = batches // drawn.accumulate

@@ -1,0 +1,174 @@
+"""Lightning under its two names: which are installed, and what of them our classes must derive from.
+
+What holds in this run of a Lightning Trainer: facts that decide a refusal, and the length of the run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_eff._averages import averaging
+from shared_core.config.training_time import StepsPerEpoch, steps_until
+from shared_core.engine.model_guards import wrapped_by_user
+from shared_core.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    import lightning.pytorch as unified
+    import pytorch_lightning as pl
+
+    # A type checker takes our classes for those of either name; what is really made has the one base that it needs.
+    class Callback(pl.Callback, unified.Callback): ...  # type: ignore[misc]
+
+    class MixedPrecision(pl.plugins.MixedPrecision, unified.plugins.MixedPrecision): ...  # type: ignore[misc]
+
+    class DDPStrategy(pl.strategies.DDPStrategy, unified.strategies.DDPStrategy): ...  # type: ignore[misc]
+
+    class ModelParallelStrategy(  # type: ignore[misc]
+        pl.strategies.ModelParallelStrategy, unified.strategies.ModelParallelStrategy
+    ): ...
+
+
+PYTORCH_LIGHTNING, LIGHTNING = "pytorch_lightning", "lightning.pytorch"
+
+
+@functools.cache
+def installed() -> tuple[str, ...]:
+    """Return the import names under which Lightning is installed.
+
+    Raises:
+        MissingExtraError: If it is not.
+    """
+    names = tuple(
+        name for name in (PYTORCH_LIGHTNING, LIGHTNING) if importlib.util.find_spec(name.partition(".")[0]) is not None
+    )
+    if not names:
+        raise MissingExtraError("lightning_eff", "pytorch-lightning", "lightning")
+    return names
+
+
+def namespace_of(trainer_or_module: object) -> str:
+    """Return under which name Lightning defines this object's class: Lightning rejects plugins of the other one."""
+    for kind in type(trainer_or_module).__mro__:
+        for name in installed():
+            if kind.__module__.startswith(f"{name}."):
+                return name
+    return installed()[0]
+
+
+def callback_kinds(trainer: Any) -> set[str]:
+    """Return the names of the classes that a Trainer's callbacks are of, in whichever namespace they are."""
+    return {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
+
+
+def _callback_base() -> type[Callback]:
+    # A callback of one name alone is accepted by the other's Trainer but not by its command line.
+    bases = tuple(importlib.import_module(name).Callback for name in installed())
+    return type("LightningCallback", bases, {"__module__": __name__, "__doc__": "A callback of every installed name."})
+
+
+if not TYPE_CHECKING:
+    Callback = _callback_base()
+
+
+def strategies(namespace: str) -> Any:
+    """Return the strategies module of one name."""
+    return importlib.import_module(f"{namespace}.strategies")
+
+
+def plugins(namespace: str) -> Any:
+    """Return the plugins module of one name."""
+    return importlib.import_module(f"{namespace}.plugins")
+
+
+_STRATEGIES = {
+    "DeepSpeedStrategy": "deepspeed",
+    "FSDPStrategy": "fsdp1",
+    "ModelParallelStrategy": "fsdp2",
+    "XLAStrategy": "tpu",
+    "SingleDeviceXLAStrategy": "tpu",
+    "XLAFSDPStrategy": "tpu",
+}
+
+
+def surroundings(trainer: Any, model: Any) -> set[str]:
+    """Return the keys of `shared_core.engine.compatibility.SURROUNDINGS` that hold; optimizers count once they exist."""
+    kinds = {kind.__name__ for kind in type(trainer.strategy).__mro__}
+    found = {key for name, key in _STRATEGIES.items() if name in kinds}
+    if "fsdp2" in found and trainer.strategy.device_mesh["tensor_parallel"].size() > 1:
+        found.add("tensor_parallel")
+    if "deepspeed" in found and trainer.strategy.zero_stage_3:
+        found.add("zero3")
+    if "fsdp2" not in found:
+        found |= wrapped_by_user(model)
+    precision = str(trainer.precision_plugin.precision)
+    found |= {kind for kind, start in (("bf16", "bf16"), ("fp16", "16")) if precision.startswith(start)}
+    if averaging(trainer):
+        found.add("averaging_callback")
+    if "ModelPruning" in callback_kinds(trainer):
+        found.add("pruning_callback")
+    peft = sys.modules.get("peft")  # without it there is no such model
+    if peft is not None and any(isinstance(module, peft.PeftModel) for module in model.modules()):
+        found.add("peft")
+    if not model.automatic_optimization:
+        found.add("manual_optimization")
+    optimizers = trainer.optimizers
+    if len(optimizers) > 1:
+        found.add("several_optimizers")
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        found.add("lbfgs")
+    return found
+
+
+def total_steps(trainer: Any, model: Any) -> int | None:
+    """Return how many optimizer steps the run has, None if that is unknown.
+
+    With manual optimisation every optimizer is taken to step once a batch, unless ``max_steps`` ends the run before.
+    """
+    limit = trainer.max_steps if trainer.max_steps >= 0 else None
+    steps = steps_per_epoch(trainer, model)
+    if steps is None or trainer.max_epochs in (None, -1):
+        return limit
+    by_epochs = int(steps_until(max(trainer.max_epochs, 1), steps))
+    return by_epochs if limit is None else min(by_epochs, limit)
+
+
+def steps_per_epoch(trainer: Any, model: Any) -> StepsPerEpoch | None:
+    """Return how many optimizer steps an epoch has, None if unknown, of each epoch where accumulation changes."""
+    batches = float(trainer.num_training_batches)
+    if not math.isfinite(batches):
+        return None
+    if not model.automatic_optimization:
+        return batches * max(len(trainer.optimizers), 1)
+    for callback in trainer.callbacks:
+        if hasattr(callback, "get_accumulate_grad_batches"):
+            epochs = range(max(trainer.max_epochs or 1, *callback.scheduling, 1) + 1)
+            return tuple(math.ceil(batches / callback.get_accumulate_grad_batches(epoch)) for epoch in epochs)
+    return float(math.ceil(batches / trainer.accumulate_grad_batches))
+
+
+def share_done(trainer: Any, model: Any, batch_index: int) -> float | None:
+    """Return which share of the run's epochs is over after a batch, weighted by planned steps; None without an end."""
+    steps = steps_per_epoch(trainer, model)
+    if steps is None or trainer.max_epochs in (None, -1) or not trainer.num_training_batches:
+        return None
+    epochs = trainer.current_epoch + (batch_index + 1) / trainer.num_training_batches
+    return steps_until(epochs, steps) / steps_until(max(trainer.max_epochs, 1), steps)
+
+
+def clips_by_norm(trainer: Any, model: Any) -> bool:
+    """Return whether gradients may be clipped by norm: certain not to be only if Lightning would do it and does not."""
+    own = type(model).configure_gradient_clipping is not _stock(model).configure_gradient_clipping
+    if own or not model.automatic_optimization:
+        return True
+    return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+
+
+def _stock(model: Any) -> Any:
+    return next(kind for kind in type(model).__mro__ if kind.__name__ == "LightningModule")

@@ -1,0 +1,537 @@
+"""What became of the optimizer step of a batch, and that schedulers move with applied steps alone.
+
+Lightning's hooks translated into the verbs of a session; nothing else here knows when Lightning calls what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from lightning_eff import _environment as _surroundings
+from lightning_eff import _joining
+from lightning_eff._adapters.privacy import check_loss, wrap_loaders
+from lightning_eff._averages import Averages
+from lightning_eff._checkpoints import BestCheckpoints, Recount, bake_saved, restore_raw, whole_files, wrap_loading
+from lightning_eff._environment import Callback
+from lightning_eff._resume import ExactResume
+from lightning_eff._services import LightningServices
+from lightning_eff._wrapped import Wrapped
+from lightning_eff.precision import use_scaling_precision
+from shared_core.checkpoint_formats import RUN_KEY
+from shared_core.checkpoint_formats.plain import DEPLOYMENT_KEY
+from shared_core.distributed.collectives import world_size
+from shared_core.engine.compatibility import check
+from shared_core.engine.metrics import is_in_bar
+from shared_core.engine.receipt import Receipt
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session, fit_to
+from shared_core.errors import CompatibilityError, EffError, TrainingError
+
+
+class WatchedSteps:
+    """Tells a session of applied and skipped steps, from the start of training until `stop`.
+
+    Args:
+        trainer: Its optimizers exist.
+        session: Has begun.
+        skipped: Whether the step of the last batch was tried and not applied, in a run that is resumed behind it.
+    """
+
+    def __init__(self, trainer: Any, session: Session, *, skipped: bool = False) -> None:
+        self._trainer, self._session = trainer, session
+        self._hooks: list[Any] = []
+        self._wrapped: list[Wrapped] = []
+        self._tried, self._applied, self._discarded = skipped, False, False
+        for optimizer in trainer.optimizers:
+            if hasattr(optimizer, "register_step_post_hook"):
+                self._hooks.append(optimizer.register_step_post_hook(self._stepped))
+            else:  # DeepSpeed's, which steps torch's own once for each of its groups
+                self._wrapped.append(Wrapped(optimizer, "step", self._step_of_deepspeed))
+        # Only now: before, Lightning would take it for the user's own and check schedulers less strictly.
+        self._wrapped.append(Wrapped(trainer.lightning_module, "lr_scheduler_step", self._lr_scheduler_step))
+
+    def stop(self) -> None:
+        """Give optimizers and module their own methods back."""
+        for hook in self._hooks:
+            hook.remove()
+        for wrapped in reversed(self._wrapped):
+            wrapped.undo()
+
+    def next_batch(self) -> None:
+        """Nothing was tried or applied in this batch so far."""
+        self._tried = self._applied = self._discarded = False
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the optimizer step of this batch was tried and not applied."""
+        return self._tried and not self._applied
+
+    def before_step(self) -> None:
+        """Gradients are complete: an `optimizer_step` of the user's own may also let a batch pass without."""
+        self._tried = True
+
+    def batch_ended(self) -> bool:
+        """Count a skipped step; return whether an accumulation window ended."""
+        window_ended = not self._trainer.fit_loop._should_accumulate()
+        automatic = self._trainer.lightning_module.automatic_optimization
+        if automatic and window_ended and self._tried and not (self._applied or self._discarded):
+            self._session.skipped_optimizer_step()
+        return window_ended
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._trainer.fit_loop._skip_backward:
+            return  # an epoch of Lightning's SWA, which steps without gradients
+        self._applied = self._session.after_optimizer_step()
+        self._discarded = not self._applied
+
+    def _step_of_deepspeed(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if not getattr(self._trainer.optimizers[0], "overflow", False):
+            self._stepped(None, args, kwargs)
+        return result
+
+    def _lr_scheduler_step(self, original: Callable[..., None], scheduler: Any, metric: Any = None) -> None:
+        by_step = any(
+            config.scheduler is scheduler and config.interval == "step" for config in self._trainer.lr_scheduler_configs
+        )
+        # Lightning would move the learning rate on steps that the scaler skipped.
+        if not (self.skipped and by_step and self._trainer.lightning_module.automatic_optimization):
+            original(scheduler, metric)
+
+
+_STATE_KEY, _RESUME_KEY = "eff_state", "eff_resume"
+
+
+class EffCallback(Callback):
+    """Switches on every technique of a recipe, in one run that resumes exactly and saves plain checkpoints.
+
+    Several callbacks of this package in one Trainer, whatever their order, act as one with their recipes joined. With
+    an empty recipe nothing at all is done.
+
+    Args:
+        recipe: The recipe, a mapping like ``{"prune": {"sparsity": 0.8}}``, or the path of a YAML file with one.
+
+    Raises:
+        ConfigError: If the recipe is wrong.
+
+    Example:
+        >>> EffCallback({"prune": {"sparsity": 0.8}}).recipe["prune"].sparsity
+        0.8
+    """
+
+    num_started: ClassVar[int] = 0
+    """How many runs with a recipe were started in this process."""
+
+    def __init__(self, recipe: dict[str, Any] | str | Recipe) -> None:
+        super().__init__()
+        self.recipe = _joining.as_recipe(recipe)
+        self.session: Session | None = None
+        """The run that this callback drives; None before `fit`, and in all but the first callback of a Trainer."""
+        self._trainer: Any = None
+        self._run_id = ""
+        self._wrapped: list[Wrapped] = []
+        self._steps: WatchedSteps | None = None
+        self._resume: ExactResume | None = None
+        self._saved: Mapping[str, Any] | None = None
+        self._final: Mapping[str, Any] | None = None
+        self._recount: Recount | None = None
+        self._averages: Averages | None = None
+        self._stock_precision: Any = None
+        self._leader: EffCallback | None = None
+        self._joined: list[EffCallback] = []
+        self._tries_first = False
+        self._best: BestCheckpoints | None = None
+        self._validated_at = -1
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.recipe!r})"
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """What was asked, touched and run so far, by all callbacks of the run together; None before `fit`."""
+        session = (self._leader or self).session
+        return session.receipt() if session else None
+
+    # -- attach: before the optimizer exists and before any wrapping
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Prepare a `fit`; evaluation alone needs nothing."""
+        if stage != "fit":
+            return
+        self._undo()
+        mine = _callbacks(trainer)
+        _joining.refuse_other_module(trainer, mine[0].session, pl_module)
+        before, self.session = self.session, None
+        self._leader = mine[0]
+        if mine[0] is not self:
+            return
+        recipe = _joining.joined_recipe(trainer, [callback.recipe for callback in mine])
+        EffCallback.num_started += bool(recipe or any(callback.recipe for callback in mine))
+        if not recipe:
+            # A callback costs some 12 µs a step only by being asked; rebound, because Lightning is going through it.
+            trainer.callbacks = [callback for callback in trainer.callbacks if callback not in mine]
+            return
+        self._trainer, self._joined, self._tries_first = trainer, mine, _joining.tries_first(trainer, recipe)
+        earlier = _joining.replaced(trainer, recipe)
+        for one in (self, earlier):
+            if one is not None and one._recount is not None:
+                one._recount.close()
+        if earlier is not None and before is None:
+            before, self._run_id, self._final = earlier.session, earlier._run_id, earlier._final
+        trains_on = before is not None and before.is_finished and trainer.global_step > 0
+        self._run_id = self._run_id if trains_on else trainer.strategy.broadcast(uuid.uuid4().hex)
+        services = LightningServices(trainer, self._run_id, getattr(recipe.get("soup"), "metric", None))
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        self.session = Session(recipe, front_end="lightning", services=services, seed=seed)
+        self._saved = self._final if trains_on else None  # on the same Trainer, what was pruned stays pruned
+        self._resume = ExactResume(trainer, self.session)
+        self._averages = Averages(trainer, pl_module, self.session)
+        check(recipe, _surroundings.surroundings(trainer, pl_module))
+        if (scaling := recipe.get("loss_scale")) is not None:
+            self._stock_precision = use_scaling_precision(trainer, scaling)
+        around: tuple[tuple[str, Callable[..., Any]], ...] = (
+            ("configure_model", self._configure_model),
+            ("on_save_checkpoint", self._save_weights),
+            ("on_load_checkpoint", self._load_weights),
+            ("on_train_end", self._module_ends),
+        )
+        if (config := recipe.get("distill")) is not None and config.mutual:  # type: ignore[attr-defined]
+            around += (("configure_gradient_clipping", self._clip_gradients),)
+        if (private := self.session.techniques.get("dp")) is not None:
+            self._wrapped += wrap_loaders(trainer, private)
+        self._wrapped += whole_files(trainer, self.session.note) + wrap_loading(trainer.strategy, self.session)
+        self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
+        self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
+        self._best = BestCheckpoints(trainer, self.session)
+        self._wrapped += self._best.wrapped
+        self._wrapped += self._averages.wrapped()
+        self._recount = Recount(trainer, pl_module, self.session, self._write_receipt)
+        if self._tries_first:
+            self._wrapped.append(Wrapped(trainer.strategy, "on_exception", self._trial_failed))
+        self._wrapped.append(Wrapped(pl_module, "training_step", self._training_step, keep_signature=True))
+
+    def _configure_model(self, original: Callable[[], None]) -> None:
+        # Layers that the user makes only now are wanted too; wrappers (DDP) come later.
+        original()
+        module = self._trainer.lightning_module
+        self._session.attach(module, _surroundings.surroundings(self._trainer, module))
+
+    @classmethod
+    def join_late(cls, trainer: Any, pl_module: Any) -> None:
+        """Make the plugin's Trainer count steps if it has no callback of ours: the model was set up without one."""
+        if trainer.state.fn != "fit" or _callbacks(trainer):
+            return
+        callback = cls({})
+        trainer.callbacks.insert(0, callback)
+        callback.setup(trainer, pl_module, "fit")
+        callback._session.attach(pl_module, _surroundings.surroundings(trainer, pl_module))
+        loaded = trainer._checkpoint_connector._loaded_checkpoint
+        if loaded:
+            callback.on_load_checkpoint(trainer, pl_module, loaded)
+
+    @property
+    def _session(self) -> Session:
+        if self.session is None:
+            raise RuntimeError("EffCallback: setup must run before training; add it to Trainer(callbacks=...)")
+        return self.session
+
+    # -- begin: the optimizer exists, saved state is back
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse what cannot work with these optimizers; give the plugin its scaler before its state is restored."""
+        if self.session is None:
+            return
+        check(self.session.recipe, _surroundings.surroundings(trainer, pl_module))
+        scaling: Any = self.session.techniques.get("loss_scale")
+        if scaling is not None:
+            trainer.precision_plugin.scaler = scaling.make_scaler(trainer.strategy.root_device.type)
+        if self._session.is_attached:
+            self._session.prepare_optimizers(trainer.optimizers)
+        if self._resume is not None:
+            self._resume.mark_fit_start()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin the session; sharded strategies have restored callbacks only now."""
+        self._check_set_up(trainer)
+        if self.session is None or self._resume is None:
+            return
+        self._resume.mark_train_start()
+        soup: Any = self.session.recipe.get("soup")
+        if soup is not None and soup.kind == "greedy":
+            self._services.check_validation()
+        self._begin(trainer, pl_module)
+        if self._best is not None and self.session.is_changed:
+            self._best.forget()
+        self._steps = WatchedSteps(trainer, self.session, skipped=self._resume.step_was_skipped)
+
+    def _begin(self, trainer: Any, pl_module: Any) -> None:
+        session = self._session
+        if self._saved is not None:
+            session.load_state_dict(self._saved)
+        with self._averages.planned_epochs() if self._averages else contextlib.nullcontext():
+            total_steps = _surroundings.total_steps(trainer, pl_module)
+        session.begin(
+            trainer.optimizers,
+            total_steps=total_steps,
+            steps_per_epoch=_surroundings.steps_per_epoch(trainer, pl_module),
+            clips_gradients=_surroundings.clips_by_norm(trainer, pl_module),
+        )
+
+    # -- one step
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Nothing was tried or applied in this batch so far."""
+        self._check_set_up(trainer)
+        if self._steps is not None and self._resume is not None:
+            self._steps.next_batch()
+            self._resume.backward_began = False
+
+    def _check_set_up(self, trainer: Any) -> None:
+        leader = self._leader
+        if self.recipe and (leader is None or leader._trainer is not trainer or self not in leader._joined):
+            raise TrainingError(
+                f"lightning: {type(self).__name__} must be among the Trainer's callbacks before fit, got it in "
+                "training, when the optimizer exists; pass it in Trainer(callbacks=[...])"
+            )
+
+    def on_after_setup(self, *_: Any, **__: Any) -> None:
+        """Refuse Fabric, which asks this of its callbacks when a module is set up.
+
+        Raises:
+            CompatibilityError: Always; no Trainer asks it.
+        """
+        raise CompatibilityError(
+            f"lightning: {type(self).__name__} must be a callback of a Trainer, got Fabric, whose loop is your own and "
+            "tells of no step; drive a shared_core.Session in it"
+        )
+
+    on_after_optimizer_step = on_after_setup  # of an optimizer that was set up without its module
+
+    def _check_there(self) -> None:
+        if self._tries_first and not self._session.has_begun:
+            return
+        error = _joining.removed_in_training(self._joined, self._trainer.callbacks, self._session.step)
+        if error is not None:
+            self._cut_short()  # who is not among the callbacks will not be told
+            raise error
+
+    def _module_ends(self, original: Callable[[], None]) -> None:
+        self._check_there()
+        original()
+
+    def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._check_there()
+        distillation: Any = self._session.techniques.get("distill")
+        if distillation is not None and distillation.config.unlabelled_field:
+            args = (distillation.prepare_batch(args[0]), *args[1:])  # Lightning gives the batch by position
+        if (private := self._session.techniques.get("dp")) is not None:
+            check_loss(private, self._trainer.lightning_module, original, *args, **kwargs)
+        self._services.step_arguments = (args, kwargs)
+        with self._session.forward():
+            output = original(*args, **kwargs)
+            if isinstance(output, Tensor):
+                output = self._session.loss(output)
+            elif isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+                output = {**output, "loss": self._session.loss(output["loss"])}
+        self._services.step_arguments = (), {}  # they hold the batch
+        return output
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        """From here on gradients hold a part of this batch."""
+        if self._resume is not None:
+            self._resume.backward_began = True
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Gradients are unscaled, not yet clipped."""
+        if self.session is not None and self._steps is not None and not trainer.fit_loop._skip_backward:
+            self._steps.before_step()
+            self.session.before_optimizer_step()
+
+    def _clip_gradients(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        distillation: Any = self._session.techniques["distill"]
+        # Lightning's norm is over the optimizer's parameters, and the peers' are among them.
+        distillation.one_by_one(lambda: original(*args, **kwargs))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count a skipped step; log figures when the Trainer logs; now and then look whether steps come as planned."""
+        session = self.session
+        if session is None or self._steps is None:
+            return
+        seen = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        looks = seen & (seen - 1) == 0 or trainer.is_last_batch
+        if looks and (done := _surroundings.share_done(trainer, pl_module, batch_idx)) is not None:
+            session.look_ahead(done, stops_as_planned=trainer.max_steps >= 0)
+        if self._steps.batch_ended() and trainer._logger_connector.should_update_logs:
+            for name, value in session.metrics().items():
+                pl_module.log(name, value, prog_bar=is_in_bar(name), on_step=True, on_epoch=False)
+
+    # -- evaluation
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Validation starts, or the sanity check, which comes before `begin` and changes nothing."""
+        if self.session is not None:
+            self._validated_at = -1 if trainer.sanity_checking else self.session.step
+            self.session.before_eval()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Validation ended; checkpoint callbacks save after this."""
+        if self.session is not None:
+            self.session.after_eval()
+            if not trainer.sanity_checking:
+                self.session.evaluated(trainer.callback_metrics)
+
+    # -- checkpoints
+
+    def _save_checkpoint(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        with self._session.saving():
+            original(*args, **kwargs)
+        if self._recount is not None:
+            self._recount.saved(args[0] if args else kwargs["filepath"])
+        if "soup" in self._session.recipe:
+            self._services.check_saved(*args, **kwargs)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add what an exact resume needs; files with weights alone do without."""
+        if self.session is None or self._resume is None or self.session.context is None:
+            return
+        checkpoint[_STATE_KEY] = (ended := self.session.is_finished and self._final) or self.session.state_dict()
+        if ended:
+            checkpoint[DEPLOYMENT_KEY] = self.session.deployment()
+        skipped = bool(self._steps and self._steps.skipped)
+        checkpoint[_RESUME_KEY] = self._resume.state_dict(checkpoint[_STATE_KEY], skipped)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Keep the saved state until training starts; an evaluation after `fit` loads weights alone."""
+        if trainer.state.fn != "fit" and self._recount is not None:
+            self._recount.close()  # the module gets the weights of some checkpoint
+        if self.session is None or self._resume is None or trainer.state.fn != "fit":
+            return
+        _joining.refuse_trials_on_resume(trainer, checkpoint)
+        self._saved = self._resume.load_state_dict(checkpoint.get(_RESUME_KEY), checkpoint.get(_STATE_KEY))
+        self._run_id = self._services.run = checkpoint.get(RUN_KEY, {}).get("id", self._run_id)
+        if self._saved is None:
+            self.session.is_changed = True
+            self.session.note("the checkpoint was saved without these techniques: they start at step 0")
+
+    @property
+    def _services(self) -> Any:
+        return self._session._services
+
+    def _save_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
+        metrics = self._trainer.callback_metrics if self._validated_at == self._session.step else {}
+        bake_saved(self._session, checkpoint, self._run_id, metrics)  # before the user's hook, which may drop keys
+        original(checkpoint)
+
+    def _load_weights(self, original: Callable[[Any], None], checkpoint: dict[str, Any]) -> None:
+        original(checkpoint)
+        module = self._trainer.lightning_module
+        fit_to(self._session, checkpoint.get(_STATE_KEY, {}), _surroundings.surroundings(self._trainer, module))
+        restore_raw(module, checkpoint)
+
+    # -- the end
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Bake the model in place on every process and write the receipt."""
+        session = self.session
+        if session is None or self._resume is None or self._best is None:
+            return
+        self._resume.use_up()
+        session.finish()
+        if self._averages is not None:
+            self._averages.take_over()
+        # Kept apart: a later test with a checkpoint writes that one's state into the precision plugin.
+        self._final, trainer._eff_leader = session.state_dict(), self
+        if self._services.can_validate:
+            session.validate_final(self._services.evaluate, anew=self._best.is_missing)
+        self._best.save_last()
+        self._write_receipt()
+
+    def _write_receipt(self) -> None:
+        trainer, receipt = self._trainer, self._session.receipt()
+        folder = trainer.log_dir or trainer.default_root_dir  # every process must ask
+        if trainer.is_global_zero:
+            if not trainer.fast_dev_run:
+                receipt.write(Path(folder))
+            self._services.say(receipt.text())
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave a plain model behind, whatever was interrupted; but first other callbacks may save the run."""
+        if self.session is not None:
+            self.session.after_eval()
+        last = _joining.last_on_exception(trainer.callbacks, self)
+        if self.session is None or last is None:
+            self._cut_short()
+        else:
+            self._wrapped.append(Wrapped(last, "on_exception", self._cut_short_after))
+
+    def _cut_short_after(self, original: Callable[..., None], *args: Any) -> None:
+        try:
+            original(*args)
+        except EffError as error:  # perhaps the very one that ended training, which is the one to tell
+            self._services.say(f"efftrain: nothing saved: {error}")
+        finally:
+            self._cut_short()
+
+    def _trial_failed(self, original: Callable[..., None], exception: BaseException) -> None:
+        if self not in self._trainer.callbacks:  # Lightning (2.6) leaves those that it took away for a tuner's trial
+            self._trainer.callbacks[:0] = self._joined
+            self._cut_short()
+        original(exception)
+
+    def _cut_short(self) -> None:
+        if self.session is not None:
+            if self.session.is_attached and self.session.has_begun and world_size() == 1:
+                self._final = self.session.state_dict()  # a notebook trains on
+            self.session.detach()
+        vars(self._trainer or self).pop("_eff_leader", None)
+        if self._recount is not None:
+            self._recount.close()
+        self._undo()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Bake a run that was resumed at its very end: latent weights were loaded, and no training came."""
+        session = self.session
+        if session is None or self._resume is None or not session.is_attached or session.has_begun:
+            return
+        if self._saved is None:  # Lightning leaves training out, and its end, where a Timer has no time left
+            session.finish()
+            self._write_receipt()
+        else:
+            self._begin(trainer, pl_module)
+            baked = session.bake(pl_module.state_dict())
+            session.detach()
+            pl_module.load_state_dict(baked)
+            self._resume.use_up()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Give module and Trainer their own methods back, also after a tuner's trials, which no `on_fit_end` ends."""
+        if stage == "fit" and self.session is not None:
+            self.session.detach()
+            self._undo()
+
+    def _undo(self) -> None:
+        for wrapped in reversed(self._wrapped):
+            wrapped.undo()
+        if self._steps is not None:
+            self._steps.stop()
+        if self._resume is not None:
+            self._resume.stop()
+        if self._stock_precision is not None:
+            self._trainer.strategy.precision_plugin, self._stock_precision = self._stock_precision, None
+        self._wrapped, self._steps = [], None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Processes are spawned before `fit` begins, and the Trainer of an earlier one must not travel along.
+        empty = dict.fromkeys(("session", "_trainer", "_resume", "_steps", "_best", "_recount", "_averages"))
+        return {**self.__dict__, **empty, "_wrapped": [], "_joined": []}
+
+
+def _callbacks(trainer: Any) -> list[EffCallback]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, EffCallback)]

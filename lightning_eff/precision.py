@@ -1,0 +1,192 @@
+"""FP8 training as a callback, and as a precision plugin where a Trainer's precision is chosen.
+
+The precision plugin of loss scaling: Lightning's mixed precision with a scaler that skips in the open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from lightning_eff._environment import PYTORCH_LIGHTNING, installed, namespace_of, plugins
+from lightning_eff._typed_options import typed_options
+from shared_core.config.options import TechniqueConfig
+from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.fp8 import Fp8Config
+from shared_core.loss_scaling import LossScaleConfig, LossScaler
+
+_PUBLIC_MODULE = {PYTORCH_LIGHTNING: "lightning_eff.pytorch"}
+
+
+@functools.cache
+def fp8_precision_class(namespace: str) -> Any:
+    """Return `Fp8Precision` for Trainers imported from this namespace.
+
+    Args:
+        namespace: ``"pytorch_lightning"`` or ``"lightning.pytorch"``.
+    """
+    base: Any = plugins(namespace).MixedPrecision
+
+    @typed_options("fp8", recipe="tensorwise")
+    class Fp8Precision(base):
+        """Trains with linear layers that multiply FP8 values; what is left of the model runs in `precision`.
+
+        Pass it as ``Trainer(plugins=Fp8Precision(recipe="delayed"))``, without ``precision=``. Callbacks of other
+        techniques join it.
+
+        Args:
+            precision: bf16-mixed runs forward under bf16 autocast; 32-true leaves all but the FP8 layers in fp32.
+            device: Device type of autocast; by default that of the Trainer.
+        """
+
+        def __init__(
+            self, precision: Literal["bf16-mixed", "32-true"] = "bf16-mixed", device: str | None = None, **options: Any
+        ) -> None:
+            if precision not in ("bf16-mixed", "32-true"):
+                raise ConfigError(f"fp8: precision must be one of bf16-mixed, 32-true, got {precision!r}")
+            self.eff_recipe = {"fp8": Fp8Config.from_dict({"recipe": "tensorwise", **options})}
+            super().__init__("bf16-mixed", device or "cpu")
+            self.precision = precision
+            self.given = {"precision": precision, "device": device}
+
+        def convert_module(self, module: Any) -> Any:
+            """Make a callback of ours drive the Trainer if there is none; layers are swapped by its session."""
+            if self.given["device"] is None:
+                self.device = module.trainer.strategy.root_device.type
+            from lightning_eff._trainer_hooks import EffCallback
+
+            EffCallback.join_late(module.trainer, module)
+            return super().convert_module(module)
+
+        @contextlib.contextmanager
+        def forward_context(self) -> Iterator[None]:
+            """Enable bf16 autocast, unless the model runs in fp32."""
+            with self.autocast_context_manager() if self.precision == "bf16-mixed" else contextlib.nullcontext():
+                yield
+
+    Fp8Precision.__qualname__ = "Fp8Precision"
+    Fp8Precision.__module__ = _PUBLIC_MODULE.get(namespace, "lightning_eff.lightning")
+    return Fp8Precision
+
+
+if TYPE_CHECKING:
+    from lightning_eff._environment import MixedPrecision
+
+    class Fp8Precision(MixedPrecision):  # noqa: D101
+        def __init__(self, precision: Literal["bf16-mixed", "32-true"] = ..., **options: Any) -> None: ...
+
+
+@functools.cache
+def precision_class(namespace: str) -> Any:
+    """Return `LossScalingPrecision` for Trainers imported from this namespace.
+
+    Args:
+        namespace: ``"pytorch_lightning"`` or ``"lightning.pytorch"``.
+    """
+    base: Any = plugins(namespace).MixedPrecision
+
+    @typed_options("loss_scale", kind="dynamic")
+    class LossScalingPrecision(base):
+        """Scales the loss so that small gradients survive fp16, and skips steps that overflow.
+
+        Pass it as ``Trainer(plugins=LossScalingPrecision())``, without ``precision=``. It really runs fp16 on a CPU
+        too, where ``precision="16-mixed"`` silently becomes bf16. Skipped steps move no schedule and no learning rate.
+
+        Args:
+            precision: 16-mixed runs forward under fp16 autocast; 32-true scales the loss of an fp32 model; bf16-mixed
+                runs under bf16 autocast, which fp8 with gradients in e5m2 alone has a use for.
+            device: Device type of autocast; by default that of the Trainer.
+        """
+
+        def __init__(
+            self,
+            precision: Literal["16-mixed", "32-true", "bf16-mixed"] = "16-mixed",
+            device: str | None = None,
+            **options: Any,
+        ) -> None:
+            if precision not in ("16-mixed", "32-true", "bf16-mixed"):
+                raise ConfigError(
+                    f"loss_scale: precision must be one of 16-mixed, 32-true, bf16-mixed, got {precision!r}"
+                )
+            self.config = LossScaleConfig.from_dict({"kind": "dynamic", **options})
+            self.eff_recipe = {"loss_scale": self.config}
+            # Lightning refuses any scaler with bf16-mixed; which autocast it enters is asked of `precision` each time
+            super().__init__("16-mixed", device or "cpu", scaler=LossScaler(**self.config.scaler_options()))
+            self.precision = precision
+            self.given = {"precision": precision, "device": device}
+
+        def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
+            """Take the Trainer's device, and let a session count the steps if no callback of ours does."""
+            module = model if hasattr(model, "automatic_optimization") else model.module
+            if self.given["device"] is None:
+                self.device = module.trainer.strategy.root_device.type
+            from lightning_eff._trainer_hooks import EffCallback
+
+            EffCallback.join_late(module.trainer, module)
+            return super().connect(model, optimizers, lr_schedulers)
+
+        @contextlib.contextmanager
+        def forward_context(self) -> Iterator[None]:
+            """Enable fp16 or bf16 autocast, unless the model runs in fp32."""
+            with self.autocast_context_manager() if self.precision != "32-true" else contextlib.nullcontext():
+                yield
+
+        def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+            """Run the closure, unscale, clip, and step unless gradients overflowed; fused optimizers too."""
+            result = closure()
+            # no backward: `training_step` gave no loss, or Lightning's SWA shows batch norms the data once more
+            no_loss = model.automatic_optimization and (result is None or model.trainer.fit_loop._skip_backward)
+            if not no_loss:
+                self.scaler.unscale_(optimizer)
+            self._after_closure(model, optimizer)
+            if no_loss:
+                return result
+            output = self.scaler.step(optimizer, **kwargs)
+            self.scaler.update()
+            return output
+
+        def clip_gradients(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            """Clip unscaled gradients; Lightning's refusal of fused optimizers does not apply."""
+            super(base, self).clip_gradients(optimizer, *args, **kwargs)
+
+    # The class name is the key of the scaler's state in checkpoints, and both names are what pickle looks up.
+    LossScalingPrecision.__qualname__ = "LossScalingPrecision"
+    LossScalingPrecision.__module__ = _PUBLIC_MODULE.get(namespace, "lightning_eff.lightning")
+    return LossScalingPrecision
+
+
+def use_scaling_precision(trainer: Any, config: TechniqueConfig) -> Any:
+    """Put our plugin in the place of Lightning's own; return that, or None if the Trainer has ours already.
+
+    Raises:
+        CompatibilityError: If the Trainer's plugin is not one of float32 or mixed precision.
+    """
+    plugin = trainer.precision_plugin
+    if any(kind.__qualname__ == "LossScalingPrecision" for kind in type(plugin).__mro__):
+        return None
+    if type(plugin).__name__ not in ("Precision", "MixedPrecision", "Fp8Precision"):
+        raise CompatibilityError(
+            f"loss_scale: precision plugin must be Lightning's 32-true, 16-mixed or bf16-mixed, got "
+            f"{type(plugin).__name__}; pass plugins=LossScalingPrecision(...) instead of precision="
+        )
+    made = precision_class(namespace_of(trainer))(precision=plugin.precision, **config.to_dict())
+    trainer.strategy.precision_plugin = made
+    return plugin
+
+
+if TYPE_CHECKING:
+    from lightning_eff._environment import MixedPrecision
+
+    class LossScalingPrecision(MixedPrecision):  # noqa: D101
+        def __init__(self, precision: Literal["16-mixed", "32-true", "bf16-mixed"] = ..., **options: Any) -> None: ...
+
+
+def __getattr__(name: str) -> Any:
+    made = {"Fp8Precision": fp8_precision_class, "LossScalingPrecision": precision_class}
+    if name not in made:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return made[name](installed()[0])

@@ -1,0 +1,293 @@
+"""Booleans as bits, and the values that they choose, on any device.
+
+How a saved tensor is stored: exact forms that are smaller, and the choice among them.
+
+Forms that round: 16-bit floats, and 8-bit codes in groups with stochastic rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# byte i of eight booleans times 2^(63 - 9i) has its bit in the top byte, at 7 - i; no two terms overlap
+_MAGIC = 0x8040201008040201 - (1 << 64)
+_ONES = 0x0101010101010101
+_CHUNK = 1 << 18  # bounds the 64-bit indices that are needed for a moment
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """Return booleans as bits, the first in the highest bit of the first byte.
+
+    Args:
+        mask: (n,) bool, contiguous.
+
+    Returns:
+        (⌈n/8⌉,) uint8, the last byte filled up with zeros.
+
+    Example:
+        >>> pack_bits(torch.tensor([True, False, True]))
+        tensor([160], dtype=torch.uint8)
+    """
+    if mask.numel() % 8 or mask.storage_offset() % 8:
+        whole = mask.new_zeros(mask.numel() + -mask.numel() % 8)
+        whole[: mask.numel()] = mask
+        mask = whole
+    return ((mask.view(torch.int64) * _MAGIC) >> 56).to(torch.uint8)
+
+
+def unpack_bits(bits: Tensor, count: int) -> Tensor:
+    """Return the first `count` booleans that `pack_bits` packed.
+
+    Example:
+        >>> unpack_bits(torch.tensor([160], dtype=torch.uint8), 3)
+        tensor([ True, False,  True])
+    """
+    return (((bits.to(torch.int64) * _MAGIC) >> 7) & _ONES).view(torch.bool)[:count]
+
+
+def take(flat: Tensor, mask: Tensor) -> Tensor:
+    """Return the values where `mask` is true, in order.
+
+    Args:
+        flat: (n,) of any dtype.
+        mask: (n,) bool.
+
+    Example:
+        >>> take(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([True, False, True]))
+        tensor([5., 7.])
+    """
+    if flat.device.type != "cpu":
+        return flat[mask]
+    return torch.cat([part.gather(0, _places(m)) for part, m in zip(_chunks(flat), _chunks(mask), strict=True)])
+
+
+def put(values: Tensor, mask: Tensor) -> Tensor:
+    """Return zeros with the values, in order, where `mask` is true: what `take` took.
+
+    Example:
+        >>> put(torch.tensor([5.0, 7.0]), torch.tensor([True, False, True]))
+        tensor([5., 0., 7.])
+    """
+    flat = values.new_zeros(mask.numel())
+    if flat.device.type != "cpu":
+        return flat.masked_scatter_(mask, values)
+    start = 0
+    for part, m in zip(_chunks(flat), _chunks(mask), strict=True):
+        places = _places(m)
+        part.scatter_(0, places, values[start : start + len(places)])
+        start += len(places)
+    return flat
+
+
+def _places(mask: Tensor) -> Tensor:
+    # torch's own nonzero, and with it masks as indices, take some ten times longer on a CPU (torch 2.13)
+    return torch.from_numpy(np.flatnonzero(mask.numpy()))
+
+
+def _chunks(flat: Tensor) -> tuple[Tensor, ...]:
+    parts: tuple[Tensor, ...] = flat.split(_CHUNK)  # type: ignore[no-untyped-call]
+    return parts
+
+
+Parts = tuple[Tensor, ...]
+_FLOATS = {
+    torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64,
+}  # fmt: skip
+_NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32)
+_SAMPLE = 256
+_WORTH_IT = 0.9
+"""A form is taken if it needs at most this share of the bytes: less is not worth its passes over the data."""
+
+
+class Form(NamedTuple):
+    """A flat tensor in another form: `rebuild` makes it of the parts, wherever they were in between."""
+
+    kind: str
+    parts: Parts
+    rebuild: Callable[[Parts], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+
+def as_is(flat: Tensor) -> Form:
+    """Return a tensor in its own form."""
+    return Form("as_is", (flat,), lambda parts: parts[0])
+
+
+def sign_form(flat: Tensor) -> Form:
+    """Return of a ReLU's result what its backward needs: where it is not ``<= 0``, so 1 or 0 for each value.
+
+    NaN counts as positive, as it does in ``threshold_backward``. One bit a value (Jain et al. 2018, Gist).
+
+    Example:
+        >>> form = sign_form(torch.tensor([0.0, 2.5, 0.0]))
+        >>> form.rebuild(form.parts)
+        tensor([0., 1., 0.])
+    """
+    count, dtype = flat.numel(), flat.dtype
+    return Form("sign", (pack_bits(~(flat <= 0)),), lambda parts: unpack_bits(parts[0], count).to(dtype))
+
+
+def exact_form(flat: Tensor, *, sparse: bool, values: Callable[[Tensor], Form] | None = None) -> Form | None:
+    """Return the smallest exact form of a tensor, None if none is worth it.
+
+    - booleans: one bit each;
+    - integers: the narrowest type that holds their range;
+    - floats of two values, such as a dropout's noise: one bit each, and the two;
+    - floats with zeros: bits that tell where the others are, or their indices, and the others.
+
+    Equality is that of bits: -0.0 is no zero, and NaN keeps its payload.
+
+    Args:
+        flat: (n,) of any dtype, contiguous, not empty.
+        sparse: Whether floats are looked at.
+        values: Stores the values that are not zero; as they are if None.
+
+    Example:
+        >>> form = exact_form(torch.tensor([0.0, 0.0, 0.0, 0.0, 1.5, 0.0, 2.5, 3.5] * 8), sparse=True)
+        >>> form.kind, form.nbytes
+        ('bitmap', 104)
+    """
+    form = _candidate(flat, sparse, values or as_is)
+    return form if form is not None and form.nbytes <= _WORTH_IT * flat.nbytes else None
+
+
+def _candidate(flat: Tensor, sparse: bool, values: Callable[[Tensor], Form]) -> Form | None:
+    if flat.dtype is torch.bool:
+        count = flat.numel()
+        return Form("bits", (pack_bits(flat),), lambda parts: unpack_bits(parts[0], count))
+    if flat.dtype in (torch.int16, torch.int32, torch.int64):
+        return _integers(flat)
+    if not sparse or flat.dtype not in _FLOATS:
+        return None
+    integers = flat.view(_FLOATS[flat.dtype])
+    # a look at a few values spares most dense tensors the passes; an odd step, to meet every column
+    sample = integers[:: (integers.numel() // _SAMPLE) | 1].tolist()
+    if len(set(sample)) <= 2 and (form := _two_values(flat, integers)) is not None:
+        return form
+    return _without_zeros(flat, integers, values) if 0 in sample else None
+
+
+def _integers(flat: Tensor) -> Form | None:
+    low, high = (int(bound) for bound in flat.aminmax())
+    for dtype in _NARROW:
+        bounds = torch.iinfo(dtype)
+        if bounds.min <= low and high <= bounds.max:
+            return Form("integers", (flat.to(dtype),), partial(_cast, dtype=flat.dtype))
+    return None
+
+
+def _cast(parts: Parts, dtype: torch.dtype) -> Tensor:
+    return parts[0].to(dtype)
+
+
+def _two_values(flat: Tensor, integers: Tensor) -> Form | None:
+    low, high = integers.aminmax()
+    mask = integers == high
+    if not bool((mask | (integers == low)).all()):
+        return None
+    count, dtype = flat.numel(), flat.dtype
+
+    def rebuild(parts: Parts) -> Tensor:
+        first, second = parts[1]
+        # differences of integers wrap around; `where` with single values takes several times as long on a CPU
+        return unpack_bits(parts[0], count).to(first.dtype).mul_(second - first).add_(first).view(dtype)
+
+    return Form("two_values", (pack_bits(mask), torch.stack([low, high])), rebuild)
+
+
+def _without_zeros(flat: Tensor, integers: Tensor, values: Callable[[Tensor], Form]) -> Form | None:
+    mask, count = integers != 0, flat.numel()
+    others = int(mask.count_nonzero())
+    # what a value costs, so that zeros are also weighed against rounded values
+    cost = values(flat[:_SAMPLE]).nbytes / min(count, _SAMPLE)
+    by_bits, by_index = count / 8 + others * cost, others * (4 + cost) if count < 2**31 else math.inf
+    if min(by_bits, by_index) > _WORTH_IT * count * cost:
+        return None
+    inner = values(take(flat, mask))
+    if by_bits <= by_index:
+        where, kind = pack_bits(mask), "bitmap"
+    else:
+        where, kind = mask.nonzero().flatten().to(torch.int32), "index"
+
+    def rebuild(parts: Parts) -> Tensor:
+        kept = inner.rebuild(parts[1:])
+        if kind == "bitmap":
+            return put(kept, unpack_bits(parts[0], count))
+        return kept.new_zeros(count).scatter_(0, parts[0].to(torch.int64), kept)
+
+    kind_told = kind if inner.kind == "as_is" else f"{kind}+{inner.kind}"
+    return Form(kind_told, (where, *inner.parts), rebuild)
+
+
+LEVELS = 255
+
+
+def narrow_form(flat: Tensor, dtype: torch.dtype) -> Form:
+    """Return values rounded to a 16-bit format, to nearest; relative error at most 2^-8 (bf16) or 2^-11 (fp16).
+
+    Values beyond float16's range become its largest; NaN and infinity stay.
+
+    Example:
+        >>> form = narrow_form(torch.tensor([1.001, 1e6]), torch.float16)
+        >>> form.rebuild(form.parts)
+        tensor([1.0010e+00, 6.5504e+04])
+    """
+    if dtype is torch.float16:
+        bound = torch.finfo(dtype).max
+        flat = flat.where(flat.isinf(), flat.clamp(-bound, bound))
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    return Form(name, (flat.to(dtype),), partial(_widened, dtype=flat.dtype))
+
+
+def _widened(parts: Parts, dtype: torch.dtype) -> Tensor:
+    return parts[0].to(dtype)
+
+
+def int8_form(flat: Tensor, group_size: int, generator: torch.Generator | None = None) -> Form:
+    """Return values as 8-bit codes, each group of consecutive ones with a scale and zero point of its own.
+
+    ``code = ⌊(x - min) / s + u⌋`` with ``s = (max - min) / 255`` and u uniform on [0, 1), so the mean over draws of
+    ``code · s + min`` is x, and its variance at most s²/4. A group with NaN or infinity becomes NaN.
+
+    Args:
+        flat: (n,) of any floating type up to 32 bits.
+        group_size: Values in a group; the last one may have fewer.
+        generator: Source of u, on the device of `flat`.
+
+    Source: Chen et al. 2021, ActNN, arXiv:2104.14294.
+
+    Example:
+        >>> form = int8_form(torch.tensor([0.0, 51.0, 255.0, -1.0]), 3)
+        >>> form.rebuild(form.parts), form.nbytes
+        (tensor([  0.,  51., 255.,  -1.]), 20)
+    """
+    count, dtype = flat.numel(), flat.dtype
+    groups = flat.float()
+    if padding := -count % group_size:
+        groups = torch.cat([groups, groups[-1:].expand(padding)])
+    groups = groups.view(-1, group_size)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scale = (high - low) / LEVELS
+    # multiplied by the inverse, a value at the top would not always come to 255
+    codes = (groups - low).div_(scale.where(scale > 0, 1.0))
+    codes += torch.rand(codes.shape, generator=generator, device=codes.device)
+    # NaN has no code; its group's scale is NaN, which makes NaN of all of them
+    codes = codes.floor_().clamp_(0, LEVELS).nan_to_num_(0.0).to(torch.uint8)
+    scale = scale.where(scale.isfinite(), torch.nan)
+
+    def rebuild(parts: Parts) -> Tensor:
+        codes = torch.cat([parts[0], parts[0].new_zeros(padding)]) if padding else parts[0]
+        return (codes.view(-1, group_size) * parts[1]).add_(parts[2]).view(-1)[:count].to(dtype)
+
+    return Form("int8", (codes.view(-1)[:count].clone() if padding else codes.view(-1), scale, low), rebuild)

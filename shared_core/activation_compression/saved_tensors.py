@@ -1,0 +1,409 @@
+"""What became of the tensors that autograd saved: the figures of the receipt.
+
+What a tensor that autograd is about to save is: a weight, an operation's own result, a region's input.
+
+Which memory a model holds anyway, whatever autograd saves of it.
+
+The saved tensors of one forward: which of them share memory, and in which form each lies until backward.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import chain
+from operator import methodcaller
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shared_core.activation_compression.config import ActivationsConfig
+from shared_core.activation_compression.encodings import Form, as_is, exact_form, int8_form, narrow_form, sign_form
+from shared_core.activation_compression.host_offload import HostMover, Moved
+from shared_core.errors import TrainingError
+
+WEIGHT, NOTHING = "weights", "nothing to leave out"
+
+
+class Counts:
+    """How many tensors were stored in which form, their bytes before and after, and why others were left alone.
+
+    Example:
+        >>> counts = Counts()
+        >>> counts.store("bits", 800, 100)
+        >>> counts.leave("small", 200)
+        >>> counts.share_saved
+        0.7
+    """
+
+    def __init__(self) -> None:
+        self.forwards = self.shared = 0
+        self._stored: dict[str, Counter[str]] = {}
+        self._left: dict[str, Counter[str]] = {}
+
+    def store(self, kind: str, before: int, after: int) -> None:
+        """Count memory that lies in another form or place; `after` are the bytes that the device still holds."""
+        self._stored.setdefault(kind, Counter()).update(tensors=1, bytes_before=before, bytes_after=after)
+
+    def leave(self, why: str, nbytes: int) -> None:
+        """Count a tensor that autograd keeps as ever."""
+        self._left.setdefault(why, Counter()).update(tensors=1, bytes=nbytes)
+
+    @property
+    def kinds(self) -> set[str]:
+        """The forms that were used."""
+        return set(self._stored)
+
+    def _total(self, figure: str) -> int:
+        stored = sum(counter[figure] for counter in self._stored.values())
+        return stored + sum(counter["bytes"] for why, counter in self._left.items() if why != WEIGHT)
+
+    @property
+    def share_saved(self) -> float:
+        """Share of the activations' bytes that the device does not hold; weights, which it holds anyway, left out."""
+        before = self._total("bytes_before")
+        return 1 - self._total("bytes_after") / before if before else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all counts."""
+        stored = {kind: dict(counter) for kind, counter in self._stored.items()}
+        left = {why: dict(counter) for why, counter in self._left.items()}
+        return {"forwards": self.forwards, "shared": self.shared, "stored": stored, "left": left}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.forwards, self.shared = int(state["forwards"]), int(state["shared"])
+        self._stored = {kind: Counter(counter) for kind, counter in state["stored"].items()}
+        self._left = {why: Counter(counter) for why, counter in state["left"].items()}
+
+    def left_alone(self) -> str:
+        """Return in words what was left alone."""
+        return ", ".join(f"{counter['tensors']} {why}" for why, counter in sorted(self._left.items())) or "none"
+
+    def report(self) -> dict[str, Any]:
+        """Return the means of a forward, and the totals by kind."""
+        forwards = max(self.forwards, 1)
+        return {
+            "forwards": self.forwards,
+            "bytes_before": self._total("bytes_before") // forwards,
+            "bytes_after": self._total("bytes_after") // forwards,
+            "share_saved": round(self.share_saved, 4),
+            "saved_again": self.shared,
+            "kinds": {kind: dict(counter) for kind, counter in sorted(self._stored.items())},
+            "left_alone": {why: dict(counter) for why, counter in sorted(self._left.items())},
+        }
+
+
+# what may lie between a parameter and the form of it that a product saves: autocast's copy, a transposed view
+_STILL_A_WEIGHT = ("ToCopyBackward", "TBackward", "TransposeBackward", "ViewBackward", "PermuteBackward")
+_MAX_FRAMES = 8
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Return whether a tensor is a parameter, a view of one, or its copy in another type.
+
+    Example:
+        >>> import torch
+        >>> layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+        >>> is_weight(layer.weight.t()), is_weight(layer.weight.to(torch.bfloat16)), is_weight(layer(x))
+        (True, True, False)
+    """
+    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+        return True
+    node: Any = tensor.grad_fn
+    while node is not None and node.name().startswith(_STILL_A_WEIGHT):
+        node = node.next_functions[0][0]
+    return isinstance(getattr(node, "variable", None), nn.Parameter)
+
+
+def is_own_result(tensor: Tensor, operation: str) -> bool:
+    """Return whether `operation` is just saving its own result, rather than another one its input.
+
+    Autograd notes who made a tensor before it saves the result there, so the place is still empty. Asking for it
+    unpacks nothing (`SavedTensor.data` of torch 2.13; without it no result counts as its own).
+    """
+    node: Any = tensor.grad_fn
+    return node is not None and node.name() == operation and getattr(node._raw_saved_result, "data", node) is None
+
+
+def is_region_input() -> bool:
+    """Return whether activation checkpointing is saving the input of a region that it will compute again."""
+    frame: Any = sys._getframe(1)
+    for _ in range(_MAX_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)  # what FSDP2 shards has no storage of its own
+
+
+class HeldMemory:
+    """The memory of a model's parameters and buffers.
+
+    To go through all of them takes longer than all else that a forward begins with. So their storages are remembered,
+    and looked up again when a parameter is saved that lies in another one: it was replaced, or moved. Buffers, which
+    modules replace as they compute, are looked up for every forward.
+
+    Args:
+        model: Its modules; those that join it later, or get their first buffer, are found by their parameters alone.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(2)
+        >>> held = HeldMemory(norm)
+        >>> norm.running_mean in held, norm.weight.detach() in held, torch.ones(2) in held
+        (True, True, False)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        parts = [*model.modules()]
+        self._owned = [owned for part in parts for owned in (part._parameters, part._buffers)]
+        self._buffers = [part._buffers for part in parts if part._buffers]
+        self._known: dict[int, Any] = {}
+        self._of_buffers: set[int] = set()
+        self._look()
+        self.start()
+
+    def start(self) -> None:
+        """A forward begins."""
+        self._has_looked = False
+        if self._buffers:
+            self._of_buffers = {buffer.untyped_storage()._cdata for buffer in _plain(self._buffers)}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a weight, or lies in the memory of a parameter or buffer."""
+        address = tensor.untyped_storage()._cdata
+        if address in self._known or address in self._of_buffers:
+            return True
+        if not is_weight(tensor):
+            return False
+        # the copies that autocast makes of weights are new ones each time
+        if not self._has_looked and isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            self._look()
+        return True
+
+    def _look(self) -> None:
+        self._has_looked = True
+        storages = map(Tensor.untyped_storage, _plain(self._owned))
+        # held weakly, so that the address of one that is freed stands for no other
+        self._known = {storage._cdata: StorageWeakRef(storage) for storage in storages}  # type: ignore[no-untyped-call]
+
+
+def _plain(owned: Iterable[dict[str, Any]]) -> list[Tensor]:
+    held = chain.from_iterable(map(methodcaller("values"), owned))
+    return [tensor for tensor in held if type(tensor) in _PLAIN]
+
+
+_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Memory:
+    """Memory that autograd saved, once for all who saved it: as it is, in another form, or on the host."""
+
+    __slots__ = ("__weakref__", "form", "moved", "sign_only", "storage", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # without its graph: a result that its own node holds would never be freed
+        self.tensor: Tensor | None = tensor if tensor.grad_fn is None else tensor.detach()
+        self.version = tensor._version
+        self.storage: Any = None
+        """Held weakly, so that its address stands for no other one while this object lives."""
+        self.form: Form | None = None
+        self.moved: Moved | None = None
+        self.sign_only = False
+
+    def flat(self) -> Tensor | None:
+        """Return the values in one row, from wherever they are; None: the tensor itself is there."""
+        if self.form is None:
+            return None
+        return self.form.rebuild(self.form.parts if self.moved is None else self.moved.parts())
+
+
+class Handle:
+    """What autograd keeps in a tensor's place: the memory, and how the tensor lay in it."""
+
+    __slots__ = ("dense", "memory", "size", "stride")
+
+    def __init__(self, memory: Memory, tensor: Tensor, dense: bool) -> None:
+        self.memory, self.dense = memory, dense
+        self.size, self.stride = tensor.size(), tensor.stride()
+
+
+class Ledger:
+    """Packs and unpacks for `torch.autograd.graph.saved_tensors_hooks` around one forward.
+
+    Args:
+        config: The options.
+        counts: Added to.
+        held: The memory of parameters and buffers.
+        mover: Takes packed memory to the host; None: it stays.
+        generator: The source of int8's rounding on a device; torch's global one if None.
+
+    Example:
+        >>> from torch.autograd.graph import saved_tensors_hooks
+        >>> counts, x = Counts(), torch.ones(64, requires_grad=True)
+        >>> ledger = Ledger(ActivationsConfig(pack="exact", min_size=1), counts)
+        >>> with saved_tensors_hooks(ledger.pack, ledger.unpack):
+        ...     loss = torch.where(x > 2, x, 2 * x).sum()
+        >>> loss.backward()
+        >>> x.grad[0], counts.kinds, counts.share_saved
+        (tensor(2.), {'bits'}, 0.875)
+    """
+
+    def __init__(
+        self,
+        config: ActivationsConfig,
+        counts: Counts,
+        *,
+        held: HeldMemory | None = None,
+        mover: HostMover | None = None,
+        generator: Callable[[torch.device], torch.Generator] | None = None,
+    ) -> None:
+        self._config, self._counts, self._held = config, counts, held
+        self._mover, self._generator = mover, generator
+        # weakly: what autograd lets go of during the forward is freed
+        self._memories: dict[Any, weakref.ref[Memory]] = {}
+        self._undecided: tuple[Any, Memory] | None = None
+        counts.forwards += 1
+
+    def pack(self, tensor: Tensor) -> Memory | Handle:
+        """Return what autograd keeps in a tensor's place."""
+        if (why := self._why_not(tensor)) is not None:
+            self._counts.leave(why, tensor.nbytes if tensor.layout is torch.strided else 0)
+            return Memory(tensor)
+        rounds, dense = self._may_round(tensor), _is_dense(tensor)
+        storage = tensor.untyped_storage()
+        # a region's input must stay exact, also where someone else has it rounded
+        place = (storage._cdata, tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version, rounds)
+        key = place if dense else (*place, tensor.size(), tensor.stride())
+        self._decide(key)
+        known = self._memories.get(key)
+        memory = known() if known is not None else None
+        if memory is not None and not memory.sign_only:
+            self._counts.shared += 1
+            return Handle(memory, tensor, dense)
+        memory = Memory(tensor)
+        self._memories[key] = weakref.ref(memory)
+        memory.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        if self._config.pack != "none" and is_own_result(tensor, "ReluBackward0"):
+            self._undecided = key, memory
+        else:
+            self._store(memory, rounds)
+        return Handle(memory, tensor, dense)
+
+    def unpack(self, kept: Memory | Handle) -> Tensor:
+        """Return the tensor that was saved; of a ReLU's result, what its backward needs of it."""
+        if isinstance(kept, Memory):
+            return _unchanged(kept)
+        flat = kept.memory.flat()
+        if flat is None:
+            return _unchanged(kept.memory).as_strided(kept.size, kept.stride)
+        if kept.dense:
+            return flat.as_strided(kept.size, kept.stride, flat.storage_offset())
+        # the same strides, since kernels may add up in another order for others
+        return flat.new_empty_strided(kept.size, kept.stride).copy_(flat.view(kept.size))
+
+    def close(self) -> None:
+        """End of forward: decide what is open."""
+        self._decide(None)
+
+    def _why_not(self, tensor: Tensor) -> str | None:
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        if not plain or tensor.is_quantized or tensor.is_meta or tensor.is_neg() or tensor.is_conj():
+            return "of other kinds"
+        if is_weight(tensor) if self._held is None else tensor in self._held:
+            return WEIGHT
+        if tensor.numel() < self._config.min_size:
+            return "small"
+        repeats = any(step == 0 and size > 1 for size, step in zip(tensor.size(), tensor.stride(), strict=True))
+        return "expanded" if repeats else None
+
+    def _may_round(self, tensor: Tensor) -> bool:
+        # Statistics of norms and a batch's inputs have no history. The loss is the exponential of log_softmax.
+        kinds = (torch.float32, torch.float16, torch.bfloat16) if self._config.pack == "int8" else (torch.float32,)
+        if not self._config.rounds or tensor.dtype not in kinds or tensor.grad_fn is None:
+            return False
+        return tensor.grad_fn.name() != "LogSoftmaxBackward0" and not is_region_input()
+
+    def _decide(self, key: Any) -> None:
+        # A ReLU's sign will do for its backward, unless the next to save saves all of its result anyway.
+        if self._undecided is not None:
+            (own, memory), self._undecided = self._undecided, None
+            memory.sign_only = own != key
+            self._store(memory, rounds=own[5])
+
+    def _store(self, memory: Memory, rounds: bool) -> None:
+        tensor = memory.tensor
+        if tensor is None or tensor._version != memory.version:
+            return  # backward will tell
+        flat = tensor.as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor.reshape(-1)
+        form = self._form(flat, memory.sign_only, rounds)
+        if form is None and self._mover is None:
+            self._counts.leave(NOTHING, tensor.nbytes)
+            return
+        form = form or as_is(flat)
+        memory.tensor, left = None, form.nbytes
+        if self._mover is not None:
+            memory.moved, left = self._mover.out(form.parts), 0
+            form = form._replace(parts=())
+        memory.form = form
+        self._counts.store(form.kind, tensor.nbytes, left)
+
+    def _form(self, flat: Tensor, sign_only: bool, rounds: bool) -> Form | None:
+        config = self._config
+        if config.pack == "none":
+            return None
+        if sign_only:
+            return sign_form(flat)
+        if not rounds:
+            return exact_form(flat, sparse=config.sparse)
+        if config.pack == "int8":
+            generator = self._generator(flat.device) if self._generator else None
+            values: Callable[[Tensor], Form] = partial(int8_form, group_size=config.group_size, generator=generator)
+        else:
+            values = partial(narrow_form, dtype=_NARROW[config.pack])
+        return exact_form(flat, sparse=config.sparse, values=values) or values(flat)
+
+
+class Packing(saved_tensors_hooks):
+    """Surrounds a forward whose saved tensors go to a ledger, and closes it unless the forward failed."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger.pack, ledger.unpack)
+        self._ledger = ledger
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        if raised[0] is None:
+            self._ledger.close()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor's elements fill a piece of memory without gaps and repetitions, in any order."""
+    expected = 1
+    for step, size in sorted((step, size) for size, step in zip(tensor.size(), tensor.stride(), strict=True)):
+        if size != 1:
+            if step != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _unchanged(memory: Memory) -> Tensor:
+    # torch checks this only where no hook is
+    if memory.tensor is None or memory.tensor._version != memory.version:
+        raise TrainingError(
+            "activations: a tensor that backward needs must not be modified in place after forward saved it, got one "
+            f"saved at version {memory.version}; leave out the in-place operation"
+        )
+    return memory.tensor

@@ -1,0 +1,152 @@
+"""Compressed and offloaded activations: what autograd keeps between forward and backward, stored smaller."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from shared_core.activation_compression.config import ActivationsConfig
+from shared_core.activation_compression.host_offload import CudaLane, HostMover
+from shared_core.activation_compression.saved_tensors import Counts, HeldMemory, Ledger, Packing
+from shared_core.distributed.collectives import rank
+from shared_core.engine.preview import Ability
+from shared_core.engine.technique import Context, Technique
+from shared_core.errors import CompatibilityError, TrainingError
+
+
+class CompressedActivations(Technique):
+    """Packs the tensors that a training forward saves for backward, through autograd's own hooks.
+
+    The model is not touched. With ``pack: exact`` gradients are the same to the bit.
+
+    Args:
+        config: The options.
+
+    Example:
+        >>> from shared_core.engine.recipe import Recipe
+        >>> from shared_core.engine.session import Session
+        >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
+        >>> session = Session(Recipe.from_dict({"activations": {"pack": "exact", "min_size": 64}}))
+        >>> session.attach(model)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> session.begin([optimizer], total_steps=1)
+        >>> with session.forward():
+        ...     loss = model(torch.randn(32, 8)).square().mean()
+        >>> loss.backward()
+        >>> session.before_optimizer_step()
+        >>> session.techniques["activations"].report()["kinds"]["bitmap"]["tensors"]
+        1
+    """
+
+    key: ClassVar[str] = "activations"
+    config: ActivationsConfig
+
+    def __init__(self, config: ActivationsConfig) -> None:
+        super().__init__(config)
+        self.counts = Counts()
+        self._mover: HostMover | None = None
+        self._held: HeldMemory | None = None
+        self._step, self._micro_batch = -1, 0
+
+    @classmethod
+    def ability(cls, device: torch.device) -> Ability:
+        """Return native; tells where offload has no use."""
+        return Ability("native", "" if device.type == "cuda" else f"offload is refused: {_NO_USE}")
+
+    def attach(self, model: nn.Module, context: Context) -> None:
+        """Refuse to offload where there is no GPU.
+
+        Raises:
+            CompatibilityError: If there is nowhere to offload from.
+        """
+        if self.config.offload and not torch.cuda.is_available():
+            raise _nothing_to_offload("a machine without one")
+
+    def begin(self, context: Context) -> None:
+        """Open the lane to the host.
+
+        Raises:
+            CompatibilityError: If the model is not on a GPU.
+        """
+        self._held = HeldMemory(context.model)
+        if self.config.offload:
+            device = next(context.model.parameters()).device
+            if device.type != "cuda":
+                raise _nothing_to_offload(f"a model on {device.type}")
+            self._mover = HostMover(CudaLane(device))
+
+    def forward(self, context: Context) -> Packing:
+        """Return what packs the tensors that the forward inside saves."""
+        self._micro_batch = self._micro_batch + 1 if context.step == self._step else 1
+        self._step = context.step
+        generators: dict[torch.device, torch.Generator] = {}
+
+        def generator_on(device: torch.device) -> torch.Generator:
+            # Of its own for each micro-batch and process: a resumed run draws the same, and nothing else otherwise.
+            if device not in generators:
+                text = f"{context.generator.initial_seed()}/{context.step}/{self._micro_batch}/{rank()}"
+                seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+                generators[device] = torch.Generator(device).manual_seed(seed)
+            return generators[device]
+
+        if self._held is not None:
+            self._held.start()
+        if self._mover is not None:
+            self._mover.start()
+        return Packing(Ledger(self.config, self.counts, held=self._held, mover=self._mover, generator=generator_on))
+
+    def before_optimizer_step(self, context: Context) -> None:
+        """Look once whether anything was packed, and rounded where that was asked for.
+
+        Raises:
+            TrainingError: If not.
+        """
+        pack, counts, left = self.config.pack, self.counts, f"left alone were {self.counts.left_alone()}"
+        if not counts.forwards:
+            raise TrainingError(
+                "activations: forward and loss must run inside session.forward(), got a step without; surround them"
+            )
+        if self.config.rounds and not any(kind.endswith(pack) for kind in counts.kinds):
+            raise TrainingError(
+                f"activations: the first step must have rounded a tensor, got none with pack={pack}; {left}; 16-bit "
+                "values are not rounded to 16 bits, regions under activation checkpointing keep their inputs alone, "
+                "and what a compiled model saves cannot be told from statistics; pack exact, or lower min_size"
+            )
+        if not counts.kinds:
+            raise TrainingError(
+                f"activations: the first step must have packed a tensor, got none with pack={pack}; {left}; lower "
+                "min_size, pack bf16 or int8, or recompute fewer blocks: under checkpointing they keep inputs alone"
+            )
+        context.done_with(self.key, "before_optimizer_step")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far into its step the run is, and what was counted."""
+        return {"step": self._step, "micro_batch": self._micro_batch, "counts": self.counts.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self._step, self._micro_batch = int(state.get("step", -1)), int(state.get("micro_batch", 0))
+        if "counts" in state:
+            self.counts.load_state_dict(state["counts"])
+
+    def metrics(self) -> dict[str, float]:
+        """Return the share of the activations' bytes that was saved so far."""
+        return {"activations/saved": self.counts.share_saved}
+
+    def report(self) -> dict[str, Any]:
+        """Return bytes of a forward before and after, the share saved, and tensors by kind."""
+        return self.counts.report()
+
+
+_NO_USE = "they lie in host memory already, and there is nothing to offload"
+
+
+def _nothing_to_offload(found: str) -> CompatibilityError:
+    return CompatibilityError(
+        f"activations: offload must have activations on a CUDA device, got {found}: {_NO_USE}; "
+        "leave it out, and pack them (--activations_pack exact)"
+    )

@@ -1,0 +1,526 @@
+"""Values that a tensor has whatever the input is: NaN where they are not known.
+
+Ids for the positions of every tensor's axes, and which of them can only be removed together.
+
+What is known of every tensor of a forward: the ids of its positions, and values that no input changes.
+
+What it means that labelled tensors meet: equal positions are united, what cannot follow is fixed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+def unless_unknown(value: Tensor | None) -> Tensor | None:
+    """Return the constants, None if not one of them is known."""
+    return None if value is None or not value.is_floating_point() or bool(value.isnan().all()) else value
+
+
+def product(first: Tensor, second: Tensor) -> Tensor:
+    """Return the product of two tensors of constants; zero times the unknown is zero.
+
+    Example:
+        >>> product(torch.tensor([0.0, 2.0]), torch.tensor([float("nan"), 3.0]))
+        tensor([0., 6.])
+    """
+    result = first * second
+    return torch.where((first == 0) | (second == 0), torch.zeros_like(result), result)
+
+
+def contraction(first: Tensor, second: Tensor, contract: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return a sum of products of constants, known where no term is unknown times what is not zero.
+
+    Args:
+        first: Constants, NaN where unknown.
+        second: The same.
+        contract: Bilinear: a matrix product, a convolution without bias.
+
+    Example:
+        >>> nan = float("nan")
+        >>> contraction(torch.tensor([[nan, 1.0]]), torch.tensor([[0.0, 1.0], [2.0, 3.0]]), torch.mm)
+        tensor([[2., nan]])
+    """
+    value = contract(first.nan_to_num(0.0), second.nan_to_num(0.0))
+    precise = torch.promote_types(value.dtype, torch.float32)
+    nonzero = [(item != 0).to(precise) for item in (first, second)]  # NaN != 0
+    known = [((item != 0) & ~item.isnan()).to(precise) for item in (first, second)]
+    unknown_terms = contract(*nonzero) - contract(*known)
+    return value.masked_fill(unknown_terms > 0.5, float("nan"))
+
+
+def pointwise(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return what an elementwise operator makes of constants.
+
+    Args:
+        name: Of the operator, without a trailing underscore.
+        func: The operator.
+        args: Its arguments, tensors replaced by their constants.
+        kwargs: The same.
+    """
+    if name == "mul" and isinstance(args[1], Tensor):
+        return product(args[0], args[1])
+    if name == "div" and isinstance(args[1], Tensor) and not kwargs:
+        result = args[0] / args[1]
+        return torch.where(args[0] == 0, torch.zeros_like(result), result)
+    if name == "where":
+        first, second = (item if isinstance(item, Tensor) else torch.tensor(item) for item in args[1:3])
+        return torch.where(first == second, first, torch.full_like(first, float("nan")))
+    if name == "masked_fill":
+        value, fill = args[0], args[2]
+        return torch.where(value == fill, value, torch.full_like(value, float("nan")))
+    result = func(*args, **kwargs)
+    return result if isinstance(result, Tensor) else None
+
+
+def agreed(value: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Return the constants that do not differ over `dims`, which are dropped; NaN where they do.
+
+    Example:
+        >>> agreed(torch.tensor([[1.0, 2.0], [1.0, 3.0]]), (0,))
+        tensor([1., nan])
+    """
+    if not dims:
+        return value
+    low, high = value.amin(dims), value.amax(dims)  # both are NaN where one is
+    return torch.where(low == high, low, torch.full_like(low, float("nan")))
+
+
+Ids = NDArray[np.int64]
+
+FIXED = 0
+"""The id of what can never be removed."""
+
+
+class Role(enum.IntFlag):
+    """What an axis of a tensor does for the values at its positions."""
+
+    OUT = 1
+    """It makes them: rows of a weight, its bias, an embedding's columns."""
+    NORM = 2
+    """It scales or shifts them: the parameters of a norm, a layer scale."""
+    IN = 4
+    """It consumes them in a sum: columns of a weight."""
+    STAT = 8
+    """It is measured from them: the running mean and variance of a batch norm."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a tensor: its positions have the ids from `start` on."""
+
+    tensor: str
+    axis: int
+    start: int
+    size: int
+
+
+def varying_dims(label: Tensor) -> tuple[int, ...]:
+    """Return the dims along which a label's ids differ.
+
+    A label is an int64 tensor of the shape of what it labels; along every other dim its stride is 0.
+    """
+    return tuple(
+        dim
+        for dim, (size, stride) in enumerate(zip(label.shape, label.stride(), strict=True))
+        if size > 1 and stride != 0
+    )
+
+
+def core(label: Tensor) -> Tensor:
+    """Return the label with size 1 along the dims where its ids do not differ."""
+    varying = varying_dims(label)
+    for dim in range(label.ndim):
+        if dim not in varying:
+            label = label.narrow(dim, 0, 1)
+    return label
+
+
+def along(label: Tensor, dim: int) -> Tensor:
+    """Return the ids along one dim, at the first place of every other.
+
+    Example:
+        >>> along(torch.tensor([[1, 2], [3, 4]]), 0)
+        tensor([1, 3])
+    """
+    for other in reversed(range(label.ndim)):
+        if other != dim:
+            label = label.select(other, 0)
+    return label
+
+
+def compact(label: Tensor) -> Tensor:
+    """Return the same label with stride 0 along every dim where its ids do not differ.
+
+    Example:
+        >>> varying_dims(compact(torch.tensor([[1, 2], [1, 2]])))
+        (1,)
+    """
+    shape, inner = label.shape, core(label)
+    for dim in range(inner.ndim):
+        first = inner.narrow(dim, 0, 1)
+        if inner.shape[dim] > 1 and torch.equal(inner, first.expand_as(inner)):
+            inner = first
+    return inner.expand(shape)
+
+
+class Positions:
+    """Union-find over ids, in bulk: what is removed together, what must stay and why, and what each id is.
+
+    Args:
+        shapes: Shape of every tensor by name; each of their axes gets ids.
+    """
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.axes: dict[tuple[str, int], Axis] = {}
+        start = FIXED + 1
+        for name, shape in shapes.items():
+            for axis, size in enumerate(shape):
+                self.axes[name, axis] = Axis(name, axis, start, size)
+                start += size
+        self.count = start
+        self.roles = np.zeros(start, dtype=np.uint8)
+        self.in_heads = np.zeros(start, dtype=bool)
+        self.in_convolutions = np.zeros(start, dtype=bool)
+        self._pairs: list[tuple[Ids, Ids]] = []
+        self._pins: list[tuple[Ids, str]] = []
+
+    def label(self, name: str, axis: int, like: Tensor) -> Tensor:
+        """Return the label of one axis of a tensor, in the tensor's shape."""
+        found = self.axes[name, axis]
+        ids = torch.arange(found.start, found.start + found.size, device=like.device)
+        return ids.view([-1 if dim == axis else 1 for dim in range(like.ndim)]).expand(like.shape)
+
+    def unite(self, first: Tensor, second: Tensor) -> None:
+        """Note that ids at equal places are removed together; the labels broadcast against each other."""
+        first, second = core(first), core(second)
+        shape = np.broadcast_shapes(first.shape, second.shape)
+        flat = [label.expand(shape).reshape(-1).cpu().numpy() for label in (first, second)]
+        pairs = np.unique(np.stack(flat), axis=1)
+        self._pairs.append((pairs[0], pairs[1]))
+
+    def unite_along(self, label: Tensor, dims: tuple[int, ...], reason: str) -> None:
+        """Note that along `dims` all goes or nothing; where nothing else varies, it stays, for `reason`."""
+        varying = varying_dims(label)
+        dims = tuple(dim for dim in dims if dim in varying)
+        if dims == varying:
+            self.pin(label, reason)
+            return
+        inner = core(label)
+        first = inner
+        for dim in dims:
+            first = first.narrow(dim, 0, 1)
+        if dims:
+            self.unite(inner, first)
+
+    def pin(self, label: Tensor, reason: str) -> None:
+        """Note that none of these ids can be removed; the first reason given is the one that is told."""
+        self._pins.append((flat_ids(label), reason))
+
+    def mark(self, label: Tensor, role: Role) -> None:
+        """Note what an axis does for the positions it names."""
+        self.roles[flat_ids(label)] |= int(role)
+
+    def components(self) -> Ids:
+        """Return, for every id, the smallest id among those it is removed with."""
+        parent: Ids = np.arange(self.count, dtype=np.int64)
+        if not self._pairs:
+            return parent
+        first = np.concatenate([pair[0] for pair in self._pairs])
+        second = np.concatenate([pair[1] for pair in self._pairs])
+        while True:
+            low, high = np.minimum(parent[first], parent[second]), np.maximum(parent[first], parent[second])
+            open_pairs = low != high
+            if not open_pairs.any():
+                return parent
+            np.minimum.at(parent, high[open_pairs], low[open_pairs])
+            while not np.array_equal(parent, parent[parent]):
+                parent = parent[parent]
+
+    def pinned(self, components: Ids) -> dict[int, str]:
+        """Return the reason why a component stays, by its smallest id."""
+        reasons: dict[int, str] = {FIXED: "it is joined to a tensor of fixed size"}
+        for ids, reason in self._pins:
+            for root in np.unique(components[ids]):
+                reasons.setdefault(int(root), reason)
+        return reasons
+
+
+def flat_ids(label: Tensor) -> Ids:
+    """Return the different ids of a label."""
+    found: Ids = np.unique(core(label).reshape(-1).cpu().numpy())
+    return found
+
+
+@dataclass
+class Tracked:
+    """What is known of a tensor.
+
+    `labels` are int64 tensors of its shape (see `positions.varying_dims`), one for each set of dims that can be
+    narrowed; `value` its values where they do not depend on the input; `is_parameter`: it comes from the model's
+    state alone.
+    """
+
+    labels: list[Tensor] = field(default_factory=list)
+    value: Tensor | None = None
+    is_parameter: bool = False
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """A norm over labelled positions: narrowing `label` along `dims` changes what it divides by."""
+
+    kind: str
+    module: str
+    label: Tensor
+    dims: tuple[int, ...]
+
+
+Rule = Callable[["Tracer", Any, tuple[Any, ...], dict[str, Any], Any], Any]
+RULES: dict[str, Rule] = {}
+"""By the name of an aten operator: functions that return a `Tracked` or None for every tensor of its output."""
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register the rule of operators; returns a decorator."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows ids and constants through every operator that runs.
+
+    Args:
+        model: Its parameters and buffers are what can be narrowed.
+        constants: Also follow the values that do not depend on the input.
+    """
+
+    def __init__(self, model: nn.Module, *, constants: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.constants = constants
+        self.names: dict[str, Tensor] = {}
+        seen: set[Tensor] = set()
+        persistent = set(model.state_dict(keep_vars=True))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name in persistent and tensor not in seen:
+                seen.add(tensor)
+                self.names[name] = tensor
+        self.positions = Positions({name: tuple(tensor.shape) for name, tensor in self.names.items()})
+        self.constant_of: NDArray[np.float64] = np.zeros(self.positions.count)
+        """What is known to arrive at the positions that are summed over: NaN where it is not known."""
+        self.is_summed = np.zeros(self.positions.count, dtype=bool)
+        self.norms: list[Normalised] = []
+        self.module_names: list[str] = [""]
+        self._viewed: set[int] = set()
+        self.inputs: set[int] = set()
+        """Where the storages of the example's tensors are."""
+        self._tracked: Any = WeakTensorKeyDictionary()
+        for name, tensor in self.names.items():
+            labels = [self.positions.label(name, axis, tensor) for axis in range(tensor.ndim)]
+            for label in labels:
+                if not varying_dims(label):
+                    self.positions.pin(label, "it is the only one")
+            tracked = Tracked([label for label in labels if varying_dims(label)], is_parameter=True)
+            tracked.value = tensor.detach() if constants and tensor.is_floating_point() else None
+            self.set(tensor, tracked)
+
+    def get(self, tensor: Any) -> Tracked | None:
+        """Return what is known of a tensor, without constants if it was written to under another name since."""
+        found = self._tracked.get(tensor) if isinstance(tensor, Tensor) else None
+        if found is None:
+            return None
+        tracked, version = found
+        return tracked if version == tensor._version else Tracked(tracked.labels, None, False)
+
+    def set(self, tensor: Tensor, tracked: Tracked, version: int | None = None) -> None:
+        """Note what is known of a tensor, which will have `version` once the operator has returned."""
+        if tracked.labels or tracked.value is not None or tracked.is_parameter:
+            self._tracked[tensor] = (tracked, tensor._version if version is None else version)
+        else:
+            self._tracked.pop(tensor, None)
+
+    def pin(self, tensors: Any, reason: str) -> None:
+        """Pin all positions of the tensors among `tensors`."""
+        for tensor in tree_leaves(tensors):
+            tracked = self.get(tensor)
+            for label in tracked.labels if tracked else ():
+                self.positions.pin(label, reason)
+
+    def is_aliased(self, tensor: Tensor) -> bool:
+        """Return whether a tensor without labels may have another name: what is written to it cannot be followed."""
+        tracked = self.get(tensor)
+        return not (tracked and tracked.labels) and tensor.untyped_storage().data_ptr() in self._viewed
+
+    def here(self) -> str:
+        """Return where the forward is, for a reason."""
+        return self.module_names[-1] or "the model"
+
+    def sum_over(self, label: Tensor, value: Tensor | None) -> None:
+        """Note that positions are summed over, and what arrives there.
+
+        Args:
+            label: Compact or not.
+            value: Constants of the same shape as `core(label)`, NaN where unknown; None: nowhere known.
+        """
+        ids = core(label).reshape(-1).cpu().numpy()
+        found = np.full(ids.shape, np.nan) if value is None else value.reshape(-1).double().cpu().numpy()
+        order = np.argsort(ids, kind="stable")
+        ids, found = ids[order], found[order]
+        starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]])
+        low, high = np.minimum.reduceat(found, starts), np.maximum.reduceat(found, starts)
+        found, ids = np.where(low == high, low, np.nan), ids[starts]
+        old = self.constant_of[ids]
+        self.constant_of[ids] = np.where(self.is_summed[ids] & (old != found), np.nan, found)
+        self.is_summed[ids] = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator, then its rule."""
+        kwargs = kwargs or {}
+        before = [tracked for leaf in tree_leaves((args, kwargs)) if (tracked := self.get(leaf))]
+        name = func._schema.name.removeprefix("aten::")
+        mutates = func._schema.is_mutable and args and isinstance(args[0], Tensor) and name.endswith("_")
+        is_view = not func._schema.is_mutable and any(item.alias_info is not None for item in func._schema.returns)
+        if is_view and isinstance(args[0], Tensor):
+            self._viewed.add(args[0].untyped_storage().data_ptr())
+        if not before:
+            out = func(*args, **kwargs)
+            if isinstance(out, Tensor) and not is_view and not func._schema.is_mutable:
+                self._viewed.discard(out.untyped_storage().data_ptr())  # the memory of a view that is gone
+            return out
+        known = RULES.get(name.removesuffix("_") if mutates else name)
+        if known is None and torch.Tag.pointwise in func.tags:
+            known = RULES["pointwise"]
+        if known is None or (func._schema.is_mutable and not mutates and "batch_norm" not in name):
+            out = func(*args, **kwargs)
+            self.pin((args, kwargs), f"the operator {name} in {self.here()} is not followed")
+            return out
+        if not mutates:
+            out = func(*args, **kwargs)
+            found = self._follow(known, func, args, kwargs, out)
+            self._note(out, found, args[0]._version if is_view and isinstance(args[0], Tensor) else None)
+            return out
+        found = self._follow(known, func, args, kwargs, args[0])  # before the tensor is written to
+        out = func(*args, **kwargs)
+        self._note(args[0], found, args[0]._version + 1)
+        return out
+
+    def _follow(self, known: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        try:
+            return known(self, func, args, kwargs, out)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:  # an overload that the rule does not know
+            name = func._schema.name.removeprefix("aten::")
+            self.pin((args, kwargs), f"the operator {name} in {self.here()} is not followed: {error}")
+            return Tracked()
+
+    def _note(self, out: Any, found: Any, version: int | None = None) -> None:
+        # versions are counted up, and views given that of their base, only when this returns
+        outs = out if isinstance(out, tuple | list) else [out]
+        tracked = found if isinstance(found, list) else [found]
+        for tensor, item in zip(outs, tracked, strict=False):
+            if isinstance(tensor, Tensor) and item is not None and tensor.numel():
+                item.labels = [label for label in map(compact, item.labels) if self._varies(label)]
+                self.set(tensor, item, version)
+
+    def _varies(self, label: Tensor) -> bool:
+        if not varying_dims(label):
+            self.positions.pin(label, "it is the only one")
+            return False
+        return True
+
+
+def real_dims(tensor: Tensor) -> set[int]:
+    """Return the dims along which a tensor has different elements, not one that is repeated."""
+    return {
+        dim
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+        if size > 1 and stride != 0
+    }
+
+
+def covered(labels: list[Tensor]) -> set[int]:
+    """Return the dims along which one of the labels varies."""
+    return {dim for label in labels for dim in varying_dims(label)}
+
+
+def restrict(tracer: Tracer, labels: list[Tensor], other: Tensor, other_labels: list[Tensor]) -> None:
+    """Fix labels along the dims of another operand that no label of its own covers: its size stays.
+
+    Args:
+        tracer: Notes it.
+        labels: Of the shape of the result.
+        other: The other operand, expanded to that shape.
+        other_labels: Its labels in that shape.
+    """
+    fixed = (real_dims(other) - covered(other_labels)) & covered(labels)
+    # what is the same for all positions is made as wide as it must be: zeros to which a mask was added
+    if fixed and other.untyped_storage().data_ptr() not in tracer.inputs:
+        fixed = {dim for dim in fixed if not bool((other == other.narrow(dim, 0, 1)).all())}
+    for label in labels:
+        dims = tuple(dim for dim in varying_dims(label) if dim in fixed)
+        if dims:
+            reason = f"it meets a tensor of fixed size in {tracer.here()}"
+            tracer.positions.unite_along(label, dims, reason)
+
+
+def join(tracer: Tracer, operands: list[list[Tensor]]) -> list[Tensor]:
+    """Return the labels of a result whose operands have these, all of its shape, and unite what meets.
+
+    Two labels over the same dims are united place by place. Where one varies over a part of the other's dims, the
+    finer one can follow only if that part is its first dim (the heads of heads x head size): then each head is removed
+    whole. Otherwise (a vector over the head size, shared by all heads) the coarser one stays as it is.
+    """
+    merged: list[Tensor] = []
+    for labels in operands:
+        for label in labels:
+            merged = _add(tracer, merged, label)
+    return merged
+
+
+def _add(tracer: Tracer, merged: list[Tensor], label: Tensor) -> list[Tensor]:
+    kept: list[Tensor] = []
+    dims = set(varying_dims(label))
+    for other in merged:
+        others = set(varying_dims(other))
+        if not dims & others:
+            kept.append(other)
+        elif dims == others:
+            tracer.positions.unite(other, label)
+            label = other
+        elif dims < others or others < dims:
+            fine, coarse = (other, label) if dims < others else (label, other)
+            _follow(tracer, fine, coarse)
+            label, dims = fine, set(varying_dims(fine))
+        else:
+            reason = f"it meets another axis in {tracer.here()}"
+            tracer.positions.pin(label, reason)
+            tracer.positions.pin(other, reason)
+            kept.append(other)
+    return [*kept, label]
+
+
+def _follow(tracer: Tracer, fine: Tensor, coarse: Tensor) -> None:
+    fine_dims, coarse_dims = varying_dims(fine), varying_dims(coarse)
+    if fine_dims[0] in coarse_dims:
+        rest = tuple(dim for dim in fine_dims if dim not in coarse_dims)
+        tracer.positions.unite_along(fine, rest, "")
+        tracer.positions.unite(fine, coarse)
+        return
+    tracer.positions.unite_along(fine, coarse_dims, f"it meets a shared axis in {tracer.here()}")
+    tracer.positions.pin(coarse, f"it is shared by several heads in {tracer.here()}")

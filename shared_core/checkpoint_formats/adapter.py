@@ -1,0 +1,178 @@
+"""PEFT LoRA adapters: read without PEFT, and what of them must be alike."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shared_core.checkpoint_formats.files import (
+    ADAPTER,
+    Ingredient,
+    MappedSafetensors,
+    load_torch_file,
+    open_safetensors,
+    read_json,
+)
+from shared_core.errors import CheckpointError
+
+ADAPTER_CONFIG = "adapter_config.json"
+_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+_A = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?A(?P<suffix>\.weight)?")
+_PREFIX = "base_model.model."
+
+# Their effect is no linear function of BA, or not of BA alone.
+_NOT_LINEAR = {
+    "use_dora": "DoRA divides by the norm of W + BA",
+    "kasa_config": "KaSA changes the base weight",
+    "velora_config": "VeLoRA is no sum of W and BA",
+    "monteclora_config": "MonteCLoRA is no sum of W and BA",
+    "use_bdlora": "its factors are block-diagonal",
+    "use_qalora": "QA-LoRA pools its input",
+    "arrow_config": "Arrow routes between adapters",
+    "target_parameters": "adapters of stacked experts are not read",
+}
+# These draw A and B, or find them in data; all others (PiSSA, OLoRA, CorDA, LoftQ, ...) also change the base weight, by
+# an amount that depends on the rank.
+_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+# May differ: what the algebra takes care of, and what does not change the function.
+_FREE_FIELDS = frozenset({
+    "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "lora_dropout", "inference_mode",
+    "init_lora_weights", "peft_version", "runtime_config", "loftq_config", "eva_config",
+})  # fmt: skip
+# None where PEFT did not know it.
+_OPTIONAL_FIELDS = frozenset({"base_model_name_or_path", "revision", "auto_mapping"})
+
+
+@dataclass(frozen=True)
+class LoraLayer:
+    """The names of a layer's tensors in an adapter."""
+
+    module: str
+    """The layer in the base model."""
+    a: str
+    b: str
+    bias: str
+    """Of B (``lora_bias``); may not exist."""
+
+
+def open_adapter(folder: Path) -> Ingredient:
+    """Return the ingredient of a PEFT folder.
+
+    Raises:
+        CheckpointError: If it is damaged or no LoRA adapter.
+    """
+    config = read_json(folder / ADAPTER_CONFIG)
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"{folder}: peft_type must be LORA, got {config.get('peft_type')!r}; leave it out")
+    for field, kind in (("r", int), ("lora_alpha", int | float), ("rank_pattern", dict | None),
+                        ("alpha_pattern", dict | None)):  # fmt: skip
+        if field in config and not isinstance(config[field], kind):
+            raise CheckpointError(f"{folder}: {field} must be a {kind}, got {config[field]!r}; it is damaged")
+    file = next((folder / name for name in _FILES if (folder / name).exists()), None)
+    if file is None:
+        raise CheckpointError(f"{folder}: folder must hold one of {', '.join(_FILES)}, got none; check the path")
+
+    def load() -> Mapping[str, Tensor]:
+        if file.suffix == ".safetensors":
+            return MappedSafetensors(dict.fromkeys(open_safetensors(file).keys(), file))
+        content = load_torch_file(file)
+        if not isinstance(content, Mapping):
+            raise CheckpointError(f"{file}: file must hold a state dict, got {type(content).__name__}; leave it out")
+        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in content.items()}  # no ties
+
+    adapter = Ingredient(str(folder), ADAPTER, folder, load, config)
+    adapter.shards = dict.fromkeys([*adapter.specs, *adapter.ties], file.name)
+    lora_layers(adapter)
+    return adapter
+
+
+def lora_layers(adapter: Ingredient) -> list[LoraLayer]:
+    """Return the layers of an adapter, in the order of its file."""
+    layers = []
+    for key in adapter.specs:
+        match = _A.fullmatch(key)
+        if match is not None:
+            stem = f"{match['module']}.lora_{match['embedding'] or ''}B"
+            layer = LoraLayer(
+                match["module"].removeprefix(_PREFIX), key, stem + (match["suffix"] or ""), f"{stem}.bias"
+            )
+            if not adapter.has(layer.b):
+                raise CheckpointError(f"{adapter.name}: {key!r} must come with {layer.b!r}, got none; it is damaged")
+            layers.append(layer)
+    if not layers:
+        raise CheckpointError(f"{adapter.name}: adapter must hold lora_A and lora_B, got none; leave it out")
+    return layers
+
+
+def rank_and_alpha(config: Mapping[str, Any], module: str) -> tuple[int, float]:
+    """Return the rank and alpha that an adapter's config gives a layer; the first pattern that fits it wins."""
+
+    def of(patterns: str, default: str) -> Any:
+        fitting = (value for key, value in (config.get(patterns) or {}).items()
+                   if re.match(rf"(.*\.)?({key})$", module))  # fmt: skip
+        return next(fitting, config.get(default, 8))
+
+    return of("rank_pattern", "r"), of("alpha_pattern", "lora_alpha")
+
+
+def scaling(config: Mapping[str, Any], module: str) -> float:
+    """Return the factor of BA in a layer: alpha / r, or alpha / sqrt(r) with rsLoRA (Kalajdzievski, 2023)."""
+    rank, alpha = rank_and_alpha(config, module)
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def check_adapters(first: Ingredient, other: Ingredient) -> None:
+    """Raise `CheckpointError` unless two adapters can be averaged."""
+    remedy = "leave one of them out, or merge each into its model and average these"
+    for adapter in (first, other):
+        for field, why in _NOT_LINEAR.items():
+            if adapter.config.get(field):
+                raise CheckpointError(f"soup: {adapter.name} must have no {field}, got it: {why}; {remedy}")
+        start = adapter.config.get("init_lora_weights", True)
+        if start not in _PLAIN_STARTS:
+            raise CheckpointError(
+                f"soup: {adapter.name} must leave the base model as it is, got init_lora_weights {start!r}, which "
+                f"changes it by an amount that depends on the rank; {remedy}"
+            )
+        odd = next((key for key in adapter.specs if ".lora_" in key and not _plain(key)), None)
+        if odd is not None:
+            raise CheckpointError(f"soup: {adapter.name} must hold plain LoRA, got {odd!r}; {remedy}")
+        for layer in lora_layers(adapter):
+            ranks = adapter.spec(layer.a).shape[0], adapter.spec(layer.b).shape[1]
+            rank = rank_and_alpha(adapter.config, layer.module)[0]
+            if ranks != (rank, rank):
+                raise CheckpointError(
+                    f"soup: {layer.module!r} must have rank {rank} as the config says, got {ranks[0]} in A and "
+                    f"{ranks[1]} in B of {adapter.name}; it is damaged, or a convolution with groups; {remedy}"
+                )
+    for field in sorted((first.config.keys() & other.config.keys()) - _FREE_FIELDS):
+        one, two = (_comparable(adapter.config[field]) for adapter in (first, other))
+        if one != two and not (field in _OPTIONAL_FIELDS and None in (one, two)):
+            raise CheckpointError(
+                f"soup: adapters must have the same {field}, got {one!r} in {first.name} and {two!r} in {other.name}; "
+                "leave one of them out"
+            )
+
+
+def _plain(key: str) -> bool:
+    return re.search(r"\.lora_(embedding_)?[AB](\.weight|\.bias)?$", key) is not None
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, list):
+        # PEFT holds sets, writes them in any order, and adds to modules_to_save each time that it wraps a model
+        value = sorted(dict.fromkeys(map(str, value)))
+    return value or None
+
+
+def rank_dimension(key: str) -> int | None:
+    """Return the dimension of a tensor that is its adapter's rank, None for tensors without one."""
+    if re.search(r"\.lora_(embedding_)?A(\.weight)?$", key):
+        return 0
+    return 1 if re.search(r"\.lora_(embedding_)?B(\.weight)?$", key) else None

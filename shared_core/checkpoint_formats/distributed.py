@@ -1,0 +1,228 @@
+"""Distributed checkpoints (DCP): read tensor by tensor without a process group, unpickling nothing but their index."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+import warnings
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from shared_core.checkpoint_formats.files import (
+    DISTRIBUTED,
+    RAW_KEY,
+    Ingredient,
+    TensorSpec,
+    load_torch_file,
+    load_torch_stream,
+    read_config,
+)
+from shared_core.checkpoint_formats.plain import LIGHTNING_META
+from shared_core.errors import CheckpointError
+
+INDEX = ".metadata"
+# accelerate's folder for the model in a checkpoint of the Hugging Face Trainer under FSDP
+_ACCELERATE_FOLDER = "pytorch_model_fsdp_0"
+# Where trainers put the weights: accelerate and Lightning's FSDP, Lightning's FSDP2, DeepSpeed and plain loops.
+_ROOTS = ("model", "state_dict", "module")
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ADMITTED = {
+    *((_METADATA, name) for name in (
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    )),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),  # looks a name up in a table
+    ("collections", "OrderedDict"),
+}  # fmt: skip
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """The index is a pickle: this admits the classes that DCP writes into it, none of which runs code of the file's."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        super().__init__(stream)
+        self._name = stream.name
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("pathlib", "pathlib._local"):  # a path of the machine that wrote it
+            return PurePath
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) not in _ADMITTED:
+            raise CheckpointError(
+                f"{self._name}: index must name only what DCP writes, got {module}.{name}; no code was run"
+            )
+        return getattr(importlib.import_module(module), name)
+
+
+def check_indexes(folder: Path) -> None:
+    """Read every index in a checkpoint, in this folder and below, as nothing but what DCP writes.
+
+    torch (2.13) itself unpickles whatever an index holds.
+
+    Raises:
+        CheckpointError: If one is damaged or names code.
+    """
+    for file in folder.rglob(INDEX):
+        _read_index(file)
+
+
+def _read_index(file: Path) -> Any:
+    try:
+        with file.open("rb") as stream:
+            index = _IndexUnpickler(stream).load()
+            if type(index).__name__ != "Metadata":
+                raise TypeError(type(index).__name__)
+            return index
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle raises anything
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{file}: index must be whole, got {str(error)[:200] or type(error).__name__}; it is truncated or not a "
+        "distributed checkpoint, leave it out"
+    )
+
+
+def index_folder(folder: Path) -> Path | None:
+    """Return the folder with the distributed checkpoint's index: itself, accelerate's in it, or None if neither."""
+    return next((place for place in (folder, folder / _ACCELERATE_FOLDER) if (place / INDEX).is_file()), None)
+
+
+class DistributedWeights(Mapping[str, Tensor]):
+    """The model's tensors in a distributed checkpoint, each put together from its shards when it is asked for.
+
+    Args:
+        folder: The folder with ``.metadata`` and ``*.distcp``.
+
+    Raises:
+        CheckpointError: If it is damaged, names code, or does not tell which of its tensors are the model's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            index = _read_index(folder / INDEX)
+            paths = {key: (index.planner_data or {}).get(key, (key,)) for key in index.state_dict_metadata}
+            tensors = {key for key, entry in index.state_dict_metadata.items() if hasattr(entry, "chunks")}
+            self.root = _root([paths[key] for key in paths if key in tensors], folder)
+            """The keys that lead to the model in the nested dict that was saved."""
+            depth = len(self.root)
+            self._keys = {
+                ".".join(map(str, path[depth:])): key for key, path in paths.items() if tuple(path[:depth]) == self.root
+            }
+            self._entries = index.state_dict_metadata
+            self._places = {(place.fqn, place.offset): where for place, where in index.storage_data.items()}
+            other = next((name for name, key in self._keys.items() if key not in tensors), None)
+            if other is not None:
+                raise CheckpointError(f"{folder}: {other!r} must be a tensor, got an object; save weights alone")
+            self.specs = {name: self._spec(key) for name, key in self._keys.items()}
+        except CheckpointError:
+            raise
+        except Exception as error:  # of an index that lies
+            raise _damaged(folder / INDEX, error) from error
+
+    def _spec(self, key: str) -> TensorSpec:
+        entry = self._entries[key]
+        spec = TensorSpec(tuple(entry.size), entry.properties.dtype)
+        if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
+            raise CheckpointError(f"{self._folder}: shards must make up the whole of {key!r}; some are missing")
+        for _, place in self._shards(key):
+            file = self._folder / place.relative_path
+            if PurePath(place.relative_path).name != place.relative_path:
+                raise CheckpointError(f"{file}: shard must be a file name in the same folder")
+            if place.transform_descriptors:
+                raise CheckpointError(f"{file}: shard must be stored as it is, got {place.transform_descriptors}")
+            if not file.is_file() or file.stat().st_size < place.offset + place.length:
+                raise CheckpointError(f"{file}: file must be a whole shard, got one that is missing or truncated")
+        return spec
+
+    def _shards(self, key: str) -> Iterator[tuple[Any, Any]]:
+        return ((chunk, self._places[key, chunk.offsets]) for chunk in self._entries[key].chunks)
+
+    def __getitem__(self, name: str) -> Tensor:
+        key, spec = self._keys[name], self.specs[name]
+        whole: Tensor | None = None
+        for chunk, place in self._shards(key):
+            file = self._folder / place.relative_path
+            with file.open("rb") as stream:
+                stream.seek(place.offset)
+                shard = load_torch_stream(io.BytesIO(stream.read(place.length)), f"{file} at {place.offset}")
+            if not isinstance(shard, Tensor) or (shard.shape, shard.dtype) != (chunk.sizes, spec.dtype):
+                raise CheckpointError(f"{file}: shard of {key!r} must be of the index's shape and dtype; it is damaged")
+            if tuple(chunk.sizes) == spec.shape:
+                return shard
+            whole = torch.empty(spec.shape, dtype=spec.dtype) if whole is None else whole
+            where = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[where] = shard
+        if whole is None:
+            raise CheckpointError(f"{self._folder}: shards must make up the whole of {key!r}, got none")
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def _root(paths: Sequence[Sequence[Any]], folder: Path) -> tuple[Any, ...]:
+    """Return what leads to the model among the paths of all tensors; optimizer states lie beside it."""
+    roots = {
+        tuple(path[: position + 1])
+        for path in paths
+        for position in [next((i for i, part in enumerate(path[:-1]) if part in _ROOTS), None)]
+        if position is not None and not any("optim" in str(part).lower() for part in path[:position])
+    }
+    tops = {path[0] for path in paths if len(path) > 1}
+    if len(roots) == 1:
+        root = roots.pop()
+        beside = [path for path in paths if tuple(path[: len(root)]) != root]
+        if len(root) == 1 or all("optim" in str(path).lower() for path in beside):  # else a part named `model`
+            return root
+    elif not roots and not tops:
+        return ()
+    elif not roots and len(tops) == 1 and all(len(path) > 1 for path in paths) and "optim" not in str(tops):
+        return (tops.pop(),)
+    raise CheckpointError(
+        f"{folder}: distributed checkpoint must hold the weights under one of {', '.join(_ROOTS)}, or nothing else, "
+        f"got {', '.join(sorted(map(repr, tops)))}; save {{'model': model.state_dict(), ...}}"
+    )
+
+
+def open_distributed(folder: Path, inner: Path) -> Ingredient:
+    """Return the ingredient of a folder whose weights are a distributed checkpoint, in it or in `inner`."""
+    weights = DistributedWeights(inner)
+    meta = inner / LIGHTNING_META
+
+    def load() -> Mapping[str, Tensor]:
+        # what Lightning keeps beside the shards; it holds latent weights where those in the shards are rounded
+        raw = load_torch_file(meta).get(RAW_KEY) if meta.is_file() else None
+        return ChainMap(raw, weights) if raw else weights  # type: ignore[arg-type]
+
+    return Ingredient(str(folder), DISTRIBUTED, folder, load, read_config(folder), specs=weights.specs)
+
+
+def write_distributed(state_dict: Mapping[str, Tensor], like: Path, target: Path) -> None:
+    """Write a state dict as a distributed checkpoint, nested as the one in the folder `like`, by this process alone."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    nested: dict[Any, Any] = dict(state_dict)
+    for key in reversed(DistributedWeights(like).root):
+        nested = {key: nested}
+    target.mkdir(exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")  # it is meant to be
+        save(nested, storage_writer=FileSystemWriter(target), no_dist=True)

@@ -1,0 +1,261 @@
+"""Files of weights and JSON, read without running any of their code.
+
+An ingredient: names, shapes and ties of a state dict, whose tensors are read one at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shared_core.distributed.collectives import local_part
+from shared_core.errors import CheckpointError
+from shared_core.files.journal import read_object
+
+
+class MappedSafetensors(Mapping[str, Tensor]):
+    """The tensors of safetensors files, each mapped when it is asked for."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = files
+        self._handles = {file: open_safetensors(file) for file in dict.fromkeys(files.values())}
+
+    def __getitem__(self, key: str) -> Tensor:
+        tensor: Tensor = self._handles[self._files[key]].get_tensor(key)
+        return tensor
+
+    def __iter__(self) -> Any:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def open_safetensors(file: Path) -> Any:
+    """Return the open safetensors file; raises `CheckpointError` if it is not whole."""
+    _check_file(file)
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file}: file must be whole safetensors, got {error}; it is truncated or not a checkpoint, leave it out"
+        ) from error
+
+
+def load_torch_file(file: Path) -> Any:
+    """Return what a file of ``torch.save`` holds, its tensors mapped from the file, running none of its code.
+
+    Raises:
+        CheckpointError: If it is missing, empty, truncated, or holds more than tensors and plain values.
+    """
+    _check_file(file)
+    # files from before torch 1.6 cannot be mapped
+    return load_torch_stream(file, str(file), mmap=zipfile.is_zipfile(file))
+
+
+def load_torch_stream(stream: Any, name: str, *, mmap: bool | None = None) -> Any:
+    """Return what a file or stream of ``torch.save`` holds, running none of its code; errors call it `name`."""
+    try:
+        return torch.load(stream, map_location="cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        if "Weights only load failed" not in str(error):
+            raise CheckpointError(f"{name}: file must be a whole checkpoint, got {error}; leave it out") from error
+        # torch tells what it met after, or instead of, advice on how to run the file's code
+        told = str(error).partition("WeightsUnpickler error:")[2] or str(error).partition("\n")[2] or str(error)
+        reason = next((line for line in told.splitlines() if line.strip()), "")
+        raise CheckpointError(
+            f"{name}: checkpoint must hold only tensors and plain values, got {reason.strip()[:200]}; its code was not "
+            "run; save model.state_dict() or safetensors instead"
+        ) from error
+    except Exception as error:  # torch's readers raise RuntimeError, EOFError, KeyError, UnicodeDecodeError and more
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{name}: file must be a whole checkpoint, got {first_line[:200]}; it is truncated or not a checkpoint, "
+            "leave it out"
+        ) from error
+
+
+def _check_file(file: Path) -> None:
+    if not file.is_file():
+        raise CheckpointError(f"{file}: file must exist, got none; check the path")
+    if file.stat().st_size == 0:
+        raise CheckpointError(f"{file}: file must be a whole checkpoint, got an empty file; leave it out")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        CheckpointError: If it cannot be read or holds something else.
+    """
+    return read_object(file, "leave it out")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the fields of a folder's ``config.json``, none if it has none."""
+    return read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+
+
+# What an ingredient looks like on disk, and so what the soup is written as.
+HF_FOLDER, LIGHTNING, STATE_DICT, SAFETENSORS, IN_MEMORY, DISTRIBUTED, ADAPTER = (
+    "Hugging Face folder", "checkpoint with a state_dict", "state dict file", "safetensors file", "state dict",
+    "distributed checkpoint", "PEFT adapter",
+)  # fmt: skip
+
+RUN_KEY, RAW_KEY = "eff_run", "eff_raw_state_dict"
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of a tensor that has not been read yet."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Ingredient:
+    """A model to average, read one tensor at a time.
+
+    Args:
+        name: What errors and the soup's path call it.
+        kind: What it looks like on disk, one of the constants of this module.
+        path: The folder or file, None for a state dict in memory.
+        load: Returns the state dict; called at the first read after each `close`. Files are mapped, not read.
+        config: The fields of a Hugging Face ``config.json``, or of an adapter's.
+        specs: Shapes and dtypes, where a file tells them without its tensors being read; none of them is tied.
+        parts_on: Where processes that read parts of the tensors each tell the others what they found in theirs; None
+            where every process reads them whole.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        path: Path | None,
+        load: Callable[[], Mapping[str, Tensor]],
+        config: Mapping[str, Any] | None = None,
+        specs: Mapping[str, TensorSpec] | None = None,
+        parts_on: torch.device | None = None,
+    ) -> None:
+        self.name, self.kind, self.path, self.config = name, kind, path, dict(config or {})
+        self.parts_on = parts_on
+        self.shards: dict[str, str] = {}
+        """The file in a folder that holds each tensor."""
+        self.index: str | None = None
+        """The index file of a sharded folder."""
+        self._load = load
+        self._open: Mapping[str, Tensor] | None = None
+        self._stored: dict[str, str] = {}
+        owners: dict[tuple[Any, ...], str] = {}
+        self.specs: dict[str, TensorSpec] = dict(specs or {})
+        """The tensors, each once, in the order of the file."""
+        self.ties: dict[str, str] = {}
+        """Further names of a tensor, each with the name in `specs` that its data is read under."""
+        for key, value in (self._tensors() if specs is None else {}).items():
+            if not isinstance(value, Tensor):
+                raise CheckpointError(
+                    f"{name}: {key!r} must be a tensor, got {type(value).__name__}; save model.state_dict() alone"
+                )
+            owner = owners.setdefault(storage_key(value) or (key,), key)
+            if owner == key:
+                self.specs[key] = TensorSpec(tuple(value.shape), value.dtype)
+            else:
+                self.ties[key] = owner
+        if not self.specs:
+            raise CheckpointError(f"{name}: state dict must hold at least one tensor, got none; check the path")
+        self.close()
+
+    def _tensors(self) -> Mapping[str, Tensor]:
+        if self._open is None:
+            self._open = self._load()
+        return self._open
+
+    def tensor(self, key: str) -> Tensor:
+        """Return one tensor; do not write to it, it may be a view of the file or of the caller's own weights."""
+        key = self.ties.get(key, key)
+        return self._tensors()[self._stored.get(key, key)].detach()
+
+    def renamed(self, names: Mapping[str, str], ties: Mapping[str, str]) -> Ingredient:
+        """Return this ingredient with other names for its tensors.
+
+        Args:
+            names: For each tensor its new name and the one it has now.
+            ties: Further new names of a tensor, each with the one in `names`.
+        """
+        other = copy.copy(self)
+        other.specs = {new: self.spec(old) for new, old in names.items()}
+        other.ties = dict(ties)
+        other._stored = {}
+        for new, old in names.items():
+            owner = self.ties.get(old, old)
+            other._stored[new] = self._stored.get(owner, owner)
+        return other
+
+    @property
+    def is_renamed(self) -> bool:
+        """Whether its tensors have other names here than on disk."""
+        return any(new != old for new, old in self._stored.items())
+
+    @property
+    def suffix(self) -> str:
+        """The suffix of its file, empty for a folder and in memory."""
+        return "" if self.path is None or self.path.is_dir() else self.path.suffix
+
+    def spec(self, key: str) -> TensorSpec:
+        """Return shape and dtype of the tensor with this name, tied or not."""
+        return self.specs[self.ties.get(key, key)]
+
+    @property
+    def tied_groups(self) -> set[frozenset[str]]:
+        """The names of each tensor that has several."""
+        return {
+            frozenset({owner, *(alias for alias, its in self.ties.items() if its == owner)})
+            for owner in self.ties.values()
+        }
+
+    def has(self, key: str) -> bool:
+        """Return whether a tensor has this name, tied or not."""
+        return key in self.specs or key in self.ties
+
+    def close(self) -> None:
+        """Let go of the file; the next read opens it again."""
+        self._open = None
+
+    def digest(self) -> str:
+        """Return a hash of names, shapes and the two ends of every tensor, to tell ingredients apart cheaply."""
+        # the factor of BA is in the config
+        digest = hashlib.sha256(repr(sorted(self.config.items())).encode() if self.kind == ADAPTER else b"")
+        for key in sorted(self.specs):
+            flat = self.tensor(key).reshape(-1)
+            ends = torch.cat([flat[:1024], flat[-1024:]]).cpu().contiguous().view(torch.uint8).numpy()
+            digest.update(f"{key} {self.specs[key]}".encode() + ends.tobytes())
+        self.close()
+        return digest.hexdigest()
+
+
+def storage_key(tensor: Tensor) -> tuple[Any, ...] | None:
+    """Return what two tied tensors have in common, None for a tensor without data."""
+    if tensor.numel() == 0 or tensor.is_meta:
+        return None
+    start: Any = tensor.data_ptr()
+    if (part := local_part(tensor)) is not tensor:  # which may be empty, and then has no address of its own
+        start = part.untyped_storage().data_ptr(), part.storage_offset()
+    return tensor.device, start, tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def averaged(dtype: torch.dtype) -> bool:
+    """Return whether tensors of this dtype are averaged; integers and booleans come from the best ingredient.
+
+    Example:
+        >>> averaged(torch.bfloat16), averaged(torch.int64), averaged(torch.bool)
+        (True, False, False)
+    """
+    return dtype.is_floating_point or dtype.is_complex

@@ -1,0 +1,139 @@
+"""Where ingredients come from: Hugging Face folders, Lightning checkpoints, state dict files, mappings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shared_core.checkpoint_formats.adapter import ADAPTER_CONFIG, open_adapter
+from shared_core.checkpoint_formats.distributed import index_folder, open_distributed
+from shared_core.checkpoint_formats.files import (
+    HF_FOLDER,
+    LIGHTNING,
+    RAW_KEY,
+    SAFETENSORS,
+    STATE_DICT,
+    Ingredient,
+    MappedSafetensors,
+    load_torch_file,
+    open_safetensors,
+    read_config,
+    read_json,
+)
+from shared_core.errors import CheckpointError
+from shared_core.files.journal import is_unfinished
+
+_WEIGHT_FILES = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
+
+
+def open_ingredient(path: str | Path) -> Ingredient:
+    """Return the ingredient that a path names; its header is read, its weights are not.
+
+    Args:
+        path: A Hugging Face folder (safetensors or ``.bin``, whole or sharded), a Lightning ``.ckpt``, a file of a
+            plain state dict (``.safetensors``, or ``torch.save``), a distributed checkpoint (DCP) of either trainer or
+            of one's own, or the folder of a PEFT adapter.
+
+    Raises:
+        CheckpointError: If it is missing, damaged, unsafe to read, or a format that soups do not read.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _open_folder(path)
+    if path.suffix == ".safetensors":
+        files = dict.fromkeys(open_safetensors(path).keys(), path)
+        return Ingredient(str(path), SAFETENSORS, path, lambda: MappedSafetensors(files))
+    content = load_torch_file(path)
+    kind = LIGHTNING if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping) else STATE_DICT
+    if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
+        raise CheckpointError(
+            f"{path}: file must hold a state dict, got {type(content).__name__}; save model.state_dict()"
+        )
+    return Ingredient(str(path), kind, path, lambda: _weights_of(load_torch_file(path)))
+
+
+def _weights_of(content: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    weights = content.get("state_dict")
+    if not isinstance(weights, Mapping):
+        return content
+    # a checkpoint written while weights are quantised holds the rounded ones; averages are made of the latent ones
+    raw = content.get(RAW_KEY, {})
+    return {key: raw.get(key, value) for key, value in weights.items()}
+
+
+def _open_folder(folder: Path) -> Ingredient:
+    if is_unfinished(folder):
+        raise CheckpointError(f"{folder}: folder must be complete, but its writer was stopped; leave it out")
+    found = next((folder / name for name in _WEIGHT_FILES if (folder / name).exists()), None)
+    if found is None:
+        sharded = index_folder(folder)
+        if sharded is not None:
+            return open_distributed(folder, sharded)
+        if (folder / ADAPTER_CONFIG).exists():
+            return open_adapter(folder)
+        raise CheckpointError(
+            f"{folder}: folder must hold one of {', '.join(_WEIGHT_FILES)}, {ADAPTER_CONFIG} or a DCP index, got none; "
+            "check the path"
+        )
+    index = _read_index(found) if found.suffix == ".json" else None
+    files = [found] if index is None else [folder / name for name in dict.fromkeys(index.values())]
+    config = read_config(folder)
+    if files[0].suffix == ".safetensors":
+        where = {key: file for file in files for key in open_safetensors(file).keys()}  # noqa: SIM118
+        ingredient = Ingredient(str(folder), HF_FOLDER, folder, lambda: MappedSafetensors(where), config)
+    else:
+
+        def load() -> Mapping[str, Tensor]:
+            return {key: value for file in files for key, value in _state_dict_in(file).items()}
+
+        ingredient = Ingredient(str(folder), HF_FOLDER, folder, load, config)
+    names = [*ingredient.specs, *ingredient.ties]
+    ingredient.shards = dict.fromkeys(names, found.name) if index is None else index
+    odd = sorted(ingredient.shards.keys() ^ set(names))
+    if odd:
+        raise CheckpointError(f"{found}: index must name the tensors of its shards, got {odd[0]!r} on one side only")
+    ingredient.index = None if index is None else found.name
+    return ingredient
+
+
+def _state_dict_in(file: Path) -> Mapping[str, Tensor]:
+    content = load_torch_file(file)
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{file}: file must hold a state dict, got {type(content).__name__}; leave it out")
+    return content
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise CheckpointError(f"{index}: index must have a weight_map, got {shards!r}; the file is damaged")
+    for name in shards.values():
+        if not isinstance(name, str) or Path(name).name != name or len(name.encode(errors="replace")) > 255:
+            raise CheckpointError(f"{index}: shard must be a file name in the same folder, got {name!r:.100}")
+    return shards
+
+
+def expand(paths: Sequence[str | Path]) -> list[Path]:
+    """Return the paths, with each folder that only holds ``checkpoint-<step>`` folders replaced by these, by step.
+
+    Raises:
+        CheckpointError: If one comes twice, which would count double in an average.
+    """
+    found: list[Path] = []
+    for path in map(Path, paths):
+        weights = index_folder(path) or [name for name in (*_WEIGHT_FILES, ADAPTER_CONFIG) if (path / name).exists()]
+        inner = [child for child in path.glob("checkpoint-*") if child.name.removeprefix("checkpoint-").isdigit()]
+        if path.is_dir() and not weights and inner:
+            found += sorted(inner, key=lambda child: int(child.name.removeprefix("checkpoint-")))
+        else:
+            found.append(path)
+    places: dict[Path, Path] = {}
+    for path in found:
+        if (other := places.setdefault(path.resolve(), path)) is not path:
+            raise CheckpointError(f"soup: each checkpoint must be named once, got {path} and {other}; leave one out")
+    return found

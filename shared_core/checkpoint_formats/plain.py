@@ -1,0 +1,152 @@
+"""Saved models load in the user's own model without this library: same keys, same shapes, plain tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from shared_core.errors import CheckpointError, TrainingError
+from shared_core.files.atomic import atomic_write
+
+DEPLOYMENT_FILE = "eff_deployment.json"
+DEPLOYMENT_KEY = "eff_deployment"
+LIGHTNING_META = "meta.pt"  # beside the shards of a folder that Lightning wrote
+
+
+class PlainKeys:
+    """The keys and shapes that the user's model had before anything was attached to it.
+
+    Args:
+        model: The user's model, still untouched.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.read(model)
+
+    def read(self, model: nn.Module) -> None:
+        """Take the keys and shapes that a model has now for those to hold.
+
+        Raises:
+            TrainingError: If it has parameters of lazy layers, which have no shape before the first forward.
+        """
+        lazy = [name for name, tensor in model.state_dict().items() if is_lazy(tensor)]
+        if lazy:
+            raise TrainingError(
+                f"session: model must have its parameters made, got none for {', '.join(lazy[:5])} of lazy layers; "
+                "pass a batch through the model first"
+            )
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if _sized(tensor)}
+        self._names = set(model.state_dict())
+
+    def check(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Refuse a state dict that the untouched model could not load strictly.
+
+        Raises:
+            CheckpointError: Naming what is missing, unexpected or of another shape.
+        """
+        missing, unexpected = self._names - set(state_dict), set(state_dict) - self._names
+        reshaped = {
+            name: (shape, tuple(state_dict[name].shape))
+            for name, shape in self._shapes.items()
+            if name in state_dict and tuple(state_dict[name].shape) != shape
+        }
+        if missing or unexpected or reshaped:
+            raise CheckpointError(
+                f"checkpoint: keys must be those of the plain model, got missing {sorted(missing)}, "
+                f"unexpected {sorted(unexpected)}, other shapes {reshaped}; nothing was written"
+            )
+
+
+def _sized(tensor: object) -> bool:
+    # Extra state (`get_extra_state`) may be any object; only tensors have a shape to hold.
+    return isinstance(tensor, Tensor)
+
+
+def write_deployment(folder: Path | str, values: Mapping[str, Any]) -> None:
+    """Write what `Session.deployment` returned beside the weights in `folder`; nothing if there is nothing.
+
+    Args:
+        folder: That of the weights; it exists.
+        values: Technique → plain values that JSON holds.
+    """
+    if values:
+        with atomic_write(Path(folder) / DEPLOYMENT_FILE) as temporary:
+            temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def read_deployment(path: Path | str) -> dict[str, Any]:
+    """Return what was written beside the weights: of a model's folder, or of a Lightning ``.ckpt``, sharded or not.
+
+    Args:
+        path: A folder, or a file that Lightning wrote.
+
+    Raises:
+        CheckpointError: If there is nothing, or it cannot be read.
+    """
+    path = Path(path)
+    file = path / DEPLOYMENT_FILE if path.is_dir() else path
+    if path.is_dir() and not file.exists() and (path / LIGHTNING_META).is_file():
+        file = path / LIGHTNING_META
+    try:
+        if file.suffix == ".json":
+            return dict(json.loads(file.read_text(encoding="utf-8")))
+        return dict(torch.load(file, map_location="cpu", weights_only=True)[DEPLOYMENT_KEY])
+    except Exception as error:  # torch.load raises whatever the damage makes it
+        raise CheckpointError(
+            f"deployment: {file} must hold what a model needs beside its weights, got {type(error).__name__}: {error}; "
+            "save the model after training with a technique that needs it (qat)"
+        ) from error
+
+
+def unlike(model: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
+    """Return the names that weights lack for a model, ties aside, and those that the model has not in their shape.
+
+    Args:
+        model: Whose names and shapes count.
+        weights: Name → tensor, as in a state dict.
+
+    Example:
+        >>> unlike(nn.Linear(2, 1), {"weight": torch.zeros(1, 3)})
+        (['bias'], ['weight'])
+    """
+    own = model.state_dict()
+    given = {own[name].data_ptr() for name in weights if name in own}
+    missing = [name for name, value in own.items() if name not in weights and value.data_ptr() not in given]
+    others = [name for name, value in weights.items() if name not in own or own[name].shape != value.shape]
+    return missing, others
+
+
+def check_values(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
+    """Refuse weights that a model cannot compute with: not finite, or integers for numbers and the other way round.
+
+    Args:
+        model: Whose parameters say what is a number and what an integer.
+        weights: Name → tensor; other names are not looked at.
+        where: Who refuses, for the message.
+
+    Raises:
+        CheckpointError: Naming the weight.
+
+    Example:
+        >>> check_values(nn.Linear(2, 1), {"bias": torch.tensor([float("nan")])}, "teacher")
+        Traceback (most recent call last):
+        shared_core.errors.CheckpointError: teacher: bias must be finite, got nan; the run that saved it had diverged
+    """
+    for name, own in model.named_parameters(remove_duplicate=False):
+        value = weights.get(name)
+        if value is None or not value.numel():
+            continue
+        if value.is_floating_point() != own.is_floating_point():
+            raise CheckpointError(f"{where}: {name} must be of {own.dtype}, got {value.dtype}; it is another's")
+        if value.is_floating_point() and value.itemsize > 1:
+            largest = torch.linalg.vector_norm(value.detach(), float("inf"))
+            if not torch.isfinite(largest):
+                raise CheckpointError(
+                    f"{where}: {name} must be finite, got {float(largest)}; the run that saved it had diverged"
+                )

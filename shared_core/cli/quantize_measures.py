@@ -1,0 +1,243 @@
+"""What `eff quantize` measures beside quality: sensitivity of layers, a plan, accuracy under attack, the machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from shared_core.cli.loading import score
+from shared_core.errors import ConfigError, TrainingError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn  # `eff --help` must not wait for torch
+
+    from shared_core.quantization import QatConfig, QuantizationReport, SelectivePlan
+    from shared_core.quantization.post_training.torchao_calibration import TorchaoReport
+
+WHERE = "eff quantize"
+SENSITIVITY_BATCHES = 8
+Judge = Callable[["nn.Module"], float]
+
+
+def sensitivities(
+    network: nn.Module, report: QuantizationReport, batches: list[Any], metric: str
+) -> dict[str, dict[int, float]]:
+    """Return layer → bits → cost of quantising this layer's weight alone, in the scheme and width that `report` has.
+
+    Of the first `SENSITIVITY_BATCHES` calibration batches; recurrent layers, which have several weights, are left out.
+
+    Raises:
+        MatchError: If no layer is quantised but recurrent ones.
+    """
+    from torch import nn
+
+    from shared_core.quantization import layer_sensitivity
+    from shared_core.quantization.functional.quantizers import quantize_weight
+    from shared_core.quantization.ranges.saved_ranges import saved_scheme
+
+    widths = {entry["name"]: entry["weight_bits"] for entry in report.layers}
+    names = [name for name in widths if not isinstance(network.get_submodule(name), nn.RNNBase)]
+    schemes = {network.get_submodule(name): saved_scheme(report.ranges[name], WHERE) for name in names}
+
+    def in_its_scheme(module: nn.Module, weight: Tensor, bits: int) -> Tensor:
+        return quantize_weight(module, weight, schemes[module])
+
+    # the width asked for is not used: a layer's scheme has its own
+    costs = layer_sensitivity(
+        network,
+        batches[:SENSITIVITY_BATCHES],
+        metric=metric,  # type: ignore[arg-type]
+        bits=[8],
+        layers=names,
+        quantize=in_its_scheme,
+    )
+    return {name: {widths[name]: cost[8]} for name, cost in costs.items()}
+
+
+def output_sqnr(report: QuantizationReport | TorchaoReport) -> float | None:
+    """Return the signal to quantisation noise of the model's output in dB, None where no batches measured it."""
+    if hasattr(report, "output_sqnr_db"):
+        return report.output_sqnr_db
+    error = report.output_error["quantized"]
+    return -20 * math.log10(error) if error else math.inf
+
+
+def check_plannable(config: QatConfig, largest_loss: float) -> None:
+    """Refuse options with which no plan of one width can be made.
+
+    Raises:
+        ConfigError: Naming the option.
+    """
+    if not 0 <= largest_loss < math.inf:
+        raise ConfigError(f"{WHERE}: --largest-loss must be at least 0 and finite, got {largest_loss}")
+    if not config.scheme.startswith("int") or config.overrides:
+        raise ConfigError(
+            f"{WHERE}: --largest-loss must come with an int scheme without overrides, whose layers share one width, "
+            f"got scheme={config.scheme} and overrides={list(config.overrides)}"
+        )
+
+
+def kept_in_float(network: nn.Module, costs: Mapping[str, Any], example: Any) -> dict[str, str]:
+    """Return layer → why it should stay in float by rules of thumb, of the layers that have a cost."""
+    from shared_core.quantization import keep_high
+
+    return {name: why for name, why in keep_high(network, example).items() if name in costs}
+
+
+def selective_plan(
+    network: nn.Module,
+    config: QatConfig,
+    costs: Mapping[str, Mapping[int, float]],
+    quantized: Callable[[QatConfig], nn.Module],
+    judge: Judge,
+    *,
+    largest_loss: float,
+    mode: str,
+    keep: Mapping[str, str],
+) -> tuple[QatConfig, SelectivePlan]:
+    """Return (config that leaves in float what the plan does, the plan); every candidate is quantised and judged.
+
+    Raises:
+        ConfigError: If the largest loss breaks its rule, or `keep` holds every layer.
+        TrainingError: If no layer can be quantised within that loss.
+    """
+    from shared_core.quantization import plan_by_quality
+
+    if costs.keys() <= keep.keys():
+        raise ConfigError(
+            f"{WHERE}: --largest-loss must have layers to choose from, but all {len(costs)} are of those kept in "
+            "float (first, last, after GELU, …); add --all-layers"
+        )
+    sign = 1.0 if mode == "max" else -1.0
+
+    def without(layers: Iterable[str]) -> QatConfig:
+        return dataclasses.replace(config, skip=(*config.skip, *layers))
+
+    def apply(_: nn.Module, bits: Mapping[str, int]) -> nn.Module:
+        return quantized(without(name for name in costs if name not in bits))
+
+    found = plan_by_quality(
+        network,
+        lambda model: sign * score(judge, model, WHERE),
+        costs,
+        largest_loss=largest_loss,
+        bits=next(iter(next(iter(costs.values())))),
+        keep=keep,
+        apply=apply,
+    )
+    if not found.plan.quantized:
+        raise TrainingError(
+            f"{WHERE}: --largest-loss {largest_loss} must leave a layer to quantise, but each one loses more; raise it"
+        )
+    chosen = set(found.plan.quantized)
+    return without(name for name in costs if name not in chosen), found
+
+
+def plan_values(found: SelectivePlan, keep: Mapping[str, str], mode: str) -> dict[str, Any]:
+    """Return a plan and its curves as plain values, quality in the user's own sign."""
+    sign = 1.0 if mode == "max" else -1.0
+    return {
+        "bits": found.plan.bits,
+        "average_bits": found.plan.average_bits,
+        "conversions": found.conversions,
+        "kept": dict(keep),
+        "curves": {
+            start: [{**dataclasses.asdict(point), "quality": sign * point.quality} for point in points]
+            for start, points in found.curves.items()
+        },
+    }
+
+
+def attack_settings(eps: str, bounds: str, steps: int) -> dict[str, Any]:
+    """Return ``eps``, ``low``, ``high`` and ``steps`` of texts such as ``2/255,0.03`` and ``0,1`` or ``none``.
+
+    Raises:
+        ConfigError: If one breaks its rule.
+
+    Example:
+        >>> attack_settings("1/4,0.1", "0,1", 20)
+        {'eps': [0.1, 0.25], 'low': 0.0, 'high': 1.0, 'steps': 20}
+    """
+    try:
+        strengths = sorted({float(Fraction(part.strip())) for part in eps.split(",")})
+    except (ValueError, ZeroDivisionError):
+        strengths = []
+    if not strengths or strengths[0] <= 0:
+        raise ConfigError(f"{WHERE}: --attack-eps must be numbers above 0 such as 2/255,0.03, got {eps!r}")
+    try:
+        low, high = (None, None) if bounds == "none" else (float(part) for part in bounds.split(","))
+    except ValueError:
+        low, high = math.nan, math.nan
+    if low is not None and high is not None and not low < high:
+        raise ConfigError(f"{WHERE}: --attack-range must be LOW,HIGH such as 0,1, or none, got {bounds!r}")
+    if steps < 1:
+        raise ConfigError(f"{WHERE}: --attack-steps must be at least 1, got {steps}")
+    return {"eps": strengths, "low": low, "high": high, "steps": steps}
+
+
+def attack_data(batches: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
+    """Return the user's batches as a list.
+
+    Raises:
+        ConfigError: If they are no pairs of tensors.
+    """
+    from torch import Tensor
+
+    held = list(batches)
+    for batch in held:
+        if not (
+            isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)
+        ):
+            raise ConfigError(
+                f"{WHERE}: --attack must return pairs of tensors (inputs, class indices), got {type(batch).__name__}"
+            )
+    if not held:
+        raise ConfigError(f"{WHERE}: --attack must return at least one batch, got none; return some images")
+    return [(x, y) for x, y in held]
+
+
+def attacked(
+    name: str, model: nn.Module, float_model: nn.Module, data: list[tuple[Tensor, Tensor]], settings: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yield one row an attack, strength and origin: the model's own gradient and, of quantised ones, the float model's.
+
+    Args:
+        name: Of the model, for the rows.
+        model: Whose accuracy is measured.
+        float_model: The origin of attacks that are transferred.
+        data: Inputs and class indices.
+        settings: ``eps``, ``low``, ``high`` and ``steps``.
+    """
+    from shared_core.quantization.post_training.adversarial import adversarial_accuracy
+
+    origins = {"itself": None} if model is float_model else {"itself": None, "float": float_model}
+    for attack in ("fgsm", "pgd"):
+        for eps in settings["eps"]:
+            for origin, source in origins.items():
+                found = adversarial_accuracy(
+                    model,
+                    data,
+                    eps,
+                    attack=attack,  # type: ignore[arg-type]
+                    steps=settings["steps"],
+                    low=settings["low"],
+                    high=settings["high"],
+                    source=source,
+                )
+                yield {"attack": attack, "eps": eps, "model": name, "made_on": origin, **dataclasses.asdict(found)}
+
+
+def machine() -> dict[str, str]:
+    """Return the CPU, its instructions for int8 and bf16 products, and torch's version."""
+    import torch
+
+    able = torch.cpu.get_capabilities()
+    names = ("avx2", "avx512_f", "avx512_vnni", "avx_vnni", "amx_int8", "avx512_bf16", "amx_bf16", "i8mm", "bf16")
+    return {
+        "cpu": str(able.get("cpu_name", "unknown")),
+        "instructions": ", ".join(name for name in names if able.get(name)) or "none of them",
+        "torch": torch.__version__,
+    }

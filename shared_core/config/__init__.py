@@ -1,0 +1,1 @@
+"""Options of a technique, and positions in training time."""

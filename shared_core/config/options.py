@@ -1,0 +1,295 @@
+"""What the configs of all techniques share: typed options with help, read from flags, YAML and Python alike.
+
+How help texts and tables tell an option: its meaning with its range, its type, its default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
+
+from shared_core.config.training_time import Position, parse_position
+from shared_core.errors import ConfigError, as_share, did_you_mean, nearest
+
+
+def option(default: Any = dataclasses.MISSING, *, help: str, **extra: Any) -> Any:
+    """Return a dataclass field with help text; `extra` goes into its metadata.
+
+    Args:
+        default: Its value when not given; without one it must be given.
+        help: For ``--help``, `eff flags` and the documents.
+        extra: ``low``/``high`` bound a number inclusively, ``above``/``below`` exclusively. With
+            ``only_with={"range": ("ema",)}`` a value other than the default needs one of these values of that option:
+            elsewhere it would be ignored without a word. ``flag_type`` is the type that a command line reads.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, **extra})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TechniqueConfig:
+    """Base of every ``<Technique>Config``: coerces and checks each option once, when it is made.
+
+    A subclass sets `key` (its name in a recipe and its flag prefix) and `switch` (the option whose flag switches the
+    technique on; `other_switch` does so as well), and may check options against each other in `validate`.
+    """
+
+    key: ClassVar[str] = ""
+    switch: ClassVar[str] = ""
+    other_switch: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Keep the repr of this class: `dataclass` would write one with all options into each subclass."""
+        super().__init_subclass__(**options)
+        cls.__repr__ = TechniqueConfig.__repr__  # type: ignore[method-assign]
+
+    def __new__(cls, **options: Any) -> Self:
+        """Refuse what is not an option; Python's own error would not tell the nearest one."""
+        cls._check_names(options)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Coerce every option to its annotation, check its bounds, then check them against each other."""
+        hints = self.hints()
+        for field in dataclasses.fields(self):
+            where = f"{self.key}.{field.name}"
+            value = coerce(getattr(self, field.name), hints[field.name], where)
+            _check_bounds(value, field.metadata, where)
+            object.__setattr__(self, field.name, value)
+        for field in dataclasses.fields(self):
+            for other, allowed in field.metadata.get("only_with", {}).items():
+                if getattr(self, field.name) != field.default and (found := getattr(self, other)) not in allowed:
+                    rule = f"must come with {other}={' or '.join(allowed)}, without which it does nothing"
+                    raise ConfigError(f"{self._error(field.name, rule)} and {other}={found}; leave it out")
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise `ConfigError` where options contradict each other."""
+
+    @classmethod
+    @functools.cache
+    def hints(cls) -> dict[str, Any]:
+        """Return the type of each option."""
+        return typing.get_type_hints(cls)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return the config with these options; unknown names are errors that name the nearest known one."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"recipe: {cls.key} must be a mapping of its options, got {values!r}")
+        cls._check_names(values)
+        for field in dataclasses.fields(cls):
+            if field.default is dataclasses.MISSING and field.name not in values:
+                raise ConfigError(f"recipe: {cls.key}.{field.name} must be given; it has no default")
+        return cls(**values)
+
+    @classmethod
+    def _check_names(cls, options: Mapping[str, Any]) -> None:
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"recipe: {cls.key}.{name} is not an option{nearest(str(name), known)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options as plain values that JSON and YAML can hold and `from_dict` reads."""
+        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+    def changed(self) -> dict[str, str]:
+        """Return the options that differ from their defaults, as Python writes them; a module by its class alone.
+
+        Example:
+            >>> from shared_core.pruning import PruneConfig
+            >>> PruneConfig(sparsity=0.8, skip=["last"], begin=0.0).changed()
+            {'sparsity': '0.8', 'skip': "['last']"}
+        """
+        written = {field.name: _written(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        # compared as they are written: position 1 is a step, and 1.0 the end
+        defaults = {field.name: _written(field.default) for field in dataclasses.fields(self)}
+        return {name: text for name, text in written.items() if text != defaults[name]}
+
+    def __repr__(self) -> str:
+        return self.call_text(type(self).__name__)
+
+    def call_text(self, function: str, **others: Any) -> str:
+        """Return the call of a function with these options, and others before them, that differ from the defaults."""
+        options = {**{name: repr(value) for name, value in others.items()}, **self.changed()}
+        return f"{function}({', '.join(f'{name}={text}' for name, text in options.items())})"
+
+    def _error(self, name: str, rule: str) -> ConfigError:
+        return ConfigError(f"{self.key}: {name} {rule}, got {getattr(self, name)!r}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return f"<{type(value).__qualname__}>"
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_written, value))}]"
+    return repr(value) if _plain(value) == value else str(_plain(value))
+
+
+def _check_bounds(value: Any, bounds: Mapping[str, Any], where: str) -> None:
+    if value is None or isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    # written so that a NaN fails every one of them
+    holds = {
+        "low": lambda bound: value >= bound,
+        "high": lambda bound: value <= bound,
+        "above": lambda bound: value > bound,
+        "below": lambda bound: value < bound,
+    }
+    if not all(holds[kind](bounds[kind]) for kind in holds if kind in bounds):
+        low = f"[{bounds['low']}" if "low" in bounds else f"({bounds.get('above', '-inf')}"
+        high = f"{bounds['high']}]" if "high" in bounds else f"{bounds.get('below', 'inf')})"
+        hint = as_share(value) if bounds.get("high", bounds.get("below")) == 1 else ""
+        raise ConfigError(f"{where}: {where.rsplit('.', 1)[-1]} must be in {low}, {high}, got {value!r}{hint}")
+
+
+def coerce(value: Any, hint: Any, where: str) -> Any:
+    """Return `value` as the type that `hint` annotates, reading numbers and booleans from strings.
+
+    YAML gives ``1e-3`` as a string and a command line gives everything as one, so strings are read; nothing else is
+    bent: ``True`` is no number, ``0.5`` no integer, NaN and infinity no number at all.
+
+    Args:
+        value: As YAML, a command line or Python gave it.
+        hint: An annotation: of a number, text, Literal, tuple, Position, or one of these and None.
+        where: ``prune.sparsity``, for the message.
+
+    Raises:
+        ConfigError: If `value` cannot be such a value.
+
+    Example:
+        >>> coerce("1e-3", float, "prune.sparsity")
+        0.001
+        >>> coerce("a, b", tuple[str, ...], "prune.skip")
+        ('a', 'b')
+    """
+    name = where.rsplit(".", 1)[-1]
+    if hint in (Position, Position | None):
+        if value is None and hint != Position:
+            return None
+        parse_position(value, where)
+        return value
+    if hint is Any:
+        return value
+    origin = get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        inner = [arg for arg in get_args(hint) if arg is not type(None)]
+        if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
+            if len(inner) < len(get_args(hint)):
+                return None
+            raise ConfigError(f"{where}: {name} must be given, got {value!r}")
+        return coerce(value, inner[0], where)
+    if origin is Literal:
+        if value in get_args(hint) and not isinstance(value, bool):
+            return value
+        choices = [str(choice) for choice in get_args(hint)]
+        hint_text = did_you_mean(value, choices) if isinstance(value, str) else ""
+        raise ConfigError(f"{where}: {name} must be one of {', '.join(choices)}, got {value!r}{hint_text}")
+    if origin is tuple:
+        items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+        if not isinstance(items, list | tuple):
+            raise ConfigError(f"{where}: {name} must be a list, got {value!r}")
+        return tuple(coerce(item, get_args(hint)[0], where) for item in items)
+    if hint is bool:
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        if isinstance(value, bool):
+            return value
+        raise ConfigError(f"{where}: {name} must be true or false, got {value!r}")
+    if hint is str:
+        if isinstance(value, str | Path) and str(value):
+            return str(value)
+        raise ConfigError(f"{where}: {name} must be a text, got {value!r}")
+    if hint in (int, float):
+        return _number(value, hint, where)
+    raise TypeError(f"{where}: {hint!r} is not a type that an option may have")
+
+
+def _number(value: Any, kind: type[int] | type[float], where: str) -> int | float:
+    what = "a whole number" if kind is int else "a finite number"
+    hint = as_share(value) if kind is float and "%" in str(value) else ""
+    error = ConfigError(f"{where}: {where.rsplit('.', 1)[-1]} must be {what}, got {value!r}{hint}")
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise error
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        raise error from None
+    if not math.isfinite(number) or (kind is int and number != int(number)):
+        raise error
+    if kind is int:
+        return value if isinstance(value, int) else int(number)
+    return number
+
+
+_UNBOUNDED = 2**31 - 1  # what a number of its type cannot exceed anyway
+
+
+def meaning(field: dataclasses.Field[Any]) -> str:
+    """Return an option's help text as a sentence, with the range of its values if that does not stand there already.
+
+    Example:
+        >>> from shared_core.config.options import option
+        >>> field = option(0.5, help="weight of the task loss", low=0, high=1)
+        >>> meaning(field)
+        'Weight of the task loss. In [0, 1].'
+    """
+    text = str(field.metadata["help"])
+    first = text.split(" ", 1)[0]
+    if len(first) > 1 and first.isalpha():  # neither a symbol nor a value that is explained
+        text = text[0].upper() + text[1:]
+    text = text if text.endswith(".") else f"{text}."
+    told = range_text(field.metadata)
+    return text if not told or " in [" in text else f"{text} {told}."
+
+
+def range_text(bounds: Mapping[str, Any]) -> str:
+    """Return the range that ``low``/``high`` (inclusive) and ``above``/``below`` (exclusive) leave, empty if all.
+
+    Example:
+        >>> range_text({"low": 0, "below": 1}), range_text({"above": 0})
+        ('In [0, 1)', 'Above 0')
+    """
+    low, above, high, below = (bounds.get(name) for name in ("low", "above", "high", "below"))
+    high = None if high is not None and high >= _UNBOUNDED else high
+    if high is None and below is None:
+        return f"At least {low:g}" if low is not None else f"Above {above:g}" if above is not None else ""
+    start = f"[{low:g}" if low is not None else f"({above:g}" if above is not None else "(-inf"
+    return f"In {start}, {high:g}]" if high is not None else f"In {start}, {below:g})"
+
+
+def default_text(default: Any) -> str:
+    """Return a default as it is written on a command line, empty for none."""
+    if default in (dataclasses.MISSING, None, ()):
+        return ""
+    return ", ".join(default) if isinstance(default, tuple) else str(default)
+
+
+def type_text(hint: Any) -> str:
+    """Return an option's type in words.
+
+    Example:
+        >>> type_text(float | None), type_text(typing.Literal["a", "b"])
+        ('number', 'a | b')
+    """
+    if hint in (Position, Position | None):
+        return "position"
+    if typing.get_origin(hint) is typing.Literal:
+        return " | ".join(str(choice) for choice in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return "list"
+    inner = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+    name = str(getattr(inner[0] if inner else hint, "__name__", hint))
+    return {"str": "text", "int": "integer", "float": "number", "bool": "true | false"}.get(name, name)

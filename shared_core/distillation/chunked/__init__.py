@@ -1,0 +1,1 @@
+"""Distillation losses that never hold all logits."""

@@ -1,0 +1,91 @@
+"""The comparison of language models whose logits never exist whole: `distill.chunked`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from shared_core.distillation.chunked.autograd import rows_in_budget
+from shared_core.distillation.chunked.deferred_logits import DeferredLogits, make_deferring, make_stock
+from shared_core.distillation.chunked.loss import chunked_kd_sum
+from shared_core.distillation.comparison import Compared, Comparison, StudentBatch
+from shared_core.distillation.config import DistillConfig
+from shared_core.distillation.forward_capture import find_logits
+from shared_core.distillation.teachers import Teachers
+from shared_core.errors import TrainingError
+
+
+class ChunkedComparison(Comparison):
+    """Compares by the inputs of both heads; the task's cross-entropy is computed in chunks as well.
+
+    In a training step the student's head is multiplied once for the value of the task loss and once for its gradient,
+    and once for the soft term, whose gradient by the head exists from then until backward. So two gradients of the
+    head exist at most, beside the one that the optimizer sees, and no more than the budget of logits.
+
+    Args:
+        config: The options.
+        teachers: The one teacher.
+        told: What the receipt says of it.
+        student: The model whose head defers while the comparison is active.
+    """
+
+    def __init__(self, config: DistillConfig, teachers: Teachers, told: Mapping[str, Any], student: nn.Module) -> None:
+        super().__init__(config, teachers, told)
+        self._budget = None if config.budget_mib is None else int(config.budget_mib * 2**20)
+        self._student = make_deferring(student, "student", self._budget)
+        try:
+            self._teacher = make_deferring(teachers.modules[0], "teacher", self._budget)
+        except Exception:
+            make_stock(self._student)
+            raise
+
+    def activate(self, active: bool) -> None:
+        """Let the student's head leave its product out in training forwards, or compute it again."""
+        self._student.when = "training" if active else "never"
+
+    def compare(self, batch: StudentBatch) -> Compared:
+        """Return how far the student is from its teacher."""
+        config = self.config
+        logits = _deferred(find_logits(batch.forward.output, config.logits, "student"), "student")
+        mask = batch.counted(logits, of_classes=True)
+        self._teacher.when = "always"
+        try:
+            (answer,) = self._targets(batch, logits)
+        finally:
+            self._teacher.when = "never"
+        target = _deferred(answer, "teacher")
+        ours, theirs = _operands(logits), _operands(target)
+        wider = max(logits.made.dtype, target.made.dtype, key=lambda dtype: dtype.itemsize)
+        rows = rows_in_budget(logits.shape[-1], wider, ours[0].device, self._budget)
+        sums = chunked_kd_sum(
+            *ours[:2], *theirs[:2], softcap=(ours[2], theirs[2]), temperature=batch.temperature, mask=mask,
+            divergence=config.divergence, beta=config.beta, scale_by_temperature=config.scale_by_temperature,
+            vocab_size=config.vocab_size, chunk_rows=rows,
+        )  # fmt: skip
+        self.told |= {
+            "logits": f"of at most {2 * rows} positions at a time, student's and teacher's together, never of all",
+            "chunk_rows": rows,
+            "logits_mib": round(2 * rows * logits.shape[-1] * wider.itemsize / 2**20, 1),
+        }
+        return Compared(sums.total, sums.rows, mask)
+
+    def detach(self) -> None:
+        """Give both heads their class back."""
+        make_stock(self._student)
+        make_stock(self._teacher)
+
+
+def _deferred(logits: Tensor, whose: str) -> DeferredLogits:
+    if isinstance(logits, DeferredLogits) and not logits.channels_first:
+        return logits
+    raise TrainingError(
+        f"distill: with chunked the {whose}'s output must be what its head returns, in a forward that is not compiled, "
+        f"got {type(logits).__name__} of shape {tuple(logits.shape)}; switch torch.compile off, or distill.chunked"
+    )
+
+
+def _operands(logits: DeferredLogits) -> tuple[Tensor, tuple[Tensor, Tensor | None], float | None]:
+    hidden, head, softcap = logits.made.operands()
+    return hidden.reshape(*logits.shape[:-1], hidden.shape[-1]), head, softcap

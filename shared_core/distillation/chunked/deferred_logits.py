@@ -1,0 +1,290 @@
+"""Logits that are not computed: a tensor without memory that remembers the head, its input, and what follows.
+
+A language model's output head that can leave its product out and return `DeferredLogits`.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shared_core.distillation.chunked.autograd import rows_in_budget
+from shared_core.distillation.chunked.loss import CrossEntropyTerms, checked_head, chunked_cross_entropy_rows
+from shared_core.distillation.forward_capture import trains
+from shared_core.errors import ConfigError, TrainingError
+
+_TOLD = ("__get__", "size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "__len__", "__hash__",
+         "is_contiguous", "get_device")  # fmt: skip
+_AS_THEY_ARE = ("contiguous", "clone", "float", "double", "half", "bfloat16", "to", "type", "detach")
+_SHAPES = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
+_TIMES, _OVER, _PLUS = ("mul", "multiply", "imul"), ("div", "divide", "true_divide", "itruediv"), ("add", "iadd")
+
+
+@dataclass(frozen=True)
+class Made:
+    """How the logits follow from the head's input ``h``: ``factor (h Wᵀ) + bias``, then maybe ``outer tanh(...)``."""
+
+    hidden: Tensor
+    """``(..., features)``."""
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+    """Of the product."""
+    rows: Tensor | None = None
+    """int64 in the shape of the logits without classes: which rows of `hidden`; None for all in their order."""
+    factor: float = 1.0
+    outer: float | None = None
+
+    def times(self, number: float) -> Made:
+        """Return the logits times a number."""
+        if self.outer is not None:
+            return replace(self, outer=self.outer * number)
+        return replace(self, factor=self.factor * number, bias=None if self.bias is None else self.bias * number)
+
+    def plus(self, vector: Tensor) -> Made:
+        """Return the logits plus a number for each class."""
+        vector = vector.reshape(-1)
+        return replace(self, bias=vector if self.bias is None else self.bias + vector)
+
+    def operands(self) -> tuple[Tensor, tuple[Tensor, Tensor | None], float | None]:
+        """Return input, head and soft-cap ``c`` of ``c tanh((h Wᵀ + b) / c)``, that make these logits."""
+        outer = 1.0 if self.outer is None else self.outer
+        factor, bias = self.factor * outer, self.bias
+        # a cap divides and multiplies by the same number
+        hidden = self.hidden if math.isclose(factor, 1.0, rel_tol=1e-9) else self.hidden * factor
+        if self.rows is not None:
+            hidden = hidden.reshape(-1, hidden.shape[-1])[self.rows]
+        return hidden, (self.weight, bias if bias is None or outer == 1.0 else bias * outer), self.outer
+
+
+class DeferredLogits(Tensor):
+    """What a head returns in place of logits: their shape, type and device, and no numbers.
+
+    Casts, reshapes, choices of rows, scalars, class biases and soft-caps are remembered; cross-entropy is computed in
+    chunks of rows; everything else is an error, for it would need the numbers.
+
+    Args:
+        made: How they would be computed.
+        shape: ``(..., classes)``.
+        dtype: What a cast made of them.
+        budget: Bytes of logits that may exist at a time; None: as `rows_in_budget`.
+        channels_first: Whether classes are dimension 1.
+    """
+
+    made: Made
+    budget: int | None
+    channels_first: bool
+
+    @staticmethod
+    def __new__(
+        cls,
+        made: Made,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        budget: int | None = None,
+        channels_first: bool = False,
+    ) -> DeferredLogits:
+        """Return them; no memory is taken."""
+        logits: DeferredLogits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=dtype, device=made.hidden.device
+        )
+        logits.made, logits.budget, logits.channels_first = made, budget, channels_first
+        return logits
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Return their shape."""
+        return f"DeferredLogits({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Follow what needs no numbers."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        if name in _TOLD:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in _TIMES and len(args) == 2 and not isinstance(args[0], cls):
+            args = args[::-1]
+        logits = args[0] if args else kwargs.get("input")
+        if not isinstance(logits, cls):
+            raise _needs_numbers(name)
+        if func is F.cross_entropy:
+            return logits._cross_entropy(*args[1:], **{key: item for key, item in kwargs.items() if key != "input"})
+        plain = name.strip("_")
+        made = logits._followed(plain, args[1:]) if not kwargs else None
+        if made is not None:
+            if name == f"{plain}_" or plain.startswith("i"):  # in place
+                logits.made = made
+                return logits
+            return logits._like(made)
+        if plain in _AS_THEY_ARE:
+            # a cast rounds nothing, for softmaxes are float32 whatever the logits are
+            dtype = func(torch.empty(0, dtype=logits.dtype, device=logits.device), *args[1:], **kwargs).dtype
+            hidden = logits.made.hidden
+            return logits._like(replace(logits.made, hidden=hidden.detach() if plain == "detach" else hidden), dtype)
+        if plain in _SHAPES and not logits.channels_first:
+            like = func(torch.empty(logits.shape, dtype=logits.dtype, device="meta"), *args[1:], **kwargs)
+            if like.shape[-1:] == logits.shape[-1:] and like.dtype == logits.dtype:
+                return logits._like(logits.made, shape=tuple(like.shape))
+        if plain in ("transpose", "swapaxes", "permute", "movedim") and not logits.channels_first:
+            sizes = tuple(range(2, 2 + logits.ndim))
+            to = tuple(func(torch.empty(sizes, device="meta"), *args[1:], **kwargs).shape)
+            if to == (sizes[0], sizes[-1], *sizes[1:-1]):
+                shape = logits.shape[0], logits.shape[-1], *logits.shape[1:-1]
+                return cls(logits.made, shape, logits.dtype, logits.budget, True)
+        if plain == "getitem" and not logits.channels_first:
+            return logits._chosen(args[1])
+        raise _needs_numbers(name)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuse: there are no numbers."""
+        raise _needs_numbers(str(func))
+
+    def _like(
+        self, made: Made, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None
+    ) -> DeferredLogits:
+        if shape is not None and made.rows is not None:
+            made = replace(made, rows=made.rows.reshape(shape[:-1]))
+        return DeferredLogits(made, shape or tuple(self.shape), dtype or self.dtype, self.budget, self.channels_first)
+
+    def _followed(self, name: str, args: tuple[Any, ...]) -> Made | None:
+        """Return how the logits are made after arithmetic, None if it is another operation."""
+        made = self.made
+        if name == "tanh" and made.outer is None:
+            return replace(made, outer=1.0)
+        if name not in (*_TIMES, *_OVER, *_PLUS) or len(args) != 1:
+            return None
+        (other,) = args
+        if name in _PLUS:
+            fits = isinstance(other, Tensor) and other.numel() == other.shape[-1:].numel() == self.shape[-1]
+            return made.plus(other) if fits and made.outer is None and not self.channels_first else None
+        if isinstance(other, Tensor) and other.numel() == 1 and not other.requires_grad:
+            other = float(other)
+        if not isinstance(other, int | float):
+            return None
+        return made.times(other if name in _TIMES else 1.0 / other)
+
+    def _chosen(self, index: Any) -> DeferredLogits:
+        lead = tuple(self.shape[:-1])
+        parts = list(index) if isinstance(index, tuple) else [index]
+        used = sum(part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+                   for part in parts if part is not None and part is not Ellipsis)  # fmt: skip
+        from_the_end = parts[-1] is not Ellipsis and any(part is Ellipsis for part in parts)
+        if used > len(lead) or from_the_end:
+            if not (isinstance(parts[-1], slice) and parts[-1] == slice(None)):
+                raise _needs_numbers("a choice of classes")
+            parts.pop()
+        rows = self.made.rows
+        if rows is None:
+            rows = torch.arange(math.prod(lead), device=self.made.hidden.device).reshape(lead)
+        rows = rows[tuple(parts)]
+        return self._like(replace(self.made, rows=rows), shape=(*rows.shape, self.shape[-1]))
+
+    def _cross_entropy(
+        self,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        lead = tuple(self.shape[:1] + self.shape[2:]) if self.channels_first else tuple(self.shape[:-1])
+        if target.is_floating_point() or (len(lead) > 1 and not self.channels_first) or tuple(target.shape) != lead:
+            raise ConfigError(
+                "distill: with chunked, cross_entropy's target must be class indices, one for each of the logits' "
+                f"rows {lead}, got {target.dtype} {tuple(target.shape)}; flatten both to (rows, classes) and (rows,)"
+            )
+        if size_average is not None or reduce is not None:
+            raise _needs_numbers("cross_entropy with size_average or reduce, which became reduction")
+        hidden, head, softcap = self.made.operands()
+        checked = checked_head("student", hidden, head, softcap)
+        target = target.reshape(-1).to(hidden.device)
+        kept = (target != ignore_index).nonzero().squeeze(-1)
+        rows, target = hidden.reshape(-1, hidden.shape[-1])[kept], target[kept]
+        limit = rows_in_budget(checked.classes, checked.dtype, hidden.device, self.budget)
+        losses = chunked_cross_entropy_rows(rows, checked, target, CrossEntropyTerms(weight, label_smoothing), limit)
+        if reduction == "none":
+            return losses.new_zeros(math.prod(lead)).index_put((kept,), losses).reshape(lead)
+        total = losses.sum()
+        if reduction == "sum":
+            return total
+        return total / (len(target) if weight is None else weight[target].sum())
+
+
+def _needs_numbers(what: str) -> TrainingError:
+    return TrainingError(
+        f"distill: with chunked, logits are not computed in training and must only reach the loss, got {what}; compute "
+        "metrics in evaluation, take torch's cross_entropy, or switch distill.chunked off"
+    )
+
+
+class DeferringLinear(nn.Linear):
+    """`torch.nn.Linear` whose product is left out when `when` says so; copied and pickled ones are stock."""
+
+    when: Literal["never", "training", "always"]
+    budget: int | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return logits, or what stands for them."""
+        if torch.compiler.is_compiling() or self.when == "never" or (self.when == "training" and not trains(self)):
+            return super().forward(input)
+        kind, dtype = input.device.type, self.weight.dtype
+        if torch.is_autocast_enabled(kind) and torch.float64 not in (dtype, input.dtype):
+            dtype = torch.get_autocast_dtype(kind)
+        made = Made(input, self.weight, self.bias, dtype)
+        return DeferredLogits(made, (*input.shape[:-1], self.out_features), dtype, self.budget)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return a stock layer: the copy's owner (an average, a saved model) is not distilled."""
+        state = {name: value for name, value in vars(self).items() if name not in ("when", "budget")}
+        return copyreg._reconstructor, (nn.Linear, object, None), state  # type: ignore[attr-defined]
+
+
+def make_deferring(model: nn.Module, whose: str, budget: int | None) -> DeferringLinear:
+    """Return a model's output head, able to defer from now on; parameters and keys stay as they are.
+
+    Args:
+        model: Tells its head, or a part of it does, by ``get_output_embeddings()``, as Transformers' models do.
+        whose: ``student`` or ``teacher``.
+        budget: Bytes of logits that may exist at a time.
+
+    Raises:
+        ConfigError: If there is no such head, or it computes more than ``h Wᵀ + b``.
+    """
+    asked = [part.get_output_embeddings for part in model.modules() if hasattr(part, "get_output_embeddings")]
+    heads = {id(head): head for head in (cast("Any", ask)() for ask in asked) if head is not None}
+    if len(heads) != 1:
+        raise ConfigError(
+            f"distill: chunked needs the {whose} to tell one output head by get_output_embeddings(), got {len(heads)} "
+            f"from {type(model).__name__}; define that method to return the nn.Linear that makes the logits"
+        )
+    (head,) = heads.values()
+    changed = "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks
+    if type(head) is not nn.Linear or changed:
+        got = f"{type(head).__name__}{' with a forward or hooks put on it' if changed else ''}"
+        raise ConfigError(
+            f"distill: chunked needs the {whose}'s output head to be a plain nn.Linear, got {got}; leave the head "
+            "out of adapters, quantisation and device maps, or switch chunked off"
+        )
+    if any(getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod")
+           for part in model.modules()):  # fmt: skip
+        raise ConfigError(f"distill: chunked must run in eager mode, got a compiled {whose}; drop torch.compile")
+    head.__class__ = DeferringLinear
+    deferring = cast("DeferringLinear", head)
+    deferring.when, deferring.budget = "never", budget
+    return deferring
+
+
+def make_stock(head: DeferringLinear) -> None:
+    """Give a head its own class back."""
+    if type(head) is DeferringLinear:
+        head.__class__ = nn.Linear  # type: ignore[assignment]
+        del head.when, head.budget

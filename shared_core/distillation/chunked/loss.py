@@ -1,0 +1,611 @@
+"""What chunked distillation is given, checked before any work: heads, vocabularies, labels, limits.
+
+Distillation at a large vocabulary: from hidden states and heads, without the logits of all rows.
+
+The student's and the teacher's logits exist for a chunk of rows at a time, and their gradient is taken back to hidden
+states and head before the next chunk takes their place. The buffers of a chunk, with what softmaxes need beside them,
+hold at most ``2 * chunk_rows * classes`` logits for chunks of 6 rows and more; the gradient of the head is apart.
+
+Cross-entropy of a head's input, without the logits of all rows.
+
+The soft loss of large logits, with its gradient computed in the same pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from eff_kernels._triton.launch import is_plain
+from eff_kernels.distillation import DIVERGENCES as FUSED
+from eff_kernels.distillation import arithmetic_dtype, kd_rows_, tile_rows
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from shared_core.distillation.chunked.autograd import (
+    ChunkedDistillation,
+    Head,
+    Terms,
+    WeightGradient,
+    check_first_backward,
+    even_rows,
+    graph_is_kept,
+    multiplied,
+    product,
+    rows_in_budget,
+    scaled_product,
+)
+from shared_core.distillation.losses.divergences import DIVERGENCES
+from shared_core.distillation.losses.softened_pair import check_fraction, check_mask, check_temperature, counted_rows
+from shared_core.errors import ConfigError
+
+HeadLike = nn.Module | Tensor | tuple[Tensor, Tensor | None]
+"""A linear layer, its weight ``(classes, features)``, or weight and bias."""
+_WHERE = "chunked_kd_loss"
+
+
+def checked_terms(
+    temperature: float,
+    alpha: float,
+    labels: Tensor | None,
+    *,
+    divergence: Any,
+    beta: Any,
+    scale_by_temperature: Any,
+) -> Terms:
+    """Return what is computed of each row; β at its ends is one of the other divergences."""
+    check_temperature(_WHERE, temperature)
+    check_fraction(_WHERE, "alpha", alpha)
+    check_fraction(_WHERE, "beta", beta)
+    if divergence not in FUSED:
+        raise ConfigError(f"{_WHERE}: divergence must be one of {', '.join(FUSED)}, got {divergence!r}")
+    if alpha > 0 and labels is None:
+        raise ConfigError(f"{_WHERE}: labels must be given with alpha above 0, got alpha {alpha} and no labels")
+    if divergence == "jsd" and beta in (0, 1):
+        divergence = "reverse_kl" if beta else "forward_kl"
+    factor = temperature**2 if scale_by_temperature else 1.0
+    return Terms(float(temperature), factor, 1.0 - alpha, float(alpha), divergence, float(beta))
+
+
+def checked_head(whose: str, hidden: Tensor, head: HeadLike, softcap: float | None) -> Head:
+    """Return a head's weight, bias and type of product, checked against the hidden states that go into it."""
+    name = f"{whose}_head"
+    if isinstance(head, nn.Module):
+        if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+            raise ConfigError(
+                f"{_WHERE}: {name} must be an nn.Linear with its own forward, got {type(head).__name__}; "
+                "give the weight and bias that its forward multiplies with and adds"
+            )
+        head = head.weight, head.bias
+    weight, bias = head if isinstance(head, tuple) else (head, None)
+    if hasattr(weight, "full_tensor"):
+        raise ConfigError(f"{_WHERE}: {name} must be whole, got a sharded weight; call inside unshard() and reshard()")
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dim() != 2:
+        got = f"{weight.dtype} {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+        raise ConfigError(f"{_WHERE}: {name} must have a floating point weight (classes, features), got {got}")
+    if not hidden.is_floating_point() or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ConfigError(
+            f"{_WHERE}: {whose}_hidden must be floating point of shape (..., {weight.shape[1]}), the features of its "
+            f"head, got {hidden.dtype} {tuple(hidden.shape)}"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ConfigError(f"{_WHERE}: {name} must have a bias ({weight.shape[0]},), got {tuple(bias.shape)}")
+    if hidden.device != weight.device:
+        raise ConfigError(f"{_WHERE}: {name} must be on the device of its input, {hidden.device}, got {weight.device}")
+    if softcap is not None and not (0 < softcap < math.inf):
+        raise ConfigError(f"{_WHERE}: softcap must be finite and above 0, got {softcap}")
+    kind, dtype = hidden.device.type, weight.dtype
+    # as autocast itself, which leaves float64 alone
+    if torch.is_autocast_enabled(kind) and torch.float64 not in (dtype, hidden.dtype):
+        dtype = torch.get_autocast_dtype(kind)
+    return Head(weight, bias, dtype, weight.shape[0], softcap or 0.0)
+
+
+def with_same_classes(student: Head, teacher: Head, vocab_size: int | None) -> tuple[Head, Head]:
+    """Return both heads with the number of classes that count."""
+    sizes = student.classes, teacher.classes
+    if vocab_size is None and sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"{_WHERE}: teacher_head must have the student's {sizes[0]} classes, got {sizes[1]}; with one tokenizer "
+            "and padded vocabularies give the tokenizer's size as vocab_size"
+        )
+    if vocab_size is not None and not 0 < vocab_size <= min(sizes):
+        raise ConfigError(
+            f"{_WHERE}: vocab_size must be in 1 to {min(sizes)}, the smaller of the heads' {sizes[0]} and {sizes[1]} "
+            f"classes, got {vocab_size}"
+        )
+    if min(sizes) == 0:
+        raise ConfigError(f"{_WHERE}: student_head must have classes, got none")
+    classes = vocab_size or sizes[0]
+    return replace(student, classes=classes), replace(teacher, classes=classes)
+
+
+def checked_rows(
+    labels: Tensor | None,
+    ignore_index: int,
+    mask: Tensor | None,
+    shape: tuple[int, ...],
+    device: torch.device,
+    classes: int,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return flat labels with -1 where a row has none, and the indices of rows that count, None for all."""
+    check_mask(_WHERE, mask, shape)
+    if labels is not None:
+        if labels.is_floating_point() or labels.dtype == torch.bool or tuple(labels.shape) != shape:
+            raise ConfigError(
+                f"{_WHERE}: labels must be integers of shape {shape}, one for each row of student_hidden, "
+                f"got {labels.dtype} of shape {tuple(labels.shape)}"
+            )
+        labels = labels.to(device).reshape(-1).long()
+        ignored = labels == ignore_index
+        if bool(((labels < 0) | (labels >= classes)).logical_and_(~ignored).any()):
+            wrong = labels[~ignored]
+            raise ConfigError(
+                f"{_WHERE}: labels must be in 0 to {classes - 1} or {ignore_index}, "
+                f"got {int(wrong.min())} to {int(wrong.max())}"
+            )
+        labels = labels.masked_fill(ignored, -1)
+        mask = ~ignored if mask is None else mask
+    if mask is None:
+        return labels, None
+    mask = mask.to(device).reshape(-1)
+    return labels, None if bool(mask.all()) else mask.nonzero().squeeze(-1)
+
+
+def checked_chunk_rows(
+    chunk_rows: int | None, budget_mib: float | None, student: Head, teacher: Head, device: torch.device
+) -> int:
+    """Return the rows of a chunk: as given, or what the budget holds."""
+    if chunk_rows is not None and (isinstance(chunk_rows, bool) or chunk_rows < 1):
+        raise ConfigError(f"{_WHERE}: chunk_rows must be at least 1, got {chunk_rows}")
+    if budget_mib is not None and not 0 < budget_mib < math.inf:
+        raise ConfigError(f"{_WHERE}: budget_mib must be finite and above 0, got {budget_mib}")
+    budget = None if budget_mib is None else int(budget_mib * 2**20)
+    wider = max(student.dtype, teacher.dtype, key=lambda dtype: dtype.itemsize)
+    return chunk_rows or rows_in_budget(student.classes, wider, device, budget)
+
+
+class ChunkedSums(NamedTuple):
+    """Sums over rows, for a trainer that averages by itself."""
+
+    total: Tensor
+    """``alpha * hard + (1 - alpha) * soft``, float32 (float64 for float64 logits); the one with gradients."""
+    rows: Tensor
+    """int64, the rows that count."""
+    soft: Tensor
+    """The divergence with its T², without gradients."""
+    hard: Tensor
+    """The cross-entropy, without gradients; 0 with alpha 0."""
+    labelled: Tensor
+    """int64, those of them that have a label."""
+
+
+def chunked_kd_loss(
+    student_hidden: Tensor,
+    student_head: HeadLike,
+    teacher_hidden: Tensor,
+    teacher_head: HeadLike,
+    *,
+    temperature: float = 2.0,
+    labels: Tensor | None = None,
+    alpha: float = 0.0,
+    ignore_index: int = -100,
+    chunk_rows: int | None = None,
+    mask: Tensor | None = None,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    scale_by_temperature: bool = True,
+    softcap: float | tuple[float | None, float | None] | None = None,
+    vocab_size: int | None = None,
+    budget_mib: float | None = None,
+) -> Tensor:
+    r"""Return :math:`\alpha\,CE + (1 - \alpha)\,T^2\,D(teacher, student)` of the logits that two heads would give.
+
+    The same as `kd_loss` and cross-entropy of ``hidden @ weight.T + bias``, in value and gradient, without those
+    logits. Gradients reach the student's hidden states, weight and bias, each if it requires one; they are computed in
+    forward, so a second derivative is refused, and ``torch.no_grad`` saves their time.
+
+    Args:
+        student_hidden: ``(..., features)``, any float dtype: the input of the head.
+        student_head: ``nn.Linear``, weight ``(classes, features)``, or (weight, bias). A weight tied to the embedding
+            gets its gradient from both. Under autocast products are computed in autocast's type, otherwise in the
+            weight's; softmaxes and sums are float32 always.
+        teacher_hidden: ``(..., teacher_features)``, any float dtype and device; no gradient flows through it.
+        teacher_head: Like `student_head`, on the device of `teacher_hidden`.
+        temperature: ``T``, finite and > 0; softmaxes are float64 for T > 10 or < 0.01.
+        labels: ``(...)`` integers, one a row, already shifted in a causal model. None: no cross-entropy.
+        alpha: Weight of the cross-entropy in [0, 1]; above 0 it needs `labels`.
+        ignore_index: The label of rows that do not count.
+        chunk_rows: At most twice as many rows of logits exist at a time, the student's, the teacher's and scratch
+            together; None: as many as `budget_mib` holds.
+        mask: ``(...)`` bool, True = the row counts, and its cross-entropy if it is labelled. None: all rows count, or
+            all that are labelled where `labels` are given.
+        divergence: ``"forward_kl"``, ``"reverse_kl"`` or ``"jsd"``.
+        beta: β of ``"jsd"`` in [0, 1]: 0 is the forward KL, 1 the reverse.
+        scale_by_temperature: Multiply the divergence by T².
+        softcap: c > 0 where logits are ``c tanh(z / c)``, of both heads, or (student's, teacher's); None: they are not.
+        vocab_size: Classes that count, of heads padded to different sizes; None: all, and both heads have as many.
+        budget_mib: MiB of logits that may exist at a time; None: 64 on CPU, 512 elsewhere.
+
+    Returns:
+        Scalar, float32 (float64 if the logits are). The divergence is averaged over rows that count, the cross-entropy
+        over labelled ones among them; 0 with zero gradients if there are none. Rows that do not count are never read.
+
+    Raises:
+        ConfigError: If shapes, sizes of the vocabulary, dtypes or options are not as above.
+
+    Source: Hinton et al., 2015, arXiv:1503.02531, section 2; gradients in forward: Hsu et al. (Liger Kernel), 2024,
+    arXiv:2410.10989.
+
+    Example:
+        >>> hidden, weight = torch.tensor([[1.0, 0.0]]), torch.zeros(3, 2, requires_grad=True)
+        >>> loss = chunked_kd_loss(hidden, weight, hidden, torch.tensor([[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]]))
+        >>> loss.backward()
+        >>> round(loss.item(), 4), weight.grad[:, 0]
+        (0.4931, tensor([-0.4856,  0.2428,  0.2428]))
+    """
+    options = {"divergence": divergence, "beta": beta, "scale_by_temperature": scale_by_temperature}
+    sums: ChunkedSums = _sums(
+        (student_hidden, student_head, teacher_hidden, teacher_head),
+        (labels, ignore_index, mask),
+        checked_terms(temperature, alpha, labels, **options),
+        (chunk_rows, budget_mib, softcap, vocab_size),
+        mean=True,
+    )
+    return sums.total / sums.rows.clamp(min=1)
+
+
+def chunked_kd_sum(
+    student_hidden: Tensor,
+    student_head: HeadLike,
+    teacher_hidden: Tensor,
+    teacher_head: HeadLike,
+    *,
+    temperature: float = 2.0,
+    labels: Tensor | None = None,
+    alpha: float = 0.0,
+    ignore_index: int = -100,
+    chunk_rows: int | None = None,
+    mask: Tensor | None = None,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    scale_by_temperature: bool = True,
+    softcap: float | tuple[float | None, float | None] | None = None,
+    vocab_size: int | None = None,
+    budget_mib: float | None = None,
+) -> ChunkedSums:
+    """Return the sums of `chunked_kd_loss` over rows, and how many there are.
+
+    ``total / rows`` is that loss where all rows that count are labelled. Where a `mask` lets unlabelled rows count,
+    the two means have different denominators: give ``alpha`` accordingly.
+
+    Args: As of `chunked_kd_loss`.
+
+    Example:
+        >>> hidden, weight = torch.ones(3, 1), torch.tensor([[0.0], [1.0]])
+        >>> sums = chunked_kd_sum(hidden, weight, hidden, weight, labels=torch.tensor([0, 1, -100]), alpha=1.0)
+        >>> round(sums.total.item(), 4), sums.rows.item(), sums.soft.item()
+        (1.6265, 2, 0.0)
+    """
+    options = {"divergence": divergence, "beta": beta, "scale_by_temperature": scale_by_temperature}
+    sums: ChunkedSums = _sums(
+        (student_hidden, student_head, teacher_hidden, teacher_head),
+        (labels, ignore_index, mask),
+        checked_terms(temperature, alpha, labels, **options),
+        (chunk_rows, budget_mib, softcap, vocab_size),
+        mean=False,
+    )
+    return sums
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the shape of chunks follows from how many rows count
+def _sums(
+    pair: tuple[Tensor, HeadLike, Tensor, HeadLike],
+    which: tuple[Tensor | None, int, Tensor | None],
+    terms: Terms,
+    limits: tuple[int | None, float | None, Any, int | None],
+    *,
+    mean: bool,
+) -> ChunkedSums:
+    student_hidden, student_head, teacher_hidden, teacher_head = pair
+    chunk_rows, budget_mib, softcap, vocab_size = limits
+    caps = softcap if isinstance(softcap, tuple) else (softcap, softcap)
+    student = checked_head("student", student_hidden, student_head, caps[0])
+    teacher = checked_head("teacher", teacher_hidden, teacher_head, caps[1])
+    student, teacher = with_same_classes(student, teacher, vocab_size)
+    shape = tuple(student_hidden.shape[:-1])
+    if shape != tuple(teacher_hidden.shape[:-1]):
+        raise ConfigError(
+            f"chunked_kd_loss: teacher_hidden must have the rows of student_hidden, {shape}, "
+            f"got {tuple(teacher_hidden.shape[:-1])}"
+        )
+    labels, rows = checked_rows(*which, shape, student_hidden.device, student.classes)
+    chunk_rows = checked_chunk_rows(chunk_rows, budget_mib, student, teacher, student_hidden.device)
+    count = student_hidden.shape[:-1].numel() if rows is None else rows.numel()
+    labelled = 0 if labels is None else int((labels if rows is None else labels[rows]).ge(0).sum())
+    if mean and labelled:
+        terms = replace(terms, hard_weight=terms.hard_weight * count / labelled)
+    inputs: list[Tensor | None] = [student_hidden.reshape(-1, student_hidden.shape[-1]), student.weight, student.bias]
+    if not torch.is_grad_enabled():
+        # a function's context does not tell that no gradient will be asked for
+        inputs = [None if value is None else value.detach() for value in inputs]
+    arguments = (
+        teacher_hidden.detach().reshape(-1, teacher_hidden.shape[-1]),
+        student,
+        teacher,
+        labels,
+        rows,
+        terms,
+        chunk_rows,
+    )
+    total, soft, hard = ChunkedDistillation.apply(*inputs, *arguments)  # type: ignore[no-untyped-call]
+    counts = torch.tensor([count, labelled], device=student_hidden.device)
+    return ChunkedSums(total, counts[0], soft, hard, counts[1])
+
+
+@dataclass(frozen=True)
+class CrossEntropyTerms:
+    """What torch's cross-entropy takes beside logits and targets."""
+
+    class_weight: Tensor | None = None
+    label_smoothing: float = 0.0
+
+
+def chunked_cross_entropy_rows(
+    hidden: Tensor, head: Head, targets: Tensor, terms: CrossEntropyTerms, chunk_rows: int
+) -> Tensor:
+    """Return ``cross_entropy(logits, targets, reduction="none")`` of the logits that a head would give.
+
+    Chunks are computed again in backward, so that no gradient of the head exists before it, and none at all where the
+    loss is only looked at.
+
+    Args:
+        hidden: ``(rows, features)``, any float dtype.
+        head: Its weight and bias get gradients.
+        targets: int64 ``(rows,)``, the class of each.
+        terms: Weights of classes and label smoothing.
+        chunk_rows: At most so many rows of logits exist at a time, and scratch for a sixteenth of them.
+
+    Returns:
+        ``(rows,)``, float32 (float64 if the logits are).
+
+    Example:
+        >>> weight = torch.zeros(4, 2)
+        >>> head = Head(weight, None, weight.dtype, 4, 0.0)
+        >>> chunked_cross_entropy_rows(torch.ones(1, 2), head, torch.tensor([3]), CrossEntropyTerms(), 8)
+        tensor([1.3863])
+    """
+    rows: Tensor = _CrossEntropyRows.apply(hidden, head.weight, head.bias, targets, head, terms, chunk_rows)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _CrossEntropyRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        head: Head,
+        terms: CrossEntropyTerms,
+        chunk_rows: int,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.arguments = head, terms, chunk_rows
+        losses = torch.empty(len(hidden), dtype=arithmetic_dtype(head.dtype, 1.0), device=hidden.device)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for here, logits, _ in _chunks(hidden.detach(), head.used, chunk_rows):
+                for tile in _tiles(logits):
+                    losses[here][tile] = F.cross_entropy(
+                        _capped(logits[tile].to(losses.dtype), head.softcap), targets[here][tile],
+                        _in(terms.class_weight, losses), reduction="none", label_smoothing=terms.label_smoothing,
+                    )  # fmt: skip
+        return losses
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        head, terms, chunk_rows = ctx.arguments
+        by_hidden, by_weight, by_bias, *_ = ctx.needs_input_grad
+        hidden_grad = torch.empty_like(hidden) if by_hidden else None
+        several = len(hidden) > chunk_rows
+        weight_grad = WeightGradient(weight, len(weight), several) if by_weight else None
+        bias_grad = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32)) if by_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            used = head.used
+            for here, logits, inputs in _chunks(hidden, used, chunk_rows):
+                for tile in _tiles(logits):
+                    _to_gradient_(logits[tile], targets[here][tile], grad_losses[here][tile], head.softcap, terms)
+                if hidden_grad is not None:
+                    hidden_grad[here] = scaled_product(logits, used[0], 1.0)
+                if weight_grad is not None:
+                    weight_grad.add(logits, inputs, 1.0)
+                if bias_grad is not None:
+                    bias_grad += logits.sum(0, dtype=bias_grad.dtype)
+        return (
+            hidden_grad,
+            None if weight_grad is None else weight_grad.value().to(weight.dtype),
+            None if bias_grad is None else bias_grad.to(bias.dtype),
+            *[None] * 4,
+        )
+
+
+def _chunks(
+    hidden: Tensor, used: tuple[Tensor, Tensor | None], chunk_rows: int
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield slices of rows, their logits in a buffer that the next ones take, and their inputs."""
+    count, (weight, bias) = len(hidden), used
+    size = even_rows(count, chunk_rows)
+    buffer = torch.empty(size, len(weight), dtype=weight.dtype, device=hidden.device)
+    for first in range(0, count, size):
+        here = slice(first, min(first + size, count))
+        inputs = hidden[here].to(weight.dtype)
+        logits = buffer[: len(inputs)]
+        product(inputs, weight, bias, logits)
+        yield here, logits, inputs
+
+
+def _tiles(logits: Tensor) -> Iterator[slice]:
+    size = tile_rows(len(logits), logits.shape[1], arithmetic_dtype(logits.dtype, 1.0), logits.device)
+    return (slice(first, first + size) for first in range(0, len(logits), size))
+
+
+def _to_gradient_(
+    logits: Tensor, targets: Tensor, grad_losses: Tensor, softcap: float, terms: CrossEntropyTerms
+) -> None:
+    """Put the gradient by logits in their place: ``g ((1-ε) w_y + ε/C Σw) p - g ((1-ε) w_y onehot + ε/C w)``."""
+    dtype = grad_losses.dtype
+    capped = _capped(logits.to(dtype), softcap)
+    grad, spread = torch.softmax(capped, -1), terms.label_smoothing / logits.shape[-1]
+    weight = _in(terms.class_weight, grad_losses)
+    of_target = 1.0 - terms.label_smoothing if weight is None else weight[targets] * (1.0 - terms.label_smoothing)
+    total = logits.shape[-1] if weight is None else weight.sum()
+    grad.mul_((grad_losses * (of_target + spread * total))[:, None])
+    if spread:
+        grad.sub_((grad_losses * spread)[:, None] * (1.0 if weight is None else weight))
+    # flat: in two dimensions torch knows no deterministic kernel on CUDA (torch 2.13)
+    starts = torch.arange(0, grad.numel(), grad.shape[-1], device=grad.device)
+    grad.view(-1).scatter_add_(0, targets + starts, -grad_losses * of_target)
+    if softcap:
+        grad.mul_(1.0 - (capped / softcap).square_())
+    logits.copy_(grad)
+
+
+def _capped(logits: Tensor, softcap: float) -> Tensor:
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+def _in(weight: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if weight is None else weight.to(like)
+
+
+SMALLEST = 1 << 19
+"""Fewer logits than this take less time in whole operations than a few rows at a time (torch 2.13, CPU)."""
+
+
+def fits_fused_sum(divergence: str, student: Tensor, teacher: Tensor) -> bool:
+    """Return whether `fused_sum` computes this divergence of these logits, and faster than autograd would."""
+    return (
+        divergence in FUSED
+        and student.numel() >= SMALLEST
+        and torch.is_grad_enabled()
+        and student.requires_grad
+        and is_plain(student)
+        and is_plain(teacher)
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def divergence_sum(
+    divergence: str, student: Tensor, teacher: Tensor, *, temperature: float, softened: bool = False, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Return what the function of `DIVERGENCES` returns, by `fused_sum` where that fits.
+
+    Args:
+        divergence: A key of `DIVERGENCES`.
+        student: Logits.
+        teacher: Logits, or log-probabilities at this temperature if `softened`.
+        temperature: T.
+        softened: Which of the two.
+        options: As the function takes them.
+    """
+    options["temperature"] = temperature
+    if fits_fused_sum(divergence, student, teacher):
+        return fused_sum(divergence, student, teacher * temperature if softened else teacher, **options)
+    if softened:
+        return DIVERGENCES[divergence](student, teacher_log_probs=teacher, **options)
+    return DIVERGENCES[divergence](student, teacher, **options)
+
+
+def fused_sum(
+    divergence: str,
+    student: Tensor,
+    teacher: Tensor,
+    *,
+    temperature: float = 2.0,
+    mask: Tensor | None = None,
+    scale_by_temperature: bool = True,
+    beta: float = 0.5,
+) -> tuple[Tensor, Tensor]:
+    """Return what the function of `DIVERGENCES` returns for two logits; a second derivative is refused.
+
+    The gradient takes the place of a copy of the student's logits, in float32 at least: fp16 would lose what a scaled
+    loss is to save.
+
+    Args:
+        divergence: ``"forward_kl"``, ``"reverse_kl"`` or ``"jsd"``.
+        student: ``(..., C)``, any float dtype.
+        teacher: ``(..., C)``, any float dtype and device; no gradient flows through it.
+        temperature: T, finite and > 0.
+        mask: ``(...)`` bool, True = the row counts; None: all.
+        scale_by_temperature: Multiply by T².
+        beta: β of ``"jsd"``, in [0, 1].
+
+    Returns:
+        The sum over the rows that count, float32 or float64 for float64 logits, and their number, int64.
+
+    Example:
+        >>> student, teacher = torch.zeros(3, 2, requires_grad=True), torch.tensor([[2.0, 0.0]] * 3)
+        >>> total, count = fused_sum("forward_kl", student, teacher, temperature=1.0)
+        >>> total.backward()
+        >>> round(total.item(), 4), count.item(), student.grad[0]
+        (0.9834, 3, tensor([-0.3808,  0.3808]))
+    """
+    check_temperature(divergence, temperature)
+    check_fraction(divergence, "beta", beta)
+    if divergence == "jsd" and beta in (0, 1):
+        divergence = "reverse_kl" if beta else "forward_kl"
+    check_mask(divergence, mask, tuple(student.shape[:-1]))
+    rows, targets, count = counted_rows(divergence, student.detach(), teacher, None)
+    places = None
+    if mask is not None:  # found once: on a GPU the host waits for it
+        places = mask.to(student.device).flatten().nonzero().squeeze(1)
+        count = torch.full_like(count, len(places))
+    factor = 1.0 if scale_by_temperature else temperature**-2
+    rows, targets = (side.reshape(-1, student.shape[-1]) for side in (rows, targets))
+    total: Tensor = _FusedSum.apply(student, rows, targets, places, temperature, factor, divergence, beta)  # type: ignore[no-untyped-call]
+    return total, count
+
+
+class _FusedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student: Tensor,
+        rows: Tensor,
+        targets: Tensor,
+        places: Tensor | None,
+        temperature: float,
+        factor: float,
+        divergence: str,
+        beta: float,
+    ) -> Tensor:
+        dtype = arithmetic_dtype(student.dtype, temperature)
+        if places is None:
+            gradient = rows.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        else:
+            gradient, targets = rows.index_select(0, places).to(dtype), targets.index_select(0, places)
+        with torch.autocast(student.device.type, enabled=False):
+            soft, _ = kd_rows_(gradient, targets, None, temperature, factor, 0.0, divergence, beta)
+        ctx.gradient, ctx.places, ctx.shape, ctx.dtype = gradient, places, student.shape, student.dtype
+        total: Tensor = soft.sum() * factor
+        return total.to(arithmetic_dtype(student.dtype, 1.0))
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_backward("distill", ctx.gradient)
+        kept = graph_is_kept()
+        gradient = multiplied(ctx.gradient, scale, ctx.dtype, kept)
+        if not kept:
+            ctx.gradient = None
+        if ctx.places is not None:
+            whole = gradient.new_zeros(ctx.shape).view(-1, ctx.shape[-1])
+            gradient = whole.index_copy_(0, ctx.places, gradient)
+        return gradient.view(ctx.shape), *[None] * 7

@@ -1,0 +1,547 @@
+"""Pairs of submodules, one of the student and one of the teacher, whose outputs are watched.
+
+Pairs of attention modules whose maps are brought together.
+
+A learned map from the student's width to the teacher's.
+
+Pairs of submodules whose features are brought together, or the relations between examples in them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shared_core.distillation.forward_capture import ForwardHook
+from shared_core.distillation.losses.features import (
+    RELATIONS,
+    attention_kl_each,
+    hidden_cosine_each,
+    hidden_mse_each,
+    relation_sum,
+)
+from shared_core.distributed.sharded_tensors import is_sharded
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError, nearest
+
+Normalise = Callable[[Tensor, Tensor | int], Tensor]
+
+
+class WatchedPairs:
+    """Hooks on both modules of every pair, until `detach`.
+
+    Args:
+        student: Whose modules come first in a pair.
+        teacher: The one teacher.
+        pairs: Names of submodules, or globs that match as many of both: the student's, the teacher's.
+        option: Which option named them.
+
+    Raises:
+        MatchError: If a name matches nothing, or a pair matches more on one side.
+    """
+
+    def __init__(self, student: nn.Module, teacher: nn.Module, pairs: Sequence[tuple[str, str]], option: str) -> None:
+        self.pairs = _expand(pairs, student, teacher, option)
+        self._option = option
+        self._hooks = [(ForwardHook(), _TeacherHook()) for _ in self.pairs]
+        self._handles: list[RemovableHandle] = []
+        for (ours, theirs), (student_hook, teacher_hook) in zip(self.pairs, self._hooks, strict=True):
+            self._handles.append(student.get_submodule(ours).register_forward_hook(student_hook, with_kwargs=True))
+            self._handles.append(teacher.get_submodule(theirs).register_forward_hook(teacher_hook, with_kwargs=True))
+
+    def activate(self, active: bool) -> None:
+        """Keep outputs from now on, or no longer."""
+        for hooks in self._hooks:
+            for hook in hooks:
+                hook.active, hook.latest = active, None
+
+    def outputs(self) -> Iterator[tuple[tuple[str, str], Any, Any]]:
+        """Yield each pair's names and what its modules returned in the latest forward, once.
+
+        Raises:
+            TrainingError: If a module did not run.
+        """
+        for names, (ours, theirs) in zip(self.pairs, self._hooks, strict=True):
+            found, target = ours.take(), theirs.take()
+            if found is None or target is None:
+                whose, name = ("student", names[0]) if found is None else ("teacher", names[1])
+                raise TrainingError(
+                    f"distill: {self._option} module {name} of the {whose} must run in every forward, and did not"
+                )
+            yield names, found.output, target
+
+    def loss(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> Tensor:
+        """Return the sum over pairs for the latest forward.
+
+        Args:
+            mask: Which positions count in the loss; None: one for each example.
+            inputs: The student's, whose attention masks tell padding.
+            normalise: As of `shared_core.engine.technique.Context`.
+
+        Raises:
+            TrainingError: If a module did not run.
+        """
+        raise NotImplementedError
+
+    def check_shards(self, student: nn.Module) -> None:
+        """Refuse what does not work with a student that FSDP2 shards: nothing."""
+
+    def detach(self) -> None:
+        """Take the hooks off both models."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is trained beside the student: nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+
+def real_positions(shape: Sequence[int], counted: Tensor | None, inputs: Mapping[str, Any]) -> Tensor | None:
+    """Return which positions of features count: those of the loss where it has the same, else all but padding.
+
+    Args:
+        shape: ``(B, ...)``, that of the features without their width.
+        counted: ``(B,)`` or ``(B, S)`` bool, the positions of the loss; None: one for each example.
+        inputs: The student's; an attention mask of this shape tells padding.
+
+    Returns:
+        ``shape`` bool; None: all count, or nothing tells.
+    """
+    if counted is not None and counted.shape == tuple(shape):
+        return counted
+    for name in ("attention_mask", "decoder_attention_mask"):
+        mask = inputs.get(name)
+        if isinstance(mask, Tensor) and tuple(mask.shape) == tuple(shape):
+            return mask != 0
+    return None
+
+
+def summed_over_positions(distances: Tensor, real: Tensor | None, counted: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the distances summed over the positions that the loss counts, and how many those are.
+
+    Where an example has one position in the loss and many here (tokens of a classifier, pixels), or others (an
+    encoder's), its mean over its real ones stands for each position that it has in the loss. So padding adds nothing,
+    and the sum is averaged as the trainer averages its loss.
+
+    Args:
+        distances: ``(B, ...)``, finite.
+        real: What `real_positions` returned for their shape.
+        counted: As there.
+
+    Example:
+        >>> distances = torch.tensor([[1.0, 2.0, 9.0], [3.0, 4.0, 5.0]])
+        >>> real = torch.tensor([[True, True, False], [True, True, True]])
+        >>> [value.item() for value in summed_over_positions(distances, real, None)]
+        [5.5, 2]
+    """
+    examples = len(distances)
+    if real is None:
+        means = distances.reshape(examples, -1).mean(1)
+    else:
+        real = real.to(distances.device)
+        if counted is not None and counted.shape == distances.shape:
+            return (distances * real).sum(), real.sum()
+        means = (distances * real).sum(1) / real.sum(1).clamp(min=1)
+    if counted is None:
+        return means.sum(), torch.full((), examples, dtype=torch.int64, device=distances.device)
+    rows = counted.reshape(examples, -1).sum(1).to(distances.device)
+    return (means * rows).sum(), rows.sum()
+
+
+class _TeacherHook:
+    """Keeps the latest output of a teacher's module."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.latest: Any = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if self.active:
+            self.latest = output
+
+    def take(self) -> Any:
+        latest, self.latest = self.latest, None
+        return latest
+
+
+def _expand(
+    pairs: Sequence[tuple[str, str]], student: nn.Module, teacher: nn.Module, option: str
+) -> list[tuple[str, str]]:
+    """Return the pairs with every glob replaced by the names that it matches, in the order of registration."""
+    found: list[tuple[str, str]] = []
+    for ours, theirs in pairs:
+        sides = _matches(student, ours, "student", option), _matches(teacher, theirs, "teacher", option)
+        if len(sides[0]) != len(sides[1]):
+            raise MatchError(
+                f"distill: {option} pair {ours}={theirs} must match as many submodules of both, got {len(sides[0])} of "
+                f"the student and {len(sides[1])} of the teacher"
+            )
+        found += zip(*sides, strict=True)
+    return found
+
+
+def _matches(model: nn.Module, pattern: str, whose: str, option: str) -> list[str]:
+    names = [name for name, _ in model.named_modules() if name]
+    matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+    if not matched:
+        raise MatchError(
+            f"distill: {option} must name submodules, got {pattern!r}, which the {whose} has not"
+            f"{nearest(pattern, names)}"
+        )
+    return matched
+
+
+# Rows of probabilities in bfloat16 sum to 1 within this; with dropout of 10 % one survivor alone makes it 1.11.
+_TOLERANCE = 0.05
+
+
+class AttentionPairs(WatchedPairs):
+    """Compares the maps of both modules of every pair: KL from the student's to the teacher's, averaged over heads.
+
+    Fused attention never makes a map, so Transformers models compute theirs eagerly while this is active.
+
+    Args:
+        student: Whose modules come first in a pair.
+        teacher: The one teacher.
+        pairs: Names of submodules, or globs that match as many of both: the student's, the teacher's.
+
+    Raises:
+        MatchError: If a name matches nothing, or a pair matches more on one side.
+        ConfigError: If attention cannot be switched to eager.
+    """
+
+    def __init__(self, student: nn.Module, teacher: nn.Module, pairs: Sequence[tuple[str, str]]) -> None:
+        super().__init__(student, teacher, pairs, "attention")
+        self._switched: list[tuple[nn.Module, str]] = []
+        self._switchable = [
+            found
+            for model, side in ((student, 0), (teacher, 1))
+            for found in _owners(model, [p[side] for p in self.pairs])
+        ]
+
+    def activate(self, active: bool) -> None:
+        """Keep maps from now on, computed eagerly, or no longer."""
+        super().activate(active)
+        if active and not self._switched:
+            for owner in self._switchable:
+                before = owner.config._attn_implementation
+                _implement(owner, "eager")
+                self._switched.append((owner, before))
+        elif not active:
+            self._switch_back()
+
+    def _switch_back(self) -> None:
+        for owner, before in self._switched:
+            _implement(owner, before)
+        self._switched = []
+
+    def detach(self) -> None:
+        """Leave both models as they were."""
+        super().detach()
+        self._switch_back()
+
+    def loss(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> Tensor:
+        """Return the sum over pairs for the latest forward.
+
+        Raises:
+            ConfigError: If a module's maps are not probabilities, or not those of the same tokens.
+            TrainingError: If a module did not run.
+        """
+        terms = []
+        for (ours, theirs), found, target in self.outputs():
+            student, teacher = _map(found, ours, "student"), _map(target, theirs, "teacher").detach()
+            real = real_positions((len(student), student.shape[-2]), mask, inputs)
+            student, teacher = (
+                _certain_where_unread(student, real),
+                _certain_where_unread(teacher.to(student.device), real),
+            )
+            _check_probabilities(student, ours, "student")
+            _check_probabilities(teacher, theirs, "teacher")
+            distances = attention_kl_each(student, teacher, average_heads=student.shape[1] != teacher.shape[1])
+            terms.append(normalise(*summed_over_positions(distances, real, mask)))
+        return torch.stack(terms).sum()
+
+
+def _owners(model: nn.Module, names: Sequence[str]) -> list[Any]:
+    """Return the outermost modules that these are part of and that can choose how attention is computed."""
+    able = [name for name, module in model.named_modules() if hasattr(module, "set_attn_implementation")]
+    found: dict[str, Any] = {}
+    for name in names:
+        for owner in able:
+            if owner == "" or name.startswith(f"{owner}."):
+                found[owner] = model.get_submodule(owner)
+                break
+    return list(found.values())
+
+
+def _implement(owner: Any, kind: str) -> None:
+    owner.set_attn_implementation(kind)
+    if owner.config._attn_implementation != kind:
+        raise ConfigError(
+            f"distill: attention needs a model that can compute its maps, got {type(owner).__name__}, which stays "
+            f"with {owner.config._attn_implementation}; load it with attn_implementation='eager'"
+        )
+
+
+def _map(output: Any, name: str, whose: str) -> Tensor:
+    """Return the map ``(B, H, Q, K)`` in what a module returned: itself, or the last such tensor of a tuple."""
+    items = output if isinstance(output, tuple | list) else [output]
+    maps = [item for item in items if isinstance(item, Tensor) and item.ndim == 4]
+    if not maps:
+        raise ConfigError(
+            f"distill: attention module {name} of the {whose} must return its map (batch, heads, queries, keys), "
+            "got none; name the module that computes probabilities, such as layer.0.attention.self"
+        )
+    return maps[-1]
+
+
+def _certain_where_unread(maps: Tensor, real: Tensor | None) -> Tensor:
+    """Return maps with a certain first key where the query does not count: what stands there may be NaN."""
+    if real is None:
+        return maps
+    certain = torch.zeros(maps.shape[-1], dtype=maps.dtype, device=maps.device)
+    certain[0] = 1
+    return torch.where(real.to(maps.device)[:, None, :, None], maps, certain)
+
+
+def _check_probabilities(maps: Tensor, name: str, whose: str) -> None:
+    sums = maps.detach().sum(-1)
+    if not bool(((sums - 1).abs() <= _TOLERANCE).all()):
+        worst = float(sums.flatten()[(sums - 1).abs().argmax()])
+        raise ConfigError(
+            f"distill: attention maps of {name} of the {whose} must hold probabilities, got a row whose sum is "
+            f"{worst:.3g}; maps with dropout in them cannot be compared, so set the config's attention dropout "
+            "(attention_probs_dropout_prob, attention_dropout) to 0"
+        )
+
+
+def init_projection(
+    student_width: int,
+    teacher_width: int,
+    *,
+    seed: int = 0,
+    bias: bool = True,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the first weight and bias of a projection, uniform in ``±1 / sqrt(student_width)`` as `nn.Linear`'s.
+
+    The draw is made on the CPU by a generator of its own: the same on every device and every rank, and the global
+    random state is as it was.
+
+    Args:
+        student_width: Features in, >= 1.
+        teacher_width: Features out, >= 1.
+        seed: Of the generator.
+        bias: Whether there is a bias.
+        device: Where the result lies.
+        dtype: Of the result.
+
+    Returns:
+        The weight ``(teacher_width, student_width)`` and the bias ``(teacher_width,)`` or None.
+
+    Raises:
+        ConfigError: If a width is below 1.
+
+    Example:
+        >>> weight, bias = init_projection(4, 2)
+        >>> weight.shape, bias.shape, bool(weight.abs().max() <= 0.5)
+        (torch.Size([2, 4]), torch.Size([2]), True)
+    """
+    for name, width in (("student_width", student_width), ("teacher_width", teacher_width)):
+        if width < 1:
+            raise ConfigError(f"projection: {name} must be at least 1, got {width}")
+    generator = torch.Generator().manual_seed(seed)
+    bound = 1 / math.sqrt(student_width)
+    weight = torch.empty(teacher_width, student_width).uniform_(-bound, bound, generator=generator)
+    offset = torch.empty(teacher_width).uniform_(-bound, bound, generator=generator) if bias else None
+    return weight.to(device, dtype), None if offset is None else offset.to(device, dtype)
+
+
+_NAME = "distill_projection_"
+
+
+class HiddenPairs(WatchedPairs):
+    """Watches both modules of every pair and compares what they return.
+
+    Args:
+        student: Gets one projection a pair whose widths differ, until `detach`.
+        teacher: The one teacher.
+        pairs: Names of submodules, or globs that match as many of both: the student's, the teacher's.
+        kind: ``mse`` or ``cosine``, or a key of `RELATIONS`, which compare examples and need no equal widths.
+        generator: For the projections' first values.
+
+    Raises:
+        MatchError: If a name matches nothing, or a pair matches more on one side.
+    """
+
+    def __init__(
+        self,
+        student: nn.Module,
+        teacher: nn.Module,
+        pairs: Sequence[tuple[str, str]],
+        kind: str,
+        generator: torch.Generator,
+    ) -> None:
+        super().__init__(student, teacher, pairs, "hidden")
+        self._student, self._kind = student, kind
+        self._projections: dict[int, nn.Parameter] = {}
+        for index, names in enumerate(self.pairs if kind not in RELATIONS else ()):
+            modules = student.get_submodule(names[0]), teacher.get_submodule(names[1])
+            inputs, outputs = _width(student, modules[0]), _width(teacher, modules[1])
+            if inputs is not None and outputs is not None and inputs != outputs:
+                self._projections[index] = _projection(inputs, outputs, student, generator)
+                student.register_parameter(f"{_NAME}{index}", self._projections[index])
+        # trained like any parameter, and in no state dict: a checkpoint is the plain student's
+        self._handles.append(student.register_state_dict_post_hook(_leave_out))  # type: ignore[no-untyped-call]
+        self._handles.append(student.register_load_state_dict_post_hook(_miss_nothing))  # type: ignore[no-untyped-call]
+
+    @property
+    def num_projections(self) -> int:
+        """How many pairs have different widths."""
+        return len(self._projections)
+
+    def check_shards(self, student: nn.Module) -> None:
+        """Refuse projections of a student that FSDP2 shards.
+
+        Raises:
+            CompatibilityError: If there are both.
+        """
+        if self._projections and any(map(is_sharded, student.parameters())):
+            names = "=".join(self.pairs[next(iter(self._projections))])
+            raise CompatibilityError(
+                f"distill: hidden features must have equal widths under FSDP2, got others at {names}: the projection "
+                "between them is a parameter that no module's forward gathers; take a hidden_loss of relations (rkd, "
+                "similarity_preserving, cka), or DDP"
+            )
+
+    def loss(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> Tensor:
+        """Return the sum over pairs for the latest forward; relations are means over the micro-batch."""
+        terms = [
+            self._term(index, names, _tensor(ours, names[0]), _tensor(theirs, names[1]), mask, inputs, normalise)
+            for index, (names, ours, theirs) in enumerate(self.outputs())
+        ]
+        return torch.stack(terms).sum()
+
+    def _term(
+        self,
+        index: int,
+        names: tuple[str, str],
+        features: Tensor,
+        targets: Tensor,
+        mask: Tensor | None,
+        inputs: Mapping[str, Any],
+        normalise: Normalise,
+    ) -> Tensor:
+        targets = targets.detach().to(features.device)
+        if self._kind in RELATIONS:
+            flat = [_flat(each, mask, inputs) for each in (features, targets)]
+            total, count = relation_sum(*flat, relation=self._kind)
+            # weighted by positions, as the trainer counts them, so that it stays a mean over micro-batches
+            positions = count if mask is None else mask.sum()
+            return normalise(total / count.clamp(min=1) * positions, positions)
+        if index in self._projections:
+            features = F.linear(features, self._projections[index])
+        if features.shape != targets.shape:
+            raise ConfigError(
+                f"distill: hidden features of {names[0]} must have the teacher's shape "
+                f"{tuple(targets.shape)}, got {tuple(features.shape)}; take a hidden_loss of relations (rkd, "
+                "similarity_preserving, cka), which compare examples"
+            )
+        real = real_positions(features.shape[:-1], mask, inputs)
+        features, targets = _filled(features, real), _filled(targets, real)
+        distance = hidden_mse_each if self._kind == "mse" else hidden_cosine_each
+        return normalise(*summed_over_positions(distance(features, targets), real, mask))
+
+    def detach(self) -> None:
+        """Take hooks and projections off both models."""
+        super().detach()
+        for index in self._projections:
+            self._student._parameters.pop(f"{_NAME}{index}", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the projections' weights."""
+        return {str(index): weight.detach().clone() for index, weight in self._projections.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back saved projections.
+
+        Raises:
+            CheckpointError: If they are of other pairs.
+        """
+        for index, weight in self._projections.items():
+            saved = state.get(str(index))
+            if saved is None or saved.shape != weight.shape:
+                raise CheckpointError("distill: saved projections must be of these hidden pairs; resume with the same")
+            weight.copy_(saved)
+
+
+def _projection(inputs: int, outputs: int, student: nn.Module, generator: torch.Generator) -> nn.Parameter:
+    like = next(student.parameters())
+    seed = int(torch.randint(2**31, (), generator=generator))
+    weight, _ = init_projection(inputs, outputs, seed=seed, bias=False, device=like.device, dtype=like.dtype)
+    return nn.Parameter(weight)
+
+
+def _leave_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for name in [name for name in state_dict if name.startswith(f"{prefix}{_NAME}")]:
+        del state_dict[name]
+
+
+def _miss_nothing(module: nn.Module, incompatible: Any) -> None:
+    missing = incompatible.missing_keys
+    missing[:] = [name for name in missing if not name.rpartition(".")[2].startswith(_NAME)]
+
+
+def _width(model: nn.Module, module: nn.Module) -> int | None:
+    """Return the number of features that a module's last layer of known width returns, None if that is not told.
+
+    A module without layers, such as an activation, has the width of those registered before it.
+    """
+    layers = list(model.modules())
+    last = layers.index(list(module.modules())[-1])
+    for layer in reversed(layers[: last + 1]):
+        if getattr(layer, "out_channels", None) is not None:
+            return None  # channels are not the last axis: both must have as many
+        for attribute in ("out_features", "embedding_dim", "normalized_shape", "num_features"):
+            found = getattr(layer, attribute, None)
+            if isinstance(found, tuple) and found:
+                found = found[-1]
+            if isinstance(found, int):
+                return found
+        weight = layer._parameters.get("weight")
+        if weight is not None and weight.ndim == 1:  # a norm of the user's own
+            return weight.shape[0]
+    return None
+
+
+def _tensor(output: Any, name: str) -> Tensor:
+    found = output[0] if isinstance(output, tuple | list) and output else output
+    if not isinstance(found, Tensor):
+        raise TrainingError(f"distill: hidden module {name} must return a tensor, got {type(found).__name__}")
+    return found
+
+
+def _filled(features: Tensor, real: Tensor | None) -> Tensor:
+    """Return the features with zeros where nothing counts: what stands there may be NaN, and so would gradients be."""
+    return features if real is None else features.masked_fill(~real.to(features.device).unsqueeze(-1), 0)
+
+
+def _flat(features: Tensor, mask: Tensor | None, inputs: Mapping[str, Any]) -> Tensor:
+    """Return one vector an example: of tokens their mean, where it is told which of them count."""
+    real = real_positions(features.shape[:-1], mask, inputs) if features.ndim == 3 else None
+    if real is None:
+        return features.reshape(len(features), -1)
+    real = real.to(features.device)
+    return _filled(features, real).sum(1) / real.sum(1, keepdim=True).clamp(min=1)

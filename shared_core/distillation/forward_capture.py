@@ -1,0 +1,309 @@
+"""What the models tell of their heads before a batch: the kind of their outputs and how many there are.
+
+What distillation reads off one forward of the student: inputs, logits, and which positions count.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.distillation.unlabelled import rows_that_count
+from shared_core.errors import ConfigError, TrainingError
+
+
+def check_heads(student: nn.Module, teacher: nn.Module, divergence: str, vocab_size: int | None = None) -> None:
+    """Refuse, where the models tell before a batch, what the divergence is not for, and widths that do not fit.
+
+    Raises:
+        ConfigError: If they do not fit.
+    """
+    for whose, module in (("student", student), ("teacher", teacher)):
+        problem = getattr(getattr(module, "config", None), "problem_type", None)
+        fitting = {"regression": "logit_mse", "multi_label_classification": "bernoulli_kl"}.get(problem or "")
+        if fitting and divergence != fitting:
+            raise ConfigError(
+                f"distill: the {whose} must classify into single labels, got problem_type {problem!r}; take divergence "
+                f"{fitting}"
+            )
+    ours, theirs = num_classes(student), num_classes(teacher)
+    if ours is not None and theirs is not None:
+        check_sizes(ours, theirs, vocab_size)
+
+
+def check_sizes(student: int, teacher: int, vocab_size: int | None) -> None:
+    """Refuse different numbers of classes, or, of those that `vocab_size` lets count, too few.
+
+    Raises:
+        ConfigError: With both sizes.
+    """
+    if vocab_size is None and student != teacher:
+        raise ConfigError(
+            f"distill: teacher must have the student's {student} classes, got {teacher}; both must share labels or "
+            "vocabulary. With one tokenizer and vocabularies that are only padded differently, set distill.vocab_size "
+            "to the tokenizer's size; with different tokenizers take a teacher of the student's, distil "
+            "distill.hidden pairs, or train on text that the teacher generates"
+        )
+    if vocab_size is not None and vocab_size > min(student, teacher):
+        raise ConfigError(
+            f"distill: vocab_size must be at most {min(student, teacher)}, the smaller of the student's {student} and "
+            f"the teacher's {teacher} classes, got {vocab_size}"
+        )
+
+
+def num_classes(module: nn.Module) -> int | None:
+    """Return the width of the logits where a Transformers model tells it, else None."""
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    weight, classes = getattr(head, "weight", None), getattr(head, "out_features", None)
+    if isinstance(classes, int):  # a quantised weight is packed
+        return classes
+    if isinstance(weight, Tensor):
+        return weight.shape[0]
+    if "Classification" in type(module).__name__:
+        num_labels = getattr(getattr(module, "config", None), "num_labels", None)
+        return num_labels if isinstance(num_labels, int) else None
+    return None
+
+
+# A teacher that saw the labels would compute a loss nobody wants, or reject the trainers' own arguments.
+_FOR_THE_LOSS = ("labels", "num_items_in_batch")
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_NAMES: weakref.WeakKeyDictionary[Callable[..., Any], tuple[list[str], set[str] | None]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward of the student."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+class ForwardHook:
+    """Forward hook that keeps the latest training forward; a copied or pickled one is empty and off."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.latest: Forward | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Keep a forward that trains."""
+        if self.active and trains(module):
+            self.latest = Forward(args, kwargs, output)
+
+    def take(self) -> Forward | None:
+        """Return the latest forward and forget it."""
+        latest, self.latest = self.latest, None
+        return latest
+
+    def __getstate__(self) -> dict[str, Any]:
+        # graph tensors cannot be copied, and the copy's owner (an average, a saved model) does not distil
+        return {"active": False, "latest": None}
+
+
+def trains(module: nn.Module) -> bool:
+    """Return whether a forward of this module trains; inside a backward it is activation checkpointing's repetition."""
+    repeated = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return module.training and torch.is_grad_enabled() and not repeated
+
+
+def named_inputs(student: nn.Module, forward: Forward) -> dict[str, Any]:
+    """Return inputs by name: keywords, positional ones as the signature names them, keys of a dict batch."""
+    try:
+        # not `bind_partial`, which takes longer than the rest of what a loss looks up; forward took these arguments
+        named = {**dict(zip(_positional_names(student), forward.args, strict=False)), **forward.kwargs}
+    except (TypeError, ValueError):
+        named = dict(forward.kwargs)
+    for value in forward.args:
+        if isinstance(value, Mapping):
+            named = {**value, **named}
+    return named
+
+
+def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any:
+    """Return the output of a teacher in eval mode for the student's inputs, without labels and without gradients."""
+    like = first_parameter(teacher, floating=True)
+    names = _positional_names(student)
+    args = tuple(
+        None if name in _FOR_THE_LOSS else _on(_without_labels(value), like)
+        for name, value in zip([*names, *[""] * len(forward.args)], forward.args, strict=False)
+    )
+    accepted = _keywords(teacher)
+    kwargs = {
+        name: _on(value, like)
+        for name, value in forward.kwargs.items()
+        if name not in _FOR_THE_LOSS and (accepted is None or name in accepted)
+    }
+    shift = _decoder_inputs_of(student)
+    named = named_inputs(student, forward) if shift else {}
+    given = any(named.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    if shift and not given and isinstance(named.get("labels"), Tensor):
+        kwargs["decoder_input_ids"] = _on(shift(named["labels"]), like)
+    try:
+        with torch.no_grad():
+            return teacher(*args, **kwargs)
+    except TypeError as error:
+        _check_fit(teacher, args, kwargs, error)
+        raise
+
+
+def _decoder_inputs_of(student: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Return how an encoder-decoder model makes its decoder's inputs of its labels (Transformers' naming)."""
+    shift: Callable[[Tensor], Tensor] | None = getattr(student, "prepare_decoder_input_ids_from_labels", None)
+    model: Any = getattr(student, "get_base_model", lambda: student)()  # under PEFT's wrapper
+    config: Any = getattr(model, "config", None)
+    generates = type(model).__name__.endswith(("ForConditionalGeneration", "ToText"))  # others' labels are no tokens
+    if shift is not None or not generates or not getattr(config, "is_encoder_decoder", False):
+        return shift
+    for kind in type(model).__mro__:  # Whisper, M2M100, Blenderbot: a function beside the class
+        beside = getattr(sys.modules[kind.__module__], "shift_tokens_right", None)
+        if beside is not None:
+            return lambda labels: beside(labels, config.pad_token_id, config.decoder_start_token_id)
+    return getattr(model, "_shift_right", None)
+
+
+def _check_fit(teacher: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: TypeError) -> None:
+    """Raise `TrainingError` if a teacher failed because its forward does not take these inputs."""
+    try:
+        inspect.signature(teacher.forward).bind(*args, **kwargs)
+    except TypeError as misfit:
+        given = f"{len(args)} by position" + "".join(f", {name}" for name in kwargs)
+        raise TrainingError(
+            f"distill: teacher must have a forward that takes the student's inputs ({given}), got "
+            f"{type(teacher).__name__}: {misfit}; wrap it in a module whose forward takes them"
+        ) from error
+
+
+def first_parameter(module: nn.Module, *, floating: bool = False) -> Tensor | None:
+    """Return the first of ``module.parameters()``, or the first of floating point.
+
+    Every micro-batch asks, and torch's own generators take ten times as long to begin with.
+    """
+    for parameter in module._parameters.values():
+        if parameter is not None and (not floating or parameter.is_floating_point()):
+            return parameter
+    for child in module._modules.values():
+        if child is not None and (found := first_parameter(child, floating=floating)) is not None:
+            return found
+    return None
+
+
+def find_logits(output: Any, name: str, whose: str) -> Tensor:
+    """Return the logits in a forward's output: the tensor itself, under `name`, or a tuple's first matrix."""
+    found: Any = None
+    if isinstance(output, Tensor):
+        found = output
+    elif isinstance(output, Mapping):
+        found = output.get(name)
+    elif hasattr(output, name):
+        found = getattr(output, name)
+    elif isinstance(output, tuple | list):
+        # a model given labels puts its scalar loss first
+        found = next((item for item in output if isinstance(item, Tensor) and item.ndim >= 2), None)
+    if not isinstance(found, Tensor):
+        keys = f" with {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
+        raise TrainingError(
+            f"distill: the {whose}'s output must hold logits under {name!r}, "
+            f"got {type(output).__name__}{keys}; "
+            "set distill.logits, and switch off fused losses that do not return logits"
+        )
+    return found
+
+
+def is_causal(student: nn.Module) -> bool:
+    """Return whether a model's class says that position i predicts token i + 1 (Transformers' naming)."""
+    config = getattr(student, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return False
+    names = [kind.__name__ for kind in type(student).__mro__]
+    if any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names):
+        return True
+    return getattr(config, "is_decoder", False) is True
+
+
+def check_classes(student: Tensor, teacher: Tensor, *, of_classes: bool = True, vocab_size: int | None = None) -> None:
+    """Raise `ConfigError` unless both logits have the classes that count (two at least) and the same positions."""
+    if (of_classes or vocab_size) and (student.ndim < 2 or student.shape[-1] == 1):
+        raise ConfigError(
+            "distill: the student must be a classifier or language model with logits (..., classes), "
+            f"got logits of shape {tuple(student.shape)}; take divergence logit_mse for regression"
+        )
+    if student.ndim and teacher.ndim:
+        check_sizes(student.shape[-1], teacher.shape[-1], vocab_size)
+    if student.shape[: -1 if vocab_size else None] != teacher.shape[: -1 if vocab_size else None]:
+        raise ConfigError(
+            f"distill: teacher must return logits of the student's shape {tuple(student.shape)}, "
+            f"got {tuple(teacher.shape)}"
+        )
+
+
+def counted_positions(
+    logits: Tensor, labels: Any, attention_mask: Any, *, causal: bool, unlabelled: Tensor | None = None
+) -> Tensor | None:
+    """Return which rows of the logits count, True = it does; None for all of them.
+
+    A position counts if its label is not -100. In a causal LM the logits at i answer for label i + 1, so the last
+    position never counts. Of an unlabelled example, and without labels, all count that the attention mask does not call
+    padding. With one label an example each example counts: one whose label is -100 is unlabelled.
+
+    Raises:
+        ConfigError: If the labels are not class indices, one for each row of the logits.
+    """
+    shape = tuple(logits.shape[:-1])
+    is_tensor = isinstance(labels, Tensor)
+    if labels is not None and (not is_tensor or labels.is_floating_point() or tuple(labels.shape) != shape):
+        got = f"{labels.dtype} {tuple(labels.shape)}" if is_tensor else type(labels).__name__
+        way_out = "pixels, boxes and sequences that CTC aligns have none: they are not distilled by logits"
+        if is_tensor and labels.is_floating_point():
+            way_out = "take divergence logit_mse for regression, bernoulli_kl for multi-label targets"
+        raise ConfigError(
+            f"distill: labels must be class indices of shape {shape}, one for each row of the logits "
+            f"{tuple(logits.shape)}, got {got}; {way_out}"
+        )
+    counts = rows_that_count(shape, labels, attention_mask, causal=causal, unlabelled=unlabelled)
+    return None if counts is None else counts.to(logits.device)
+
+
+def _names_of(module: nn.Module) -> tuple[list[str], set[str] | None]:
+    """Return the names of forward's positional arguments, and of all; None for any."""
+    # every micro-batch asks, and inspecting takes longer than small layers do; a wrapper may replace forward meanwhile
+    forward = module.forward
+    function = getattr(forward, "__func__", forward)
+    if (known := _NAMES.get(function)) is None:
+        parameters = inspect.signature(forward).parameters.values()
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+        positional = [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
+        known = _NAMES[function] = positional, None if takes_any else {parameter.name for parameter in parameters}
+    return known
+
+
+def _positional_names(module: nn.Module) -> list[str]:
+    return _names_of(module)[0]
+
+
+def _keywords(module: nn.Module) -> set[str] | None:
+    """Return the keywords that forward takes, None for any."""
+    return _names_of(module)[1]
+
+
+def _without_labels(value: Any) -> Any:
+    if isinstance(value, Mapping) and any(name in value for name in _FOR_THE_LOSS):
+        return {name: item for name, item in value.items() if name not in _FOR_THE_LOSS}
+    return value
+
+
+def _on(value: Any, like: Tensor | None) -> Any:
+    """Return tensors on the teacher's device, and those of floating point in its dtype."""
+    if like is not None and isinstance(value, Tensor):
+        return value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
+    if like is not None and type(value) is dict:
+        return {name: _on(item, like) for name, item in value.items()}
+    return value

@@ -1,0 +1,534 @@
+"""Formulas of the divergences: log-probabilities ``(..., C)`` of both sides in, one number a row out.
+
+The terms of a class that has probability 0 are taken out before they are multiplied: 0 times an infinite log is NaN.
+
+Divergences between a student's and a teacher's class probabilities, all with one signature.
+
+`DIVERGENCES` holds the sum forms by name. All of them leave out rows whose `mask` is False, compute in float32 whatever
+the logits' dtype (float64 for T > 10 or T < 0.01, or float64 logits), give the teacher no gradient, and give the sum
+and the count 0 with zero gradients if no row counts. Classes that both sides rule out (logit -inf) change nothing.
+
+The soft-target loss: how far the student's softened distribution is from the teacher's.
+
+What several teachers say together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shared_core.distillation.losses.regression import (
+    bernoulli_kl_sum,
+    hard_label_sum,
+    huber_sum,
+    logit_mse_sum,
+    teacher_bounded_mse_sum,
+)
+from shared_core.distillation.losses.softened_pair import (
+    check_fraction,
+    check_temperature,
+    compute_dtype,
+    mean_of,
+    soften,
+)
+from shared_core.errors import ConfigError
+
+
+def forward_kl_rows(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return ``KL(teacher || student)``.
+
+    Example:
+        >>> round(forward_kl_rows(torch.tensor([0.5, 0.5]).log(), torch.tensor([1.0, 0.0]).log()).item(), 4)
+        0.6931
+    """
+    return _expected(teacher.exp(), teacher - student)
+
+
+def reverse_kl_rows(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return ``KL(student || teacher)``."""
+    return _expected(student.exp(), student - teacher)
+
+
+def soft_cross_entropy_rows(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return the student's cross-entropy with the teacher's probabilities as targets."""
+    return _expected(teacher.exp(), -student)
+
+
+def jsd_rows(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
+    """Return ``beta KL(teacher || m) + (1 - beta) KL(student || m)`` with ``m = beta teacher + (1 - beta) student``."""
+    if beta == 0:
+        return forward_kl_rows(student, teacher)
+    if beta == 1:
+        return reverse_kl_rows(student, teacher)
+    p_student, p_teacher = student.exp(), teacher.exp()
+    # logaddexp has no gradient where both are -inf; the probabilities, which multiply these logs, are 0 there
+    neither = torch.isneginf(student) & torch.isneginf(teacher)
+    student, teacher = student.masked_fill(neither, 0.0), teacher.masked_fill(neither, 0.0)
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    return beta * _expected(p_teacher, teacher - mixture) + (1 - beta) * _expected(p_student, student - mixture)
+
+
+def _expected(probabilities: Tensor, values: Tensor) -> Tensor:
+    return (probabilities * values.masked_fill(probabilities == 0, 0.0)).sum(dim=-1)
+
+
+class Divergence(Protocol):
+    """The signature that all of `DIVERGENCES` share; what one needs beyond it has a default."""
+
+    def __call__(
+        self,
+        student: Tensor,
+        teacher: Tensor | None = None,
+        /,
+        *,
+        temperature: float = 2.0,
+        mask: Tensor | None = None,
+        teacher_log_probs: Tensor | None = None,
+        scale_by_temperature: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum over the rows that count, and their number."""
+        ...
+
+
+def forward_kl_sum(
+    student_logits: Tensor,
+    teacher_logits: Tensor | None = None,
+    *,
+    temperature: float = 2.0,
+    mask: Tensor | None = None,
+    teacher_log_probs: Tensor | None = None,
+    scale_by_temperature: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Return the sum over counted rows of ``T² KL(teacher || student)``, and their number: `kd_sum` with options.
+
+    Args:
+        student_logits: ``(..., C)``, any float dtype.
+        teacher_logits: ``(..., C)``, any float dtype and device.
+        temperature: ``T``, finite and > 0.
+        mask: ``(...)`` bool, True = the row counts. None counts all.
+        teacher_log_probs: ``(..., C)``, the teacher's log-probabilities at this `temperature` in place of its
+            logits, as `mean_teacher` returns them. Used as they are, never renormalised.
+        scale_by_temperature: Multiply by ``T²``, which keeps the size of the gradient about the same for all T.
+            False compares with losses that leave it out.
+
+    Returns:
+        The sum (float32, or float64 if the student's logits are) and the count (int64), both scalars.
+
+    Raises:
+        ConfigError: If shapes, dtypes or the temperature are not as above, or not one teacher is given.
+
+    Source: Hinton et al., 2015, arXiv:1503.02531, section 2.
+
+    Example:
+        >>> total, count = forward_kl_sum(torch.zeros(3, 2), torch.tensor([[2.0, 0.0]] * 3), temperature=1.0)
+        >>> round(total.item(), 4), count.item()
+        (0.9834, 3)
+    """
+    pair = soften(
+        "forward_kl",
+        student_logits,
+        teacher_logits,
+        teacher_log_probs,
+        temperature=temperature,
+        mask=mask,
+        scale_by_temperature=scale_by_temperature,
+    )
+    return pair.total(forward_kl_rows(pair.student, pair.teacher))
+
+
+def reverse_kl_sum(
+    student_logits: Tensor,
+    teacher_logits: Tensor | None = None,
+    *,
+    temperature: float = 2.0,
+    mask: Tensor | None = None,
+    teacher_log_probs: Tensor | None = None,
+    scale_by_temperature: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of `reverse_kl` over counted rows, and their number; arguments as of `forward_kl_sum`.
+
+    Example:
+        >>> total, count = reverse_kl_sum(torch.zeros(3, 2), torch.tensor([[2.0, 0.0]] * 3), temperature=1.0)
+        >>> round(total.item(), 4), count.item()
+        (1.3013, 3)
+    """
+    pair = soften(
+        "reverse_kl",
+        student_logits,
+        teacher_logits,
+        teacher_log_probs,
+        temperature=temperature,
+        mask=mask,
+        scale_by_temperature=scale_by_temperature,
+    )
+    return pair.total(reverse_kl_rows(pair.student, pair.teacher))
+
+
+def reverse_kl(
+    student_logits: Tensor,
+    teacher_logits: Tensor | None = None,
+    *,
+    temperature: float = 2.0,
+    mask: Tensor | None = None,
+    teacher_log_probs: Tensor | None = None,
+    scale_by_temperature: bool = True,
+) -> Tensor:
+    r"""Return :math:`T^2 \, KL(softmax(s / T) \,\|\, softmax(t / T))`, averaged over the rows that count.
+
+    It seeks modes: a student too small for all of the teacher's distribution puts its mass where the teacher has
+    most. Infinite, with a gradient that is NaN, if the teacher rules out (logit -inf) a class that the student does
+    not; `jsd` stays finite there.
+
+    Args, Returns, Raises: As of `forward_kl_sum`, the mean in place of the sum.
+
+    Source: Gu et al. (MiniLLM), 2023, arXiv:2306.08543, section 2; Agarwal et al. (GKD), 2023, arXiv:2306.13649.
+
+    Example:
+        >>> student, teacher = torch.tensor([[0.0, 0.0]]), torch.tensor([[2.0, 0.0]])
+        >>> round(reverse_kl(student, teacher, temperature=1.0).item(), 4)
+        0.4338
+    """
+    return mean_of(
+        *reverse_kl_sum(
+            student_logits,
+            teacher_logits,
+            temperature=temperature,
+            mask=mask,
+            teacher_log_probs=teacher_log_probs,
+            scale_by_temperature=scale_by_temperature,
+        )
+    )
+
+
+def jsd_sum(
+    student_logits: Tensor,
+    teacher_logits: Tensor | None = None,
+    *,
+    beta: float = 0.5,
+    temperature: float = 2.0,
+    mask: Tensor | None = None,
+    teacher_log_probs: Tensor | None = None,
+    scale_by_temperature: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of `jsd` over counted rows, and their number; arguments as of `forward_kl_sum` and `jsd`.
+
+    Example:
+        >>> total, count = jsd_sum(torch.zeros(3, 2), torch.tensor([[2.0, 0.0]] * 3), temperature=1.0)
+        >>> round(total.item(), 4), count.item()
+        (0.2686, 3)
+    """
+    check_fraction("jsd", "beta", beta)
+    pair = soften(
+        "jsd",
+        student_logits,
+        teacher_logits,
+        teacher_log_probs,
+        temperature=temperature,
+        mask=mask,
+        scale_by_temperature=scale_by_temperature,
+    )
+    return pair.total(jsd_rows(pair.student, pair.teacher, beta))
+
+
+def jsd(
+    student_logits: Tensor,
+    teacher_logits: Tensor | None = None,
+    *,
+    beta: float = 0.5,
+    temperature: float = 2.0,
+    mask: Tensor | None = None,
+    teacher_log_probs: Tensor | None = None,
+    scale_by_temperature: bool = True,
+) -> Tensor:
+    r"""Return the generalised Jensen-Shannon divergence times ``T²``, averaged over the rows that count.
+
+    .. math:: \beta \, KL(p_t \,\|\, m) + (1 - \beta) \, KL(p_s \,\|\, m), \quad m = \beta p_t + (1 - \beta) p_s
+
+    By definition beta = 0 is the forward KL (`kd_loss`) and beta = 1 the reverse KL (`reverse_kl`). That is not
+    continuous: the formula itself goes to 0 at both ends, and only divided by beta (by 1 - beta) to the forward
+    (reverse) KL. At beta = 0.5 it is symmetric and at most ``T² ln 2``.
+
+    Args:
+        student_logits: As of `forward_kl_sum`, and so are all others but `beta`.
+        teacher_logits: See there.
+        beta: The teacher's share of the mixture ``m``, in [0, 1].
+        temperature: See there.
+        mask: See there.
+        teacher_log_probs: See there.
+        scale_by_temperature: See there.
+
+    Returns:
+        Scalar, float32 (float64 for float64 logits); finite for 0 < beta < 1 whatever either side rules out.
+
+    Raises:
+        ConfigError: As `forward_kl_sum`, and if beta is outside [0, 1].
+
+    Source: Agarwal et al. (GKD), 2023, arXiv:2306.13649, equation 1.
+
+    Example:
+        >>> student, teacher = torch.tensor([[0.0, 0.0]]), torch.tensor([[2.0, 0.0]])
+        >>> [round(jsd(student, teacher, beta=beta, temperature=1.0).item(), 4) for beta in (0, 0.5, 1)]
+        [0.3278, 0.0895, 0.4338]
+    """
+    return mean_of(
+        *jsd_sum(
+            student_logits,
+            teacher_logits,
+            beta=beta,
+            temperature=temperature,
+            mask=mask,
+            teacher_log_probs=teacher_log_probs,
+            scale_by_temperature=scale_by_temperature,
+        )
+    )
+
+
+def soft_cross_entropy_sum(
+    student_logits: Tensor,
+    teacher_logits: Tensor | None = None,
+    *,
+    temperature: float = 2.0,
+    mask: Tensor | None = None,
+    teacher_log_probs: Tensor | None = None,
+    scale_by_temperature: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of `soft_cross_entropy` over counted rows, and their number; arguments as of `forward_kl_sum`.
+
+    Example:
+        >>> total, count = soft_cross_entropy_sum(torch.zeros(3, 2), torch.zeros(3, 2), temperature=1.0)
+        >>> round(total.item(), 4), count.item()
+        (2.0794, 3)
+    """
+    pair = soften(
+        "soft_cross_entropy",
+        student_logits,
+        teacher_logits,
+        teacher_log_probs,
+        temperature=temperature,
+        mask=mask,
+        scale_by_temperature=scale_by_temperature,
+    )
+    return pair.total(soft_cross_entropy_rows(pair.student, pair.teacher))
+
+
+def soft_cross_entropy(
+    student_logits: Tensor,
+    teacher_logits: Tensor | None = None,
+    *,
+    temperature: float = 2.0,
+    mask: Tensor | None = None,
+    teacher_log_probs: Tensor | None = None,
+    scale_by_temperature: bool = True,
+) -> Tensor:
+    r"""Return :math:`-T^2 \sum softmax(t / T) \log softmax(s / T)`, averaged over the rows that count.
+
+    The forward KL plus the teacher's entropy: the same gradient, and a value that does not go to 0.
+
+    Args, Returns, Raises: As of `forward_kl_sum`, the mean in place of the sum.
+
+    Source: Hinton et al., 2015, arXiv:1503.02531, section 2.
+
+    Example:
+        >>> student, teacher = torch.tensor([[0.0, 0.0]]), torch.tensor([[2.0, 0.0]])
+        >>> round(soft_cross_entropy(student, teacher, temperature=1.0).item(), 4)
+        0.6931
+    """
+    return mean_of(
+        *soft_cross_entropy_sum(
+            student_logits,
+            teacher_logits,
+            temperature=temperature,
+            mask=mask,
+            teacher_log_probs=teacher_log_probs,
+            scale_by_temperature=scale_by_temperature,
+        )
+    )
+
+
+DIVERGENCES: dict[str, Divergence] = {
+    "forward_kl": forward_kl_sum,
+    "reverse_kl": reverse_kl_sum,
+    "jsd": jsd_sum,
+    "soft_cross_entropy": soft_cross_entropy_sum,
+    "hard_label": hard_label_sum,
+    "logit_mse": logit_mse_sum,
+    "bernoulli_kl": bernoulli_kl_sum,
+    "huber": huber_sum,
+    "teacher_bounded_mse": teacher_bounded_mse_sum,
+}
+"""By name, as the option `divergence` takes it: functions of both logits, which return a sum and what it counts."""
+
+
+def kd_sum(
+    student_logits: Tensor, teacher_logits: Tensor, *, temperature: float = 2.0, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of `kd_loss` over counted rows, and their number, for a trainer that averages by itself.
+
+    Args:
+        student_logits: ``(..., C)``, as in `kd_loss`.
+        teacher_logits: ``(..., C)``, as in `kd_loss`.
+        temperature: As in `kd_loss`.
+        mask: As in `kd_loss`.
+
+    Returns:
+        The sum (float32, or float64 if the student's logits are) and the count (int64), both scalars on the
+        student's device; ``(0, 0)`` with zero gradients if no row counts.
+
+    Raises:
+        ConfigError: As `kd_loss` does.
+
+    Example:
+        >>> import torch
+        >>> total, count = kd_sum(torch.zeros(3, 2), torch.tensor([[2.0, 0.0]] * 3), temperature=1.0)
+        >>> round(total.item(), 4), count.item()
+        (0.9834, 3)
+    """
+    pair = soften(
+        "kd_loss", student_logits, teacher_logits, None,
+        temperature=temperature, mask=mask, scale_by_temperature=True,
+    )  # fmt: skip
+    return pair.total(forward_kl_rows(pair.student, pair.teacher))
+
+
+def kd_loss(
+    student_logits: Tensor, teacher_logits: Tensor, *, temperature: float = 2.0, mask: Tensor | None = None
+) -> Tensor:
+    r"""Return the soft-target loss :math:`T^2 \, KL(softmax(t / T) \,\|\, softmax(s / T))`.
+
+    Summed over classes, averaged over the rows that count. The factor ``T**2`` keeps the size of the gradient
+    about the same for all ``T``; by the student's logits it is ``T * (softmax(s/T) - softmax(t/T)) / rows``.
+
+    Args:
+        student_logits: ``(..., C)``, any float dtype. A logit of -inf gives its class probability 0; the loss
+            is then infinite if the teacher does not.
+        teacher_logits: ``(..., C)``, same shape; any float dtype and device. No gradient flows through it.
+        temperature: ``T``, finite and > 0. The arithmetic is float32, and float64 for T > 10 or < 0.01.
+        mask: ``(...)`` bool, True = the row counts. None counts all.
+
+    Returns:
+        Scalar, float32 whatever the input (float64 for float64 logits); 0.0 with zero gradients if no row
+        counts.
+
+    Raises:
+        ConfigError: If shapes, dtypes or the temperature are not as above.
+
+    Source: Hinton et al., 2015, arXiv:1503.02531, section 2.
+
+    Example:
+        >>> import torch
+        >>> logits = torch.tensor([[2.0, 0.0]])
+        >>> kd_loss(logits, logits).item()
+        0.0
+        >>> round(kd_loss(logits, -logits, temperature=1.0).item(), 4)
+        1.5232
+    """
+    return mean_of(*kd_sum(student_logits, teacher_logits, temperature=temperature, mask=mask))
+
+
+def mean_teacher(
+    logits_list: Sequence[Tensor],
+    weights: Sequence[float] | None = None,
+    temperature: float = 2.0,
+    space: Literal["probabilities", "logits"] = "probabilities",
+    *,
+    multi_label: bool = False,
+) -> Tensor:
+    """Return the log-probabilities of the teachers' mean, for `teacher_log_probs` of the divergences.
+
+    ``log(sum_k w_k softmax(t_k / T))``, or ``log softmax(sum_k w_k t_k / T)`` in the space of logits (a geometric
+    mean of probabilities, which is small wherever one teacher says so).
+
+    Args:
+        logits_list: One ``(..., C)`` tensor a teacher, all of one shape; any float dtypes and devices.
+        weights: One a teacher, finite and >= 0, not all 0; divided by their sum. None weighs all the same. A teacher
+            of weight 0 is not read.
+        temperature: ``T``, finite and > 0: the one that the divergence is then given.
+        space: What is averaged.
+        multi_label: The logits are of independent labels: sigmoid in place of softmax, for `bernoulli_kl`.
+
+    Returns:
+        ``(..., C)`` on the first teacher's device, without gradient; float32, or float64 for T > 10, T < 0.01 or a
+        float64 teacher.
+
+    Raises:
+        ConfigError: If shapes, dtypes, weights, the temperature or the space are not as above.
+
+    Source: Hinton et al., 2015, arXiv:1503.02531, section 2 (arithmetic or geometric mean of an ensemble); You et al.,
+    2017, Learning from Multiple Teacher Networks.
+
+    Example:
+        >>> teachers = [torch.tensor([2.0, 0.0]), torch.tensor([-2.0, 0.0])]
+        >>> [round(p, 4) for p in mean_teacher(teachers, [3, 1], temperature=1.0).exp().tolist()]
+        [0.6904, 0.3096]
+    """
+    check_temperature("mean_teacher", temperature)
+    if space not in ("probabilities", "logits"):
+        raise ConfigError(f"mean_teacher: space must be 'probabilities' or 'logits', got {space!r}")
+    if space == "logits":
+        mean = mean_logits(logits_list, weights)
+        scaled = mean.to(compute_dtype(mean.dtype, temperature)) / temperature
+        return F.logsigmoid(scaled) if multi_label else F.log_softmax(scaled, dim=-1)
+    read = _weighted("mean_teacher", logits_list, weights)
+    dtype = compute_dtype(_widest(read), temperature)
+    device = read[0][0].device
+    total = torch.full_like(read[0][0], -torch.inf, dtype=dtype)
+    for logits, weight in read:
+        scaled = logits.detach().to(device, dtype) / temperature
+        log_probs = F.logsigmoid(scaled) if multi_label else F.log_softmax(scaled, dim=-1)
+        total = torch.logaddexp(total, log_probs + math.log(weight))
+    return total
+
+
+def mean_logits(logits_list: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
+    """Return the weighted mean of the teachers' logits or regression outputs.
+
+    Args:
+        logits_list: As of `mean_teacher`.
+        weights: As of `mean_teacher`.
+
+    Returns:
+        ``(..., C)`` on the first teacher's device, without gradient, float32 at least.
+
+    Raises:
+        ConfigError: If shapes, dtypes or weights are not as above.
+
+    Example:
+        >>> mean_logits([torch.tensor([2.0, 0.0]), torch.tensor([-2.0, 0.0])], [3, 1]).tolist()
+        [1.0, 0.0]
+    """
+    read = _weighted("mean_logits", logits_list, weights)
+    dtype, device = compute_dtype(_widest(read)), read[0][0].device
+    return torch.stack([weight * logits.detach().to(device, dtype) for logits, weight in read]).sum(0)
+
+
+def _weighted(where: str, logits_list: Sequence[Tensor], weights: Sequence[float] | None) -> list[tuple[Tensor, float]]:
+    """Return the teachers whose weight is above 0, with weights that sum to 1."""
+    teachers = list(logits_list)
+    given = [1.0] * len(teachers) if weights is None else [float(weight) for weight in weights]
+    if not teachers:
+        raise ConfigError(f"{where}: logits_list must hold at least one teacher, got none")
+    if len(given) != len(teachers):
+        raise ConfigError(f"{where}: weights must be {len(teachers)}, one a teacher, got {len(given)}")
+    if not all(0 <= weight < math.inf for weight in given) or not sum(given) > 0:
+        raise ConfigError(f"{where}: weights must be finite and at least 0, not all 0, got {given}")
+    for number, logits in enumerate(teachers):
+        if not logits.is_floating_point() or logits.shape != teachers[0].shape or not logits.ndim:
+            raise ConfigError(
+                f"{where}: logits_list must hold floating-point tensors (..., classes) of one shape, got "
+                f"{teachers[0].dtype} {tuple(teachers[0].shape)} and, at {number}, {logits.dtype} {tuple(logits.shape)}"
+            )
+    total = sum(given)
+    return [(logits, weight / total) for logits, weight in zip(teachers, given, strict=True) if weight > 0]
+
+
+def _widest(read: list[tuple[Tensor, float]]) -> torch.dtype:
+    dtype = read[0][0].dtype
+    for logits, _ in read:
+        dtype = torch.promote_types(dtype, logits.dtype)
+    return dtype

@@ -1,0 +1,564 @@
+"""Features of all processes as one batch, with gradient.
+
+Losses of what lies inside the models: hidden states and attention maps.
+
+Losses of how the examples of a batch lie to each other, whatever the widths of student and teacher.
+
+All take ``(b, ...)`` features, flattened to ``(b, D)``, and depend on the whole batch: `relation_sum` computes them
+over the examples of all processes. Over accumulated micro-batches they are computed per micro-batch: pairs across
+micro-batches do not count, so 4 x 1 is not 1 x 4. Arithmetic is float32 (float64 for float64 features) under autocast
+too, and does not depend on the features' scale. One example, or identical ones, give finite gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shared_core.distillation.losses.softened_pair import check_mask, compute_dtype, counted_rows, mean_of
+from shared_core.distributed.collectives import world_size
+from shared_core.errors import ConfigError, nearest
+
+
+def gather_features(features: Tensor, *, group: Any = None) -> Tensor:
+    """Return the rows of all processes, rank 0's first; the tensor itself with one process.
+
+    Its backward sums the gradients of all processes' losses for the rows of this one. If each process computes the
+    same loss of the gathered batch and the gradients are averaged over processes, as DDP does, the parameters get
+    the gradient of one process on the joined batch. It is a collective, forward and backward: every process must
+    call both. The numbers of rows may differ, even be 0.
+
+    Args:
+        features: ``(b, ...)``, any float dtype; all but the first dimension equal on all processes.
+        group: The process group; None is the default one.
+
+    Returns:
+        ``(sum of b, ...)`` of the same dtype and device.
+
+    Raises:
+        ConfigError: If there is no dimension of rows, or widths differ between processes.
+
+    Example:
+        >>> gather_features(torch.tensor([[1.0, 2.0]])).tolist()
+        [[1.0, 2.0]]
+    """
+    if not features.ndim:
+        raise ConfigError("gather_features: features must have the shape (rows, ...), got a scalar")
+    if world_size() == 1 or dist.get_world_size(group) == 1:
+        return features
+    gathered: Tensor = _Gather.apply(features, group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    # torch.distributed.nn's all_gather (2.13) needs as many rows on every rank, which a last batch does not have
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, group: Any) -> Tensor:
+        ranks, own = dist.get_world_size(group), dist.get_rank(group)
+        size = torch.tensor([len(features), math.prod(features.shape[1:])], device=features.device)
+        sizes = [torch.empty_like(size) for _ in range(ranks)]
+        dist.all_gather(sizes, size, group=group)
+        rows, widths = torch.stack(sizes).T.tolist()
+        if len(set(widths)) > 1:
+            raise ConfigError(f"gather_features: features must be as wide on every rank, got {widths}")
+        padded = features.new_zeros(max(rows), *features.shape[1:])
+        padded[: len(features)] = features.detach()
+        parts = [torch.empty_like(padded) for _ in range(ranks)]
+        dist.all_gather(parts, padded, group=group)
+        ctx.group, ctx.start, ctx.rows = group, sum(rows[:own]), rows[own]
+        return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient[ctx.start : ctx.start + ctx.rows], None
+
+
+_NAMES = ("student_hidden", "teacher_hidden")
+
+
+def hidden_mse_sum(
+    student_hidden: Tensor, teacher_hidden: Tensor, *, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of `hidden_mse` over counted positions, and their number; arguments as of `hidden_mse`.
+
+    Example:
+        >>> total, count = hidden_mse_sum(torch.zeros(3, 2), torch.tensor([[2.0, 0.0]] * 3))
+        >>> total.item(), count.item()
+        (6.0, 3)
+    """
+    student, teacher, count = _hidden("hidden_mse", student_hidden, teacher_hidden, mask)
+    return hidden_mse_each(student, teacher).sum(), count
+
+
+def hidden_mse_each(student_hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
+    """Return `hidden_mse` of every position ``(..., D)`` by itself, ``(...)``, float32 at least."""
+    dtype = compute_dtype(student_hidden.dtype)
+    return (student_hidden.to(dtype) - teacher_hidden.to(dtype)).square().mean(-1)
+
+
+def hidden_mse(student_hidden: Tensor, teacher_hidden: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """Return the mean squared difference of hidden states, averaged over the width and the counted positions.
+
+    Args:
+        student_hidden: ``(..., D)``, any float dtype; where the widths differ, what `Projection` made of it.
+        teacher_hidden: ``(..., D)``, any float dtype and device. No gradient flows through it.
+        mask: ``(...)`` bool, True = the position counts (not padding). None counts all.
+
+    Returns:
+        Scalar, float32 (float64 for float64 states); 0.0 with zero gradients if no position counts.
+
+    Raises:
+        ConfigError: If shapes or dtypes are not as above.
+
+    Source: Romero et al. (FitNets), 2014, arXiv:1412.6550, equation 3 (half the sum over the width in place of the
+    mean); Jiao et al. (TinyBERT), 2019, arXiv:1909.10351, equation 8.
+
+    Example:
+        >>> hidden_mse(torch.tensor([[0.0, 1.0]]), torch.tensor([[2.0, 1.0]])).item()
+        2.0
+    """
+    return mean_of(*hidden_mse_sum(student_hidden, teacher_hidden, mask=mask))
+
+
+def hidden_cosine_sum(
+    student_hidden: Tensor, teacher_hidden: Tensor, *, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of `hidden_cosine` over counted positions, and their number; arguments as of `hidden_cosine`.
+
+    Example:
+        >>> total, count = hidden_cosine_sum(torch.tensor([[0.0, 1.0]] * 3), torch.tensor([[2.0, 0.0]] * 3))
+        >>> total.item(), count.item()
+        (3.0, 3)
+    """
+    student, teacher, count = _hidden("hidden_cosine", student_hidden, teacher_hidden, mask)
+    return hidden_cosine_each(student, teacher).sum(), count
+
+
+def hidden_cosine_each(student_hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
+    """Return `hidden_cosine` of every position ``(..., D)`` by itself, ``(...)``, float32 at least."""
+    dtype = compute_dtype(student_hidden.dtype)
+    return 1 - (unit_rows(student_hidden.to(dtype)) * unit_rows(teacher_hidden.to(dtype))).sum(-1)
+
+
+def hidden_cosine(student_hidden: Tensor, teacher_hidden: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """Return 1 - the cosine between hidden states, averaged over the counted positions.
+
+    Args:
+        student_hidden: ``(..., D)``, any float dtype; a state of zeros has cosine 0 and no gradient.
+        teacher_hidden: ``(..., D)``, any float dtype and device. No gradient flows through it.
+        mask: ``(...)`` bool, True = the position counts (not padding). None counts all.
+
+    Returns:
+        Scalar in [0, 2], float32 (float64 for float64 states); 0.0 with zero gradients if no position counts.
+
+    Raises:
+        ConfigError: If shapes or dtypes are not as above.
+
+    Source: Sanh et al. (DistilBERT), 2019, arXiv:1910.01108, section 3.
+
+    Example:
+        >>> round(hidden_cosine(torch.tensor([[0.0, 1.0]]), torch.tensor([[3.0, 4.0]])).item(), 4)
+        0.2
+    """
+    return mean_of(*hidden_cosine_sum(student_hidden, teacher_hidden, mask=mask))
+
+
+def attention_kl_sum(
+    student_attentions: Tensor,
+    teacher_attentions: Tensor,
+    *,
+    mask: Tensor | None = None,
+    average_heads: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of `attention_kl` over counted query positions, and their number; arguments as there.
+
+    Example:
+        >>> student, teacher = torch.full((1, 2, 3, 2), 0.5), torch.tensor([0.75, 0.25]).expand(1, 2, 3, 2)
+        >>> total, count = attention_kl_sum(student, teacher)
+        >>> round(total.item(), 4), count.item()
+        (0.3924, 3)
+    """
+    _check_attentions(student_attentions, teacher_attentions, mask, average_heads)
+    teacher_attentions = teacher_attentions.detach().to(student_attentions.device)
+    if mask is not None:
+        # rows first: a mask takes query positions out, whatever their heads hold
+        rows = mask.to(student_attentions.device)
+        student_attentions, teacher_attentions = (
+            each.transpose(1, 2)[rows].unsqueeze(2) for each in (student_attentions, teacher_attentions)
+        )
+    each = attention_kl_each(student_attentions, teacher_attentions, average_heads=average_heads)
+    return each.sum(), torch.full((), each.numel(), dtype=torch.int64, device=each.device)
+
+
+def attention_kl_each(student_attentions: Tensor, teacher_attentions: Tensor, *, average_heads: bool = False) -> Tensor:
+    """Return `attention_kl` of every query ``(B, Q)`` by itself, float32 at least; arguments as there."""
+    # torch's half-precision softmax rounds small probabilities to 0; below the floor nothing is asked of the student.
+    # It also bounds the gradient 1 / p by what the dtype can hold.
+    floor = torch.finfo(torch.float16).tiny if student_attentions.dtype == torch.float16 else 1e-8
+    dtype = compute_dtype(student_attentions.dtype)
+    student, teacher = student_attentions.to(dtype), teacher_attentions.to(dtype)
+    if average_heads:
+        student, teacher = student.mean(1, keepdim=True), teacher.mean(1, keepdim=True)
+    ratio = teacher.clamp(min=floor).log() - student.clamp(min=floor).log()
+    return (teacher * ratio).sum(-1).mean(1)
+
+
+def attention_kl(
+    student_attentions: Tensor,
+    teacher_attentions: Tensor,
+    *,
+    mask: Tensor | None = None,
+    average_heads: bool = False,
+) -> Tensor:
+    """Return ``KL(teacher || student)`` of attention maps, averaged over heads and counted query positions.
+
+    Args:
+        student_attentions: ``(B, H, Q, K)`` probabilities over K, any float dtype. Those below 1e-8 (float16: 6e-5)
+            count as that.
+        teacher_attentions: ``(B, H, Q, K)``, any float dtype and device. No gradient flows through it.
+        mask: ``(B, Q)`` bool, True = the query counts: the attention mask. Keys that it hides have probability 0 on
+            both sides and add nothing. None counts all.
+        average_heads: Average both maps over their heads first, so that the numbers of heads may differ. Otherwise
+            head h is compared with head h and different numbers are refused.
+
+    Returns:
+        Scalar, float32 (float64 for float64 maps); 0.0 with zero gradients if no query counts.
+
+    Raises:
+        ConfigError: If shapes or dtypes are not as above.
+
+    Source: Wang et al. (MiniLM), 2020, arXiv:2002.10957, equation 5.
+
+    Example:
+        >>> student, teacher = torch.full((1, 2, 3, 2), 0.5), torch.tensor([0.75, 0.25]).expand(1, 2, 3, 2)
+        >>> round(attention_kl(student, teacher).item(), 4)
+        0.1308
+    """
+    return mean_of(*attention_kl_sum(student_attentions, teacher_attentions, mask=mask, average_heads=average_heads))
+
+
+def unit_rows(rows: Tensor) -> Tensor:
+    """Return each row (last dimension) divided by its L2 norm; a row of zeros stays 0 and has no gradient.
+
+    Example:
+        >>> unit_rows(torch.tensor([[3.0, 4.0], [0.0, 0.0]])).tolist()
+        [[0.6000000238418579, 0.800000011920929], [0.0, 0.0]]
+    """
+    if not rows.numel():
+        return rows
+    # by the largest entry first, so that squares neither overflow nor vanish; the quotient does not depend on it
+    rows = rows / positive_or_one(rows.detach().abs().amax(-1, keepdim=True))
+    norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+    return (rows / positive_or_one(norms)).masked_fill(norms == 0, 0.0)
+
+
+def positive_or_one(values: Tensor) -> Tensor:
+    """Return the values with 1 for 0: what a norm that may be 0 is divided by."""
+    return values.masked_fill(values == 0, 1.0)
+
+
+def _hidden(where: str, student: Tensor, teacher: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    if student.ndim and teacher.ndim and student.shape[-1] != teacher.shape[-1]:
+        raise ConfigError(
+            f"{where}: teacher_hidden must be as wide as student_hidden, {student.shape[-1]}, got "
+            f"{teacher.shape[-1]}; map the student's with a Projection"
+        )
+    student, teacher, count = counted_rows(where, student, teacher, mask, names=_NAMES)
+    dtype = compute_dtype(student.dtype)
+    return student.to(dtype), teacher.to(dtype), count
+
+
+def _check_attentions(student: Tensor, teacher: Tensor, mask: Tensor | None, average_heads: bool) -> None:
+    ours, theirs = tuple(student.shape), tuple(teacher.shape)
+    if len(ours) != 4 or len(theirs) != 4 or (ours[0], *ours[2:]) != (theirs[0], *theirs[2:]):
+        raise ConfigError(
+            f"attention_kl: teacher_attentions must have the batch, queries and keys of student_attentions "
+            f"(B, H, Q, K), {ours}, got {theirs}"
+        )
+    if ours[1] != theirs[1] and not average_heads:
+        raise ConfigError(
+            f"attention_kl: teacher_attentions must have the student's {ours[1]} heads, got {theirs[1]}; "
+            "set average_heads to compare the means over heads"
+        )
+    for name, value in (("student_attentions", student), ("teacher_attentions", teacher)):
+        if not value.is_floating_point():
+            raise ConfigError(f"attention_kl: {name} must be floating point, got {value.dtype}")
+    check_mask("attention_kl", mask, (ours[0], ours[2]))
+
+
+class Relation(Protocol):
+    """The signature that all of `RELATIONS` share."""
+
+    def __call__(self, student_features: Tensor, teacher_features: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        """Return the loss of a batch."""
+        ...
+
+
+def rkd_loss(
+    student_features: Tensor,
+    teacher_features: Tensor,
+    *,
+    distance_weight: float = 1.0,
+    angle_weight: float = 2.0,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Return relational distillation: ``distance_weight * rkd_distance + angle_weight * rkd_angle``.
+
+    Args:
+        student_features: ``(b, ...)``, any float dtype.
+        teacher_features: ``(b, ...)``, any float dtype, width and device. No gradient flows through it.
+        distance_weight: >= 0.
+        angle_weight: >= 0; the paper's ratio is 1 to 2. With 0 angles, and their memory, are not computed.
+        mask: ``(b,)`` bool, True = the example counts. None counts all.
+
+    Returns:
+        Scalar, float32 (float64 for float64 features); 0.0 with zero gradients for fewer than two examples.
+
+    Raises:
+        ConfigError: If shapes, dtypes or weights are not as above.
+
+    Source: Park et al., 2019, arXiv:1904.05068, section 3.2.
+
+    Example:
+        >>> points = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        >>> round(rkd_loss(3 * points + 1, points).item(), 4)
+        0.0
+    """
+    for name, weight in (("distance_weight", distance_weight), ("angle_weight", angle_weight)):
+        if isinstance(weight, bool) or not (0 <= weight < math.inf):
+            raise ConfigError(f"rkd_loss: {name} must be finite and at least 0, got {weight}")
+    student, teacher = _features("rkd_loss", student_features, teacher_features, mask)
+    if not angle_weight:
+        return distance_weight * rkd_distance(student, teacher)
+    return distance_weight * rkd_distance(student, teacher) + angle_weight * rkd_angle(student, teacher)
+
+
+def rkd_distance(student_features: Tensor, teacher_features: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    r"""Return the Huber loss (delta 1) between the distances of examples, each side's divided by their mean.
+
+    :math:`\frac{1}{b^2} \sum_{ij} l_1(\|s_i - s_j\| / \mu_s, \|t_i - t_j\| / \mu_t)`, the mean :math:`\mu` over pairs
+    whose distance is not 0. Divided by all :math:`b^2` pairs, as the authors' code does; the b pairs of an example
+    with itself add 0.
+
+    Args, Returns, Raises: As of `rkd_loss`. Memory ``b²``.
+
+    Source: Park et al., 2019, arXiv:1904.05068, equations 7-9.
+
+    Example:
+        >>> student, teacher = torch.tensor([[0.0], [1.0], [2.0]]), torch.tensor([[0.0], [1.0], [1.0]])
+        >>> round(rkd_distance(student, teacher).item(), 4)
+        0.0972
+    """
+    student, teacher = _features("rkd_distance", student_features, teacher_features, mask)
+    return _mean(F.smooth_l1_loss(_distances(student), _distances(teacher), reduction="sum"), len(student) ** 2)
+
+
+def rkd_angle(student_features: Tensor, teacher_features: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    r"""Return the Huber loss (delta 1) between the cosines of the angles at every example to every two others.
+
+    The mean over all :math:`b^3` triples, as in the authors' code; where two of three examples are the same the
+    cosine is 0.
+
+    Args, Returns, Raises: As of `rkd_loss`. Memory ``b³ + b² D``: not for batches of thousands.
+
+    Source: Park et al., 2019, arXiv:1904.05068, equations 10-11.
+
+    Example:
+        >>> corner = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        >>> line = torch.tensor([[0.0], [1.0], [2.0]])
+        >>> round(rkd_angle(corner, line).item(), 4)
+        0.1296
+    """
+    student, teacher = _features("rkd_angle", student_features, teacher_features, mask)
+    return _mean(F.smooth_l1_loss(_angles(student), _angles(teacher), reduction="sum"), len(student) ** 3)
+
+
+def similarity_preserving(student_features: Tensor, teacher_features: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    r"""Return :math:`\|G_s - G_t\|_F^2 / b^2` of the Gram matrices, their rows divided by their L2 norms.
+
+    Args, Returns, Raises: As of `rkd_loss`. Memory ``b²``.
+
+    Source: Tung and Mori, 2019, arXiv:1907.09682, equations 2-4.
+
+    Example:
+        >>> round(similarity_preserving(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.ones(2, 2)).item(), 4)
+        0.2929
+    """
+    student, teacher = _features("similarity_preserving", student_features, teacher_features, mask)
+    with _without_autocast(student):
+        ours, theirs = _gram(student), _gram(teacher)
+    return _mean((unit_rows(ours) - unit_rows(theirs)).square().sum(), len(student) ** 2)
+
+
+def cka_loss(student_features: Tensor, teacher_features: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    """Return ``1 - linear_cka``.
+
+    Args, Returns, Raises: As of `rkd_loss`. Memory ``b²``.
+
+    Source: Saha et al., 2022, arXiv:2203.08679; the similarity: Kornblith et al., 2019, arXiv:1905.00414.
+
+    Example:
+        >>> points = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        >>> round(cka_loss(points, 2 * points.flip(1)).item(), 4)
+        0.0
+    """
+    return 1 - linear_cka(student_features, teacher_features, mask=mask)
+
+
+def linear_cka(student_features: Tensor, teacher_features: Tensor, *, mask: Tensor | None = None) -> Tensor:
+    r"""Return the centred kernel alignment with linear kernels, a similarity in [0, 1].
+
+    :math:`\|X_t^T X_s\|_F^2 / (\|X_s^T X_s\|_F \|X_t^T X_t\|_F)` of features centred over the batch. It does not change
+    under rotation, isotropic scaling or translation of either side. It is near 1 for any two sides of which b is not
+    well above the widths.
+
+    Args:
+        student_features: ``(b, ...)``, any float dtype.
+        teacher_features: ``(b, ...)``, any float dtype, width and device. No gradient flows through it.
+        mask: ``(b,)`` bool, True = the example counts. None counts all.
+
+    Returns:
+        Scalar, float32 (float64 for float64 features). With no variation on one side 0, on both (one example, or
+        none) 1, in either case without gradient.
+
+    Raises:
+        ConfigError: If shapes or dtypes are not as above.
+
+    Source: Kornblith et al., 2019, arXiv:1905.00414, section 3.
+
+    Example:
+        >>> line = torch.tensor([[0.0], [1.0], [2.0]])
+        >>> round(linear_cka(line, line**2).item(), 4)
+        0.9231
+    """
+    student, teacher = _features("linear_cka", student_features, teacher_features, mask)
+    with _without_autocast(student):
+        ours, theirs = _gram(_centred(student)), _gram(_centred(teacher))
+    size: Tensor = torch.linalg.vector_norm(ours)
+    other: Tensor = torch.linalg.vector_norm(theirs)
+    similarity = ((ours * theirs).sum() / positive_or_one(size * other)).clamp(0, 1)
+    return similarity + ((size == 0) & (other == 0)).to(similarity.dtype)
+
+
+RELATIONS: dict[str, Relation] = {
+    "rkd": rkd_loss,
+    "rkd_distance": rkd_distance,
+    "rkd_angle": rkd_angle,
+    "similarity_preserving": similarity_preserving,
+    "cka": cka_loss,
+}
+
+
+def relation_sum(
+    student_features: Tensor,
+    teacher_features: Tensor,
+    *,
+    relation: str = "rkd",
+    mask: Tensor | None = None,
+    gather: bool = True,
+    group: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Return a relation over the examples of all processes times those of this one, and their number.
+
+    For a trainer that divides sums by counts over processes and micro-batches: the average is the loss itself,
+    weighted by examples where micro-batches differ.
+
+    Args:
+        student_features: ``(b, ...)``, any float dtype.
+        teacher_features: ``(b, ...)``, any float dtype, width and device. No gradient flows through it.
+        relation: A key of `RELATIONS`.
+        mask: ``(b,)`` bool, True = the example counts. None counts all.
+        gather: Gather the features of all processes first (`gather_features`: every process must call this). False
+            computes the loss of this process's examples alone.
+        group: The process group to gather over; None is the default one.
+
+    Returns:
+        The sum and the count (int64), both scalars.
+
+    Raises:
+        ConfigError: If shapes, dtypes or the relation are not as above.
+
+    Example:
+        >>> total, count = relation_sum(torch.eye(3), torch.ones(3, 2), relation="similarity_preserving")
+        >>> round(total.item(), 4), count.item()
+        (0.8453, 3)
+    """
+    if relation not in RELATIONS:
+        raise ConfigError(f"relation: relation must be a known one, got {relation!r}{nearest(relation, RELATIONS)}")
+    student, teacher = _features(relation, student_features, teacher_features, mask)
+    rows = len(student)
+    if gather:
+        student, teacher = gather_features(student, group=group), gather_features(teacher, group=group)
+    # by the number, not the tensor: one that is reduced in place over processes would change the gradient
+    total = RELATIONS[relation](student, teacher) * rows
+    return total, torch.full((), rows, dtype=torch.int64, device=student.device)
+
+
+def _features(where: str, student: Tensor, teacher: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return both sides' counted examples, flattened, float32 at least, on one device."""
+    for name, side in (("student_features", student), ("teacher_features", teacher)):
+        if side.ndim < 2 or not side.is_floating_point():
+            raise ConfigError(
+                f"{where}: {name} must be floating point of shape (examples, ...), got {side.dtype} {tuple(side.shape)}"
+            )
+    if len(student) != len(teacher):
+        raise ConfigError(
+            f"{where}: teacher_features must hold the student's {len(student)} examples, got {len(teacher)}"
+        )
+    check_mask(where, mask, (len(student),))
+    dtype = compute_dtype(student.dtype)
+    teacher = teacher.detach().to(student.device)
+    if mask is not None:
+        mask = mask.to(student.device)
+        student, teacher = student[mask], teacher[mask]
+    return student.flatten(1).to(dtype), teacher.flatten(1).to(dtype)
+
+
+def _unit_scale(features: Tensor) -> Tensor:
+    """Return the features over their largest: relations do not depend on it, squares of what is left fit the dtype."""
+    if not features.numel():
+        return features
+    return features / positive_or_one(features.detach().abs().amax())
+
+
+def _distances(features: Tensor) -> Tensor:
+    # by differences, not by the Gram matrix, whose cancellation loses near pairs; cdist's gradient at 0 is 0
+    distances = torch.cdist(_unit_scale(features), _unit_scale(features), compute_mode="donot_use_mm_for_euclid_dist")
+    pairs = (distances > 0).sum().clamp(min=1)
+    return distances / positive_or_one(distances.sum() / pairs)
+
+
+def _angles(features: Tensor) -> Tensor:
+    features = _unit_scale(features)
+    directions = unit_rows(features.unsqueeze(0) - features.unsqueeze(1))
+    with _without_autocast(features):
+        return directions @ directions.transpose(1, 2)
+
+
+def _gram(features: Tensor) -> Tensor:
+    features = _unit_scale(features)
+    return features @ features.T
+
+
+def _centred(features: Tensor) -> Tensor:
+    # from the first example on: identical ones are exactly 0 then, which minus a rounded mean they are not
+    features = features - features[:1]
+    return features - features.mean(0, keepdim=True) if len(features) else features
+
+
+def _mean(total: Tensor, count: int) -> Tensor:
+    return total / max(count, 1)
+
+
+def _without_autocast(tensor: Tensor) -> torch.autocast:
+    return torch.autocast(tensor.device.type, enabled=False)

@@ -1,0 +1,600 @@
+"""What is kept of a teacher's logits: the k most probable classes at one temperature, and the mass of the others.
+
+The inside of writing a cache: which examples are new, what is kept of them, when a shard is finished.
+
+Writing a cache: a teacher run once over a data set, its outputs kept in shards that a killed writer goes on from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shared_core.distillation.forward_capture import Forward, ask_teacher, find_logits, is_causal
+from shared_core.distillation.losses.softened_pair import check_temperature, compute_dtype
+from shared_core.distillation.teacher_cache.format import (
+    DTYPES,
+    FINGERPRINTS,
+    MANIFEST_FILE,
+    Array,
+    Index,
+    Manifest,
+    PendingShard,
+    Shard,
+    index_name,
+    indices_dtype,
+    shard_name,
+    write_index,
+)
+from shared_core.distillation.teacher_cache.keys import (
+    ExampleRows,
+    Padding,
+    as_keys,
+    default_fields,
+    example_rows,
+    teacher_fingerprint,
+)
+from shared_core.distillation.unlabelled import IGNORED
+from shared_core.errors import CheckpointError, ConfigError, TrainingError
+from shared_core.files.atomic import clean_strays
+from shared_core.files.journal import exclusive
+from shared_core.modules.calls import naming
+
+_CHUNK_ELEMENTS = 2**24
+
+
+class TopK(NamedTuple):
+    """The k most probable classes of each row, most probable first, and the log-mass of all the others."""
+
+    indices: Tensor
+    log_probs: Tensor
+    tail_log_mass: Tensor
+
+
+class CachedTargets(NamedTuple):
+    """A teacher's stored outputs in the layout of a batch: ``(B, L)``, or ``(B,)`` for one output an example.
+
+    Attributes:
+        indices: ``(..., k)`` int64, the classes.
+        log_probs: ``(..., k)`` float32, their log-probabilities among all classes at the store's temperature.
+        tail_log_mass: ``(...)`` float32, the log-probability of all other classes together; -inf where there is none.
+        mask: ``(...)`` bool, True where a target is stored; the others hold zeros.
+    """
+
+    indices: Tensor
+    log_probs: Tensor
+    tail_log_mass: Tensor
+    mask: Tensor
+
+    @property
+    def tail_mass(self) -> Tensor:
+        """The probability of all other classes together, ``(...)``, as `kd_topk_sum` takes it."""
+        return self.tail_log_mass.exp()
+
+    def counted(self, mask: Tensor | None) -> Tensor:
+        """Return which positions the loss runs over: those that count, all of which must be stored.
+
+        Args:
+            mask: ``(...)`` bool, True where a position counts for the loss; None: all that are stored.
+
+        Raises:
+            TrainingError: If one that counts has no target, or the shapes differ.
+
+        Example:
+            >>> zeros, stored = torch.zeros(1, 3), torch.tensor([[True, True, False]])
+            >>> targets = CachedTargets(zeros.long(), zeros, zeros, stored)
+            >>> targets.counted(torch.tensor([[False, True, False]])).tolist()
+            [[False, True, False]]
+        """
+        if mask is None:
+            return self.mask
+        if mask.shape != self.mask.shape:
+            raise TrainingError(
+                f"cached teacher: the student must have outputs of the teacher's shape {tuple(self.mask.shape)}, got "
+                f"{tuple(mask.shape)}"
+            )
+        mask = mask.to(self.mask.device)
+        lacking = int((mask & ~self.mask).sum())
+        if lacking:
+            raise TrainingError(
+                f"cached teacher: every position that counts must have a target, {lacking} of {int(mask.sum())} have "
+                "none; write the cache without --labelled, or with these labels"
+            )
+        return mask
+
+
+def top_k_targets(logits: Tensor, *, temperature: float, top_k: int) -> TopK:
+    r"""Return the k most probable classes of :math:`softmax(z / T)` and the log-mass of the others.
+
+    .. math:: \log p_i = z_i / T - \log \sum_j e^{z_j / T}, \quad tail = \log \sum_{i > k} p_i
+
+    The tail is summed over its own classes, not taken as what the top k leave to 1, so a small one keeps its digits.
+    With ``k = C`` the classes stay in their order and the tail is -inf.
+
+    Args:
+        logits: ``(rows, C)``, any float dtype.
+        temperature: ``T``, finite and > 0. The arithmetic is float32, float64 for T > 10 or < 0.01.
+        top_k: Classes to keep, 1..C.
+
+    Returns:
+        int64 ``(rows, k)``, float32 ``(rows, k)`` and float32 ``(rows,)``, on the logits' device.
+
+    Raises:
+        ConfigError: If an argument is not as above.
+        TrainingError: If a row is no distribution: NaN, +inf, or -inf everywhere.
+
+    Source: Hinton et al., 2015, arXiv:1503.02531, for T; Anshumann et al., 2025, arXiv:2503.16870, for why the tail
+    must stay.
+
+    Example:
+        >>> top = top_k_targets(torch.tensor([[0.0, 2.0, 1.0]]), temperature=1.0, top_k=2)
+        >>> top.indices.tolist(), [round(p, 3) for p in top.log_probs.exp()[0].tolist()]
+        ([[1, 2]], [0.665, 0.245])
+        >>> round(top.tail_log_mass.exp().item(), 3)
+        0.09
+    """
+    check_temperature("cached teacher", temperature)
+    if logits.ndim != 2 or not logits.is_floating_point():
+        raise ConfigError(
+            f"cached teacher: logits must be floats of shape (rows, classes), got {logits.dtype} {tuple(logits.shape)}"
+        )
+    rows, classes = logits.shape
+    if not 1 <= top_k <= classes:
+        raise ConfigError(f"cached teacher: top_k must be between 1 and the {classes} classes, got {top_k}")
+    chunk = max(1, _CHUNK_ELEMENTS // classes)  # copies of (rows, C) in float32 would outgrow the logits themselves
+    parts = [_top_k(logits[at : at + chunk], temperature, top_k) for at in range(0, max(rows, 1), chunk)]
+    return TopK(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+def _top_k(logits: Tensor, temperature: float, top_k: int) -> TopK:
+    log_probs = F.log_softmax(logits.to(compute_dtype(logits.dtype, temperature)) / temperature, dim=-1)
+    if torch.isnan(log_probs).any():
+        raise TrainingError(
+            "cached teacher: the teacher's logits must be finite or -inf, got NaN or +inf; run it in float32 or "
+            "bfloat16"
+        )
+    if top_k == logits.shape[-1]:
+        indices = torch.arange(top_k, device=logits.device).expand(len(logits), -1)
+        return TopK(indices, log_probs.float(), log_probs.new_full((len(logits),), -torch.inf).float())
+    top, indices = log_probs.topk(top_k, dim=-1)
+    tail = log_probs.scatter(-1, indices, -torch.inf).logsumexp(-1)
+    return TopK(indices, top.float(), tail.float())
+
+
+def to_stored(log_probs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return log-probabilities in the dtype they are stored in; what is too small for float16 becomes its smallest.
+
+    The error of float16 is at most ``2**-11 * |log p|``, and ``2**-12`` above -1: of a probability p, relative to it,
+    the same. -inf, a class that the teacher rules out, stays.
+
+    Example:
+        >>> to_stored(torch.tensor([-1e6, -torch.inf, -0.5]), torch.float16).tolist()
+        [-65504.0, -inf, -0.5]
+    """
+    low = torch.finfo(dtype).min
+    return torch.where(torch.isneginf(log_probs), log_probs, log_probs.clamp(min=low)).to(dtype)
+
+
+def normalised(log_probs: Tensor, tail_log_mass: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rounded log-probabilities and tail with their sum of probabilities, about 1 ± 2e-4, brought back to 1."""
+    total = torch.logsumexp(torch.cat([log_probs, tail_log_mass.unsqueeze(-1)], -1), -1)
+    return log_probs - total.unsqueeze(-1), tail_log_mass - total
+
+
+TOP_K = 64
+"""Classes kept of a position where nothing else is said; of an example's only output all are."""
+
+
+class Settings(NamedTuple):
+    """What was asked of a store; the options of `write_teacher_cache`."""
+
+    temperature: float
+    top_k: int | None
+    dtype: str
+    fields: tuple[str, ...] | None
+    vocabulary: int | None
+    labelled: bool
+    causal: bool
+    logits: str
+    fingerprints: dict[str, str | None]
+
+
+class StoreWriter:
+    """Keeps what a teacher says about new examples, a shard at a time.
+
+    Args:
+        teacher: The model.
+        folder: Where to write; a store that is there is gone on with.
+        settings: What was asked.
+        shard_bytes: Size from which a shard is written.
+
+    Raises:
+        CheckpointError: If the folder holds something else, or a store with other settings.
+    """
+
+    def __init__(self, teacher: nn.Module, folder: Path, settings: Settings, shard_bytes: int) -> None:
+        self._teacher, self._folder, self._settings, self._shard_bytes = teacher, folder, settings, shard_bytes
+        self._accepted = _keywords(teacher)
+        self._pending = PendingShard()
+        self._known: dict[bytes, int] = {}
+        """Every example's key with a hash of which of its positions count."""
+        self._manifest: Manifest | None = None
+        self._shards = 0
+        clean_strays(folder)
+        if (folder / MANIFEST_FILE).exists():
+            self._go_on(Manifest.read(folder))
+        elif any(folder.iterdir()):
+            raise CheckpointError(f"cached teacher: {folder} must hold a cache or nothing, got something else")
+
+    def add(self, batch: Any, number: int) -> None:
+        """Run the teacher on a batch with an example that is new, and keep what is new."""
+        fields = self._fields(batch)
+        rows = example_rows(batch, fields)
+        counted = self._labelled_positions(batch) if self._settings.labelled else None
+        fresh = self._fresh(rows, counted, number)
+        if not fresh:
+            return
+        output = self._ask(batch, number)
+        logits = find_logits(output, self._settings.logits, "teacher")
+        made = self._settle(rows, fields, logits, number)
+        self._keep(made, rows, fresh, logits, counted)
+        if self._pending.size >= self._shard_bytes:
+            self._flush()
+
+    def finish(self) -> Manifest:
+        """Write the last shard, the index, and the manifest that says that all is there."""
+        self._flush()
+        made = self._manifest
+        if made is None or not self._shards:
+            raise ConfigError("cached teacher: batches must hold at least one example, got none; check the data")
+        if made.complete and len(made.shards) == self._shards:
+            return made
+        shards = [self._open(made, number) for number in range(self._shards)]
+        index = self._folder / index_name(self._shards)
+        write_index(index, shards)
+        rows, mass, largest = 0, 0.0, 0.0
+        for shard in shards:
+            masses = np.exp(shard.tail.astype(np.float64))
+            rows, mass, largest = rows + len(masses), mass + masses.sum(), max(largest, masses.max(initial=0.0))
+        data = hashlib.blake2b(Index(index).words().astype(">u8").tobytes(), digest_size=16).hexdigest()
+        made = dataclasses.replace(
+            made,
+            complete=True,
+            shards=tuple(len(shard) for shard in shards),
+            rows=rows,
+            tail_mass_mean=float(mass / max(rows, 1)),
+            tail_mass_max=float(largest),
+            fingerprints={**made.fingerprints, "data": data},
+        )
+        made.write(self._folder)
+        for old in self._folder.glob("index-*.safetensors"):
+            if old != index:
+                old.unlink()
+        return made
+
+    def _go_on(self, made: Manifest) -> None:
+        """Compare the settings with those of the folder, and learn what it holds."""
+        asked = self._settings
+        given = [
+            ("temperature", made.temperature, asked.temperature),
+            ("dtype", made.dtype, asked.dtype),
+            ("labelled", made.labelled, asked.labelled),
+            ("fields", made.fields, made.fields if asked.fields is None else asked.fields),
+            ("top_k", made.top_k, _kept(asked.top_k, made.vocabulary, per_example=made.per_example)),
+            ("vocabulary", made.vocabulary, made.vocabulary if asked.vocabulary is None else asked.vocabulary),
+        ]
+        for name in ("teacher", "teacher_files", "tokenizer", "template"):
+            given.append((name, made.fingerprints[name], asked.fingerprints[name]))
+        for name, there, here in given:
+            if there != here:
+                raise CheckpointError(
+                    f"cached teacher: {name} must be as {self._folder} was begun with, {there}, to go on in it, got "
+                    f"{here}; use the same, or write another folder"
+                )
+        self._manifest = made
+        while (self._folder / shard_name(self._shards)).exists():
+            shard = self._open(made, self._shards)
+            places = [shard.places_of(row) for row in range(len(shard))] if made.labelled else [None] * len(shard)
+            self._known.update(zip(as_keys(shard.keys), map(_digest, places), strict=True))
+            self._shards += 1
+        if made.complete and self._shards < len(made.shards):
+            raise CheckpointError(
+                f"cached teacher: {self._folder} must hold {len(made.shards)} shards, got {self._shards}"
+            )
+
+    def _fields(self, batch: Any) -> tuple[str, ...]:
+        if self._manifest is not None:
+            return self._manifest.fields
+        accepted = self._accepted if self._takes_keywords(batch) else None
+        return self._settings.fields or default_fields(batch, accepted)
+
+    def _takes_keywords(self, batch: Any) -> bool:
+        """Return whether the batch's names are the teacher's arguments; else a mapping is its only argument."""
+        return isinstance(batch, Mapping) and (self._accepted is None or not self._accepted.isdisjoint(batch))
+
+    def _call(self, batch: Any) -> Forward:
+        if self._takes_keywords(batch):
+            # keys and values of every layer, which nobody asks for again, would be the largest tensors of the forward
+            no_cache = {"use_cache": False} if "use_cache" in (self._accepted or ()) else {}
+            return Forward((), {**batch, **no_cache}, None)
+        return Forward(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}, None)
+
+    def _ask(self, batch: Any, number: int) -> Any:
+        with naming(batch, f"cached teacher: batch {number}", "return others from the function of the data"):
+            return ask_teacher(self._teacher.eval(), self._teacher, self._call(batch))
+
+    def _labelled_positions(self, batch: Any) -> Array:
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if not isinstance(labels, Tensor) or labels.ndim != 2:
+            raise ConfigError(
+                "cached teacher: batches must hold labels of shape (examples, positions) to store only positions that "
+                "have one, got none; let the collator add them"
+            )
+        counted: Array = (labels != IGNORED).cpu().numpy()
+        if self._settings.causal:
+            counted = np.pad(counted[:, 1:], ((0, 0), (0, 1)))
+        return counted
+
+    def _fresh(self, rows: ExampleRows, counted: Array | None, number: int) -> list[int]:
+        """Return which examples of a batch were never seen, and remember them."""
+        field = None if counted is None else _position_field(rows, counted.shape[1])
+        fresh = []
+        for row, key in enumerate(rows.keys):
+            mark = 0
+            if counted is not None:
+                whole = Padding.whole(*counted.shape)
+                mark = _digest(_places(rows.paddings.get(str(field), whole), counted, row))
+            if key not in self._known:
+                self._known[key] = mark
+                fresh.append(row)
+            elif self._known[key] != mark:
+                raise ConfigError(
+                    f"cached teacher: examples with the same inputs must have labels at the same positions, got number "
+                    f"{row} of batch {number} with others; store all positions (labelled=False)"
+                )
+        return fresh
+
+    def _settle(self, rows: ExampleRows, fields: tuple[str, ...], logits: Tensor, number: int) -> Manifest:
+        """Return what the folder holds: from the first batch, and the same at every other."""
+        asked, classes = self._settings, logits.shape[-1]
+        if logits.ndim not in (2, 3) or classes < 2 or len(logits) != len(rows.keys):
+            raise ConfigError(
+                f"cached teacher: logits must have shape ({len(rows.keys)}, classes) or ({len(rows.keys)}, positions, "
+                f"classes) with two classes at least, got {tuple(logits.shape)} in batch {number}"
+            )
+        vocabulary = classes if asked.vocabulary is None else asked.vocabulary
+        if vocabulary > classes:
+            raise ConfigError(
+                f"cached teacher: vocabulary must be at most the teacher's {classes} classes, got {vocabulary}"
+            )
+        per_example = logits.ndim == 2
+        made = self._manifest
+        if made is None:
+            made = self._manifest = Manifest(
+                temperature=asked.temperature,
+                top_k=_kept(asked.top_k, vocabulary, per_example=per_example),
+                vocabulary=vocabulary,
+                dtype=asked.dtype,
+                fields=fields,
+                per_example=per_example,
+                positions=None if per_example else _position_field(rows, logits.shape[1]),
+                labelled=asked.labelled,
+                fingerprints=asked.fingerprints,
+            )
+            made.write(self._folder)
+        if (made.vocabulary, made.per_example) != (vocabulary, per_example):
+            raise ConfigError(
+                f"cached teacher: logits must have {made.vocabulary} classes and "
+                f"{'no positions' if made.per_example else 'positions'} as those before, got shape "
+                f"{tuple(logits.shape)} in batch {number}"
+            )
+        if made.positions is not None and rows.paddings[made.positions].length != logits.shape[1]:
+            raise ConfigError(
+                f"cached teacher: logits must have a position for each of {made.positions}'s "
+                f"{rows.paddings[made.positions].length}, got shape {tuple(logits.shape)} in batch {number}"
+            )
+        return made
+
+    def _keep(self, made: Manifest, rows: ExampleRows, fresh: list[int], logits: Tensor, counted: Array | None) -> None:
+        logits = logits[..., : made.vocabulary]
+        if made.per_example:
+            where, lengths = [np.zeros(1, np.int64)] * len(fresh), [1] * len(fresh)
+            chosen = [logits[torch.tensor(fresh, device=logits.device)]]
+        else:
+            whole = Padding.whole(len(rows.keys), logits.shape[1])
+            padding = rows.paddings.get(str(made.positions), whole)
+            if counted is not None and counted.shape != padding.real.shape:
+                raise ConfigError(
+                    f"cached teacher: labels must have the shape of the teacher's positions, {padding.real.shape}, got "
+                    f"{counted.shape}"
+                )
+            where = [_places(padding, counted, row) for row in fresh]
+            lengths = [int(padding.stops[row] - padding.starts[row]) for row in fresh]
+            # an example at a time: all rows together would be the logits once more
+            chosen = [
+                logits[row, torch.from_numpy(places + padding.starts[row]).to(logits.device)]
+                for row, places in zip(fresh, where, strict=True)
+            ]
+        tops = [top_k_targets(part, temperature=made.temperature, top_k=made.top_k) for part in chosen]
+        kept = {
+            "log_probs": torch.cat([to_stored(top.log_probs, made.torch_dtype) for top in tops]).cpu(),
+            "tail": torch.cat([top.tail_log_mass for top in tops]).cpu(),
+        }
+        if made.top_k < made.vocabulary:
+            kept["indices"] = torch.cat([top.indices for top in tops]).cpu().to(indices_dtype(made.vocabulary))
+        self._pending.add([rows.keys[row] for row in fresh], lengths, where, kept)
+
+    def _flush(self) -> None:
+        if self._pending.keys:
+            self._pending.write(self._folder / shard_name(self._shards))
+            self._shards += 1
+            self._pending = PendingShard()
+
+    def _open(self, made: Manifest, number: int) -> Shard:
+        return Shard(
+            self._folder / shard_name(number), vocabulary=made.vocabulary, top_k=made.top_k, dtype=made.torch_dtype
+        )
+
+
+def _kept(top_k: int | None, vocabulary: int, *, per_example: bool) -> int:
+    if top_k is None:
+        top_k = vocabulary if per_example else TOP_K
+    return min(top_k, vocabulary)
+
+
+def _position_field(rows: ExampleRows, length: int) -> str | None:
+    """Return the field whose positions outputs of this length follow; a decoder's come before an encoder's."""
+    names = sorted(rows.paddings, key=lambda name: not name.startswith("decoder_"))
+    return next((name for name in names if rows.paddings[name].length == length), None)
+
+
+def _places(padding: Padding, counted: Array | None, row: int) -> Array:
+    """Return an example's positions to store, counted from its first."""
+    real = padding.real[row] if counted is None else padding.real[row] & counted[row]
+    places: Array = np.flatnonzero(real) - padding.starts[row]
+    return places
+
+
+def _digest(places: Array | None) -> int:
+    if places is None:
+        return 0
+    return int.from_bytes(hashlib.blake2b(places.astype(np.int64).tobytes(), digest_size=8).digest(), "big")
+
+
+def _keywords(module: nn.Module) -> set[str] | None:
+    """Return the keywords that forward takes, None for any."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {parameter.name for parameter in parameters}
+
+
+def write_teacher_cache(
+    teacher: nn.Module,
+    batches: Iterable[Any],
+    folder: Path | str,
+    *,
+    temperature: float = 2.0,
+    top_k: int | None = None,
+    dtype: str = "float16",
+    fields: Sequence[str] | None = None,
+    vocabulary: int | None = None,
+    labelled: bool = False,
+    causal: bool | None = None,
+    logits: str = "logits",
+    fingerprints: Mapping[str, str | None] | None = None,
+    shard_bytes: int = 2**27,
+    progress: Callable[[int, int | None], None] | None = None,
+    resume: bool = False,
+) -> Manifest:
+    """Run a teacher over a data set, keep its top-k log-probabilities and tail mass, and return what was written.
+
+    Examples that are alike are kept once. Shards are written whole and renamed, at ends of batches; a writer that is
+    killed leaves the ones it finished, and `resume` goes on after them. The result has the same bits as that of a
+    writer that was not, if the batches come in the same order and padding and the teacher computes the same bits twice
+    (same device, libraries and number of threads). In another order it has the same content up to rounding.
+
+    Args:
+        teacher: The model; it is run in eval mode, without gradients, on its device.
+        batches: Tensors or tuples (positional arguments) or mappings (keywords; ``labels`` are left out).
+        folder: Where to write; it must not exist or be empty without `resume`.
+        temperature: ``T`` of the loss that will use it, finite and > 0.
+        top_k: Classes to keep of each row, at most all; None: 64 of a position's, all of an example's only output.
+        dtype: ``float16`` (error at most ``2**-11 * |log p|``) or ``float32``, of the log-probabilities.
+        fields: Inputs that tell examples apart; None: all that the teacher is given.
+        vocabulary: Let the softmax run over the first so many classes, for vocabularies that are padded differently.
+        labelled: Store only positions whose label is not -100; the batches must have ``labels`` then.
+        causal: With `labelled`, whether position i predicts label i + 1; None: told by the teacher's class.
+        logits: Key or attribute of the logits in what the teacher returns.
+        fingerprints: Of ``tokenizer``, ``template`` and ``teacher_files``, as the functions of those names return.
+        shard_bytes: Size from which a shard is written; about three times that is held in memory.
+        progress: Called with the number of batches done and of all, None if unknown.
+        resume: Go on in a folder that was written with the same settings, or add examples to it.
+
+    Raises:
+        ConfigError: If an argument is not as above, or there is no example.
+        CheckpointError: If the folder holds something else, or was written with another teacher or settings.
+        TrainingError: If the teacher's outputs are no distributions, or somebody else writes the same folder.
+
+    Example:
+        >>> import tempfile, torch
+        >>> manifest = write_teacher_cache(nn.Linear(2, 5), [torch.eye(2)], tempfile.mkdtemp(), top_k=3)
+        >>> manifest.examples, manifest.rows, manifest.top_k, manifest.tail_mass_max < 0.5
+        (2, 2, 3, True)
+    """
+    folder = Path(folder)
+    _check(temperature, top_k, dtype, fields, vocabulary, shard_bytes, fingerprints)
+    told = {name: (fingerprints or {}).get(name) for name in FINGERPRINTS}
+    settings = Settings(
+        float(temperature),
+        top_k,
+        dtype,
+        None if fields is None else tuple(fields),
+        vocabulary,
+        labelled,
+        is_causal(teacher) if causal is None else causal,
+        logits,
+        {**told, "teacher": told["teacher"] or teacher_fingerprint(teacher), "data": None},
+    )
+    if not resume and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(
+            f"cached teacher: {folder} must be a new or empty folder, got one that holds something; choose another "
+            "one, or go on in it with resume"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cached teacher: {folder} must be writable, got {error}") from error
+    total = len(batches) if isinstance(batches, Sized) else None
+    was_training = teacher.training
+    try:
+        with _alone(folder):
+            writer = StoreWriter(teacher, folder, settings, shard_bytes)
+            for number, batch in enumerate(batches, 1):
+                writer.add(batch, number)
+                if progress is not None:
+                    progress(number, total)
+            return writer.finish()
+    finally:
+        teacher.train(was_training)
+
+
+def _alone(folder: Path) -> contextlib.AbstractContextManager[int]:
+    """Keep other writers out of the folder; the lock goes with the process, killed or not."""
+    return exclusive(
+        os.open(folder, os.O_RDONLY),
+        f"cached teacher: {folder} must be free, but another process writes it; wait for it, or stop it",
+    )
+
+
+def _check(
+    temperature: float,
+    top_k: int | None,
+    dtype: str,
+    fields: Sequence[str] | None,
+    vocabulary: int | None,
+    shard_bytes: int,
+    fingerprints: Mapping[str, str | None] | None,
+) -> None:
+    check_temperature("cached teacher", temperature)
+    for name, value, low in (("top_k", top_k, 1), ("vocabulary", vocabulary, 2), ("shard_bytes", shard_bytes, 1)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+            raise ConfigError(f"cached teacher: {name} must be a whole number from {low}, got {value!r}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"cached teacher: dtype must be {' or '.join(DTYPES)}, got {dtype!r}")
+    if fields is not None and (isinstance(fields, str) or not fields or len(set(fields)) != len(fields)):
+        raise ConfigError(f"cached teacher: fields must be a list of different names, got {fields!r}")
+    unknown = sorted(set(fingerprints or {}) - set(FINGERPRINTS))
+    if unknown:
+        raise ConfigError(f"cached teacher: fingerprints must be of {', '.join(FINGERPRINTS)}, got {unknown[0]!r}")

@@ -1,0 +1,166 @@
+"""Whether many tensors hold neither NaN nor infinity.
+
+What a technique needs of the process group: nothing with one process, small collectives with several.
+
+What processes hold differently from each other, of what a checkpoint holds once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, uint8
+from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
+
+
+@torch.no_grad()
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether every element of every tensor is finite; one read of the device for all of them.
+
+    Args:
+        tensors: Floating point, dense, any shapes, dtypes and devices; none, or empty ones, are finite.
+
+    Example:
+        >>> all_finite([torch.ones(2), torch.zeros(0)]), all_finite([torch.ones(2), torch.tensor(math.nan)])
+        (True, False)
+    """
+    filled = [tensor.detach() for tensor in tensors if tensor.numel()]
+    if not filled:
+        return True
+    # the largest magnitude is not finite where an element is not
+    largest = torch._foreach_norm(filled, math.inf)
+    return bool(torch.stack([one.isfinite().to(filled[0].device) for one in largest]).all())
+
+
+_IS_BUILT_IN = dist.is_available()
+_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX} if _IS_BUILT_IN else {}
+
+
+def world_size() -> int:
+    """Return the number of processes, 1 without a process group."""
+    return dist.get_world_size() if _IS_BUILT_IN and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Return this process's rank, 0 without a process group."""
+    return dist.get_rank() if _IS_BUILT_IN and dist.is_initialized() else 0
+
+
+def is_main() -> bool:
+    """Return whether this is the process that writes files and prints."""
+    return rank() == 0
+
+
+def all_reduce_(tensor: Tensor, op: Literal["sum", "min", "max"]) -> Tensor:
+    """Reduce `tensor` over all processes in place and return it; every process must call it."""
+    if world_size() > 1:
+        dist.all_reduce(tensor, op=_OPS[op])
+    return tensor
+
+
+def broadcast_(tensor: Tensor, source: int = 0) -> Tensor:
+    """Overwrite `tensor` with process `source`'s in place and return it; every process must call it."""
+    if world_size() > 1:
+        dist.broadcast(tensor, src=source)
+    return tensor
+
+
+def from_main(text: str) -> str:
+    """Return the main process's text; every process must call it."""
+    told = [text]
+    if world_size() > 1:
+        dist.broadcast_object_list(told)
+    return told[0]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds: all of it unless FSDP2 has sharded it."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def any_rank(flag: bool, device: torch.device | str = "cpu") -> bool:
+    """Return whether `flag` is true on any process; every process must call it."""
+    if world_size() == 1:
+        return flag
+    return bool(all_reduce_(torch.tensor(int(flag), device=device), "max").item())
+
+
+def everyones(mine: Any) -> list[Any]:
+    """Return what each process holds, by rank; each must call it."""
+    everyone: list[Any] = [None] * world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def differing(mine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is not the same on every process; each must call it."""
+    digests = {name: digest(value) for name, value in mine.items()}
+    others = everyones(digests)
+    return {name: value for name, value in mine.items() if any(one.get(name) != digests[name] for one in others)}
+
+
+def own_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what must be kept beside the main process's state, so that `with_own_state` makes this one of it."""
+    places = {_name(place): value for place, value in tree_flatten_with_path(state)[0]}
+    is_built_alike = not differing({"places": list(places)})
+    parts = differing(places)
+    if rank() == 0:
+        return {}
+    return {"session_parts": parts} if is_built_alike else {"session": state}
+
+
+def with_own_state(of_main: Any, saved: Mapping[str, Any]) -> Any:
+    """Return this process's state."""
+    parts = saved.get("session_parts", {})
+    return saved.get("session") or tree_map_with_path(lambda place, value: parts.get(_name(place), value), of_main)
+
+
+def other_processes(saved: int) -> str:
+    """Return what to tell of a run that `saved` processes saved and as many as now are go on with."""
+    return (
+        f"saved by {saved} processes and resumed by {world_size()}: weights, optimizer and what techniques know are "
+        "restored, of what processes held differently the main one's; random numbers are not restored, and the epoch "
+        "goes on after as many batches as were seen; keep processes times batch size, and these are the same examples"
+    )
+
+
+def own_buffers(model: nn.Module, wrapped: Any, *, is_inside_window: bool = False) -> dict[str, Tensor]:
+    """Return the buffers that differ between processes, unless the next forward of DDP sends the main one's to all.
+
+    Inside an accumulation window it does not (torch 2.13): running statistics of a batch norm are each process's until
+    the step. In a folder of shards a buffer may be any process's.
+
+    Args:
+        model: The user's.
+        wrapped: What its forward goes through.
+        is_inside_window: Whether gradients of a window that is not over are held.
+    """
+    if not is_inside_window and getattr(wrapped, "broadcast_buffers", False):
+        return {}
+    return differing({name: local_part(one).cpu() for name, one in model.named_buffers()})
+
+
+def put_buffers_(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Put back what `own_buffers` returned."""
+    buffers = dict(model.named_buffers())
+    for name, value in saved.items():
+        local_part(buffers[name]).copy_(value)
+
+
+def _name(place: Sequence[Any]) -> str:
+    # files of JSON turn numbers that are keys into texts: both have one name
+    return "".join(f"[{getattr(key, 'key', getattr(key, 'idx', key))}]" for key in place)
+
+
+def digest(value: Any) -> str:
+    """Return a text that two values share where they are equal: of a tensor bit for bit."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    values = value.detach().cpu().contiguous().reshape(-1)
+    return f"{value.dtype} {list(value.shape)} {hashlib.sha256(values.view(uint8).numpy().data).hexdigest()}"

@@ -1,0 +1,100 @@
+"""Tensors that FSDP2 has sharded: gathered whole to decide on and to save, cut again into what a process holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.distributed.collectives import local_part
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether a process may hold only a part of a tensor."""
+    return hasattr(tensor, "device_mesh")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor as it is on one device: gathered if it is sharded; then every process must call it."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else cast("Tensor", gather())
+
+
+def whole_of(part: Tensor, like: Any) -> Tensor:
+    """Return the whole of which `part` is this process's, placed as `like` is; then every process must call it."""
+    if not is_sharded(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    placed = DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return placed.full_tensor()
+
+
+def cut(full: Tensor, like: Any) -> Tensor:
+    """Return a whole tensor sharded as `like` is, without communication."""
+    if not is_sharded(like):
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def sum_parts(part: Tensor, like: Any) -> Tensor:
+    """Return of the sum of whole tensors, one on each process, the part that `like`'s placement gives this process.
+
+    Every process must call it.
+    """
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = like.device_mesh
+    summed = DTensor.from_local(part, mesh, [Partial()] * mesh.ndim, run_check=False)
+    return summed.redistribute(placements=like.placements).to_local()
+
+
+def place_of(like: Any) -> tuple[slice, ...]:
+    """Return where in the whole of a sharded tensor this process's part lies; of another one all of it."""
+    place = [slice(0, size) for size in like.shape]
+    for axis, placement in enumerate(like.placements if is_sharded(like) else ()):
+        if placement.is_shard():
+            whole = place[placement.dim]
+            size = -(-(whole.stop - whole.start) // like.device_mesh.size(axis))
+            start = min(whole.start + like.device_mesh.get_local_rank(axis) * size, whole.stop)
+            place[placement.dim] = slice(start, min(start + size, whole.stop))
+    return tuple(place)
+
+
+def part_of(full: Tensor, like: Any) -> Tensor:
+    """Return the part of a whole tensor that `like`'s placement gives this process, without communication."""
+    return local_part(cut(full, like))
+
+
+@torch.no_grad()
+def fill_(tensor: Tensor, values: Tensor) -> None:
+    """Overwrite a tensor, or the part of it that this process holds, by whole values."""
+    local_part(tensor).copy_(part_of(values.to(tensor.device), tensor))
+
+
+def shards(model: nn.Module) -> bool:
+    """Return whether FSDP2 shards a model, or a module in it."""
+    return any(hasattr(module, "set_reshard_after_forward") for module in model.modules())
+
+
+def reshard_(model: nn.Module) -> None:
+    """Let a model hold its sharded parameters, the ones to write into.
+
+    FSDP2 keeps the outermost module gathered after a forward, and would go on computing with what it has gathered.
+    """
+    for module in model.modules():
+        if hasattr(module, "set_reshard_after_forward"):
+            cast(Any, module).reshard()
+
+
+def fill_parameters_(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Overwrite weights of a model, in place, by whole ones under the names of its state dict."""
+    for name, value in (model.state_dict() if weights else {}).items():
+        if name in weights:
+            fill_(value, weights[name])

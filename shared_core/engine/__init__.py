@@ -1,0 +1,1 @@
+"""The frame: techniques, the session that drives them, recipes, receipts."""

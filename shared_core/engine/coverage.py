@@ -1,0 +1,289 @@
+"""How much of a model a technique reaches: one number, told before anything else; below half of it a run stops."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from shared_core.engine.recipe import PARTIAL, PARTIAL_FLAG
+from shared_core.errors import MatchError
+from shared_core.modules.matching import named_by, own_class, plain_name
+
+if TYPE_CHECKING:
+    from shared_core.config.options import TechniqueConfig
+    from shared_core.engine.preview import Touched
+    from shared_core.engine.technique import Technique
+
+ENOUGH = 0.5
+"""The least share of the weights that multiply activations which a technique must reach unasked."""
+
+_OF_LAYERS = ("layers", "factorised layers", "weights")
+"""`Touched.what` of techniques that work on one layer or weight after the other; others are of the run as a whole."""
+_CONTAINERS = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_NORM = re.compile(r"Norm(\dd|s)?$")
+_NO_MATRIX = re.compile(r"embed|pos(ition)?s?$|pos_|token|table|codebook|norm|(^|_)quer(y|ies)$", re.IGNORECASE)
+_MATRIX = re.compile(r"weight|kernel|proj", re.IGNORECASE)
+_PRODUCT = re.compile(r"\b(?:linear|matmul|mm|bmm|addmm|baddbmm|einsum)\(")
+_TOLD = 6
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor that multiplies activations: all the names it has, the kind of module that holds it, its elements."""
+
+    names: list[str]
+    kind: str
+    numel: int
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The weights of a model before a technique touched it.
+
+    Args:
+        multiplying: Those that multiply activations.
+        beside: Elements of embeddings, norms, biases and others.
+        holders: By plain name the modules that hold the former, in registration order.
+        modules: All modules by plain name.
+    """
+
+    multiplying: list[Weight] = field(default_factory=list)
+    beside: dict[str, int] = field(default_factory=dict)
+    holders: dict[str, nn.Module] = field(default_factory=dict)
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What one technique reaches of the weights that multiply activations.
+
+    Args:
+        within: Their elements within reach.
+        total: Of all.
+        left: By kind of module and reason, how many tensors are left as they are and their elements.
+        beside: Elements of embeddings, norms, biases and others, which are not among `total`.
+        unasked: Elements left that neither `skip` nor a `min_size` of the user's leaves out.
+    """
+
+    within: int
+    total: int
+    left: dict[str, tuple[int, int]]
+    beside: dict[str, int]
+    unasked: int
+
+    @property
+    def share(self) -> float:
+        """The number: within / total."""
+        return self.within / self.total if self.total else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for the receipt."""
+        left = {kind: {"tensors": count, "elements": numel} for kind, (count, numel) in self.left.items()}
+        return {"share": self.share, "within": self.within, "total": self.total, "left": left, "beside": self.beside}
+
+    def line(self) -> str:
+        """Return the number and what is left in one line."""
+        beside = ", ".join(f"{numel:,} of {kind}" for kind, numel in self.beside.items())
+        told = f"{percent(self.share)} of the weights that multiply activations are within reach"
+        told += f"; left as they are: {self._left()}" if self.left else ""
+        return told + (f" (beside them: {beside})" if beside else "")
+
+    def _left(self) -> str:
+        largest = sorted(self.left.items(), key=lambda item: -item[1][1])
+        parts = [f"{percent(numel / self.total)} in {count} of {kind}" for kind, (count, numel) in largest[:_TOLD]]
+        return "; ".join(parts) + (f"; and {len(largest) - _TOLD} kinds more" if len(largest) > _TOLD else "")
+
+    def refusal(self, key: str, config: TechniqueConfig) -> MatchError | None:
+        """Return the error of less than `ENOUGH` of what was not skipped, None where `include` chose the layers."""
+        chosen: tuple[str, ...] = getattr(config, "include", ())
+        if chosen or self.within >= ENOUGH * (self.within + self.unasked):
+            return None
+        return MatchError(
+            f"{key}: at least {ENOUGH:.0%} of the weights that multiply activations must be within reach, got "
+            f"{percent(self.share)}; left as they are: {self._left()}; to train like this add --{PARTIAL_FLAG} true "
+            f"({PARTIAL}: true beside the techniques of a recipe), or name the layers that are meant with include "
+            f"(--{key}_include)"
+        )
+
+
+def count(model: nn.Module) -> Counted:
+    """Return the weights of a model: those that multiply activations, and how many there are beside them.
+
+    The former are the weights of linear, convolutional and recurrent layers, attention's packed ones, and matrices or
+    stacks of them in modules of other libraries and the user's own, such as experts: told by the parameter's name or by
+    a product in the module's code. A tensor that an embedding holds is the embedding's, tied or not.
+
+    Args:
+        model: Before techniques attach.
+
+    Example:
+        >>> found = count(nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.LSTM(4, 2), nn.Linear(2, 3)))
+        >>> sum(weight.numel for weight in found.multiplying), found.beside
+        (54, {'embeddings': 36, 'norms': 8, 'biases': 19})
+    """
+    modules = {plain_name(name): module for name, module in model.named_modules()}
+    found = Counted(modules=modules)
+    embedded = {id(value) for module in modules.values() if _embeds(module) for value in module._parameters.values()}
+    names: dict[int, list[str]] = {}
+    for prefix, module in modules.items():
+        for name, value in module._parameters.items():
+            if value is None or is_lazy(value):
+                continue
+            own = names.setdefault(id(value), [])
+            own.append(f"{prefix}.{name}".removeprefix("."))
+            if len(own) > 1:
+                continue
+            holder = modules.get(prefix.partition(".parametrizations.")[0], module)  # of a parametrised layer
+            kind = "embeddings" if id(value) in embedded or _embeds(holder) else _beside(holder, name, value)
+            if kind is None:
+                found.multiplying.append(Weight(own, own_class(holder).__name__, value.numel()))
+                found.holders[prefix] = module
+            else:
+                found.beside[kind] = found.beside.get(kind, 0) + value.numel()
+    return found
+
+
+def reach(counted: Counted, touched: Touched, config: TechniqueConfig, model: nn.Module) -> Reach | None:
+    """Return what a technique reaches, None of one that works on the run as a whole.
+
+    Args:
+        counted: From `count`, before techniques attached.
+        touched: What the technique says that it touches.
+        config: Its options.
+        model: The model, as it is now.
+    """
+    if touched.what not in _OF_LAYERS or not touched.tensors:
+        return None
+    there = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    inside = {place for name in touched.tensors for place in _around(name)}
+    out = {place: reason for name, reason in touched.left_out.items() for place in (_around(name)[0], name)}
+    skip: tuple[str, ...] = getattr(config, "skip", ())
+    # by the name of a layer around the weight too, such as one that peft has given adapters
+    skipped = named_by(skip, counted.holders) | named_by({*skip} - {"first", "last"}, counted.modules)
+    within = unasked = 0
+    left: dict[str, tuple[int, int]] = {}
+    for weight in counted.multiplying:
+        places = [place for name in weight.names for place in (name, *_around(name))]
+        # of a layer that was taken apart (`low_rank`) what stands in its place
+        apart = {_around(name)[0] for name in weight.names} if there.isdisjoint(weight.names) else set()
+        if apart & inside or not {*touched.tensors, *touched.reached}.isdisjoint(places):
+            within += weight.numel
+            continue
+        asked = "" if skipped.isdisjoint(places) else "skip names it"
+        asked = asked or _too_small(config, weight)
+        reasons = [*(touched.left_out[place] for place in places if place in touched.left_out), asked]
+        reason = next(filter(None, [*reasons, *(out.get(place) for place in apart)]), "")
+        label = weight.kind + (f" ({reason})" if reason else "")
+        tensors, numel = left.get(label, (0, 0))
+        left[label] = tensors + 1, numel + weight.numel
+        unasked += 0 if asked else weight.numel
+    total = sum(weight.numel for weight in counted.multiplying)
+    return Reach(within, total, left, counted.beside, unasked)
+
+
+def _too_small(config: TechniqueConfig, weight: Weight) -> str:
+    """Return that `min_size` leaves a weight out where the user has set it; its default nobody asked for."""
+    least = int(getattr(config, "min_size", 0))
+    return f"smaller than min_size {least}" if weight.numel < least and "min_size" in config.changed() else ""
+
+
+def of_run(
+    counted: Counted, techniques: Mapping[str, Technique], model: nn.Module, *, allow_partial: bool
+) -> dict[str, Reach]:
+    """Return by key what each technique of layers reaches.
+
+    Args:
+        counted: From `count`, before techniques attached.
+        techniques: Attached to the model, by key.
+        model: The model.
+        allow_partial: Whether less than `ENOUGH` will do, as it does where `include` chose the layers.
+
+    Raises:
+        MatchError: If one reaches less.
+    """
+    found: dict[str, Reach] = {}
+    for key, technique in techniques.items():
+        one = reach(counted, technique.touched(model), technique.config, model)
+        if one is None:
+            continue
+        found[key] = one
+        if not allow_partial and (error := one.refusal(key, technique.config)) is not None:
+            raise error
+    return found
+
+
+def lines(reaches: Mapping[str, Reach]) -> list[str]:
+    """Return a line about each technique that leaves some of the weights that multiply activations as they are."""
+    return [f"{key}: {one.line()}" for key, one in reaches.items() if one.left]
+
+
+def percent(share: float) -> str:
+    """Return a share in words, never 0 % of something, nor 100 % of less than all.
+
+    Example:
+        >>> percent(0.9999), percent(1.0), percent(0.125)
+        ('above 99.9 %', '100 %', '12.5 %')
+    """
+    text = f"{share:.1%}"
+    text = "below 0.1%" if share and text == "0.0%" else "above 99.9%" if share < 1 and text == "100.0%" else text
+    return text.replace("100.0%", "100%").replace("%", " %")
+
+
+def _around(name: str) -> list[str]:
+    """Return the names of the modules around a tensor or module, the innermost first, the model's own (empty) last."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
+
+
+def _embeds(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag)
+
+
+def _beside(module: nn.Module, name: str, value: Tensor) -> str | None:
+    """Return what a tensor is counted as that multiplies no activations, None of one that does."""
+    if any(_NORM.search(kind.__name__) for kind in type(module).__mro__ if kind not in _CONTAINERS):
+        return "norms"
+    if "bias" in name or (value.ndim < 2 and name == "beta"):
+        return "biases"
+    if value.ndim < 2 or name in ("original0", "weight_g"):  # the norms of weight_norm
+        return "others"
+    kinds = [kind for kind in type(module).__mro__ if kind not in _CONTAINERS]
+    if any(kind.__module__.startswith("torch.nn.") for kind in kinds):
+        return None
+    if min(value.shape) < 2 or _NO_MATRIX.search(name):
+        return "others"
+    if _NO_MATRIX.search(type(module).__name__):
+        return "embeddings"
+    if value.ndim > 2 or _MATRIX.search(name) or any(name in _multiplied_by(kind) for kind in kinds):
+        return None
+    return "others"
+
+
+@functools.cache
+def _multiplied_by(kind: type) -> frozenset[str]:
+    """Return the attributes that a class's own code puts into a matrix product."""
+    try:
+        text = inspect.getsource(kind)
+    except (OSError, TypeError):  # without source
+        return frozenset()
+    after = re.findall(r"@\s*self\.(\w+)", text)
+    before = re.findall(r"self\.(\w+)(?:\.(?:t\(\)|T|mT))?\s*@", text)
+    calls = (_arguments(text, found.end()) for found in _PRODUCT.finditer(text))
+    return frozenset({*after, *before, *(name for call in calls for name in re.findall(r"self\.(\w+)", call))})
+
+
+def _arguments(text: str, start: int) -> str:
+    """Return a call's arguments, from after its opening bracket to its closing one."""
+    depth = 1
+    for place in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[place], 0)
+        if not depth:
+            return text[start:place]
+    return text[start:]

@@ -1,0 +1,102 @@
+"""Whether what techniques work on is still part of the model, and frozen where it must be.
+
+What a user wrapped or sharded himself before a trainer got the model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from shared_core.distributed.sharded_tensors import reshard_
+from shared_core.engine.technique import Context, Technique
+from shared_core.errors import TrainingError
+
+_Held = tuple[str, str, nn.Module | Tensor]
+
+LOOKS = ("before_eval", "before_save")
+"""The verbs before which it is asked; not in every step: to go through a model takes long."""
+
+
+def refuse_changed(techniques: Mapping[str, Technique], context: Context) -> None:
+    """Refuse a model of which something was replaced or unfrozen: a technique would work on what is left over.
+
+    Args:
+        techniques: By their keys.
+        context: With the model.
+
+    Raises:
+        TrainingError: If something that a technique holds is no longer in the model, or trains and must not.
+    """
+    for key, technique in techniques.items():
+        for name, tensor in technique.frozen().items():
+            if tensor.requires_grad:
+                raise TrainingError(
+                    f"{key}: {name} must stay frozen until the end of training, got it trainable by step "
+                    f"{context.step}; leave out what unfreezes whole modules, such as Lightning's BackboneFinetuning"
+                )
+    held = [(key, *one) for key, technique in techniques.items() for one in technique.holds().items()]
+    if held and _gone(held, context.model):
+        reshard_(context.model)  # FSDP2's gathered parameters were in the places of its parts
+        for key, name, _ in _gone(held, context.model):
+            raise TrainingError(
+                f"{key}: {name} must stay in the model until the end of training, got another object in its place by "
+                f"step {context.step}; write into parameters (copy_, load_state_dict without assign=True), and replace "
+                "modules before training"
+            )
+
+
+def _gone(held: Iterable[_Held], model: nn.Module) -> list[_Held]:
+    there = {*map(id, model.modules()), *map(id, model.parameters())}
+    return [one for one in held if id(one[-1]) not in there]
+
+
+def wrapped_by_user(model: nn.Module) -> set[str]:
+    """Return the keys of `shared_core.engine.compatibility.SURROUNDINGS` that a model's own modules and weights tell of.
+
+    Args:
+        model: As the trainer was given it. Under a trainer that shards, weights are in parts anyway.
+
+    Example:
+        >>> from torch import nn
+        >>> wrapped_by_user(nn.DataParallel(nn.Linear(2, 2)))
+        {'data_parallel'}
+    """
+    found = set()
+    for module in model.modules():
+        if isinstance(module, nn.DataParallel):
+            found.add("data_parallel")
+        if isinstance(module, FullyShardedDataParallel):
+            found.add("fsdp1")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        found.add("tensor_parallel")
+    return found
+
+
+def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """Return a deep copy that computes with its own weights.
+
+    Lightning sets the compiled ``forward`` of a `torch.compile`d module on the instance, and its copy would call the
+    original's.
+
+    Args:
+        model: Compiled or not.
+        memo: As `copy.deepcopy` takes it.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(2, 2)
+        >>> model.forward = torch.compile(model.forward, backend="eager")
+        >>> "forward" in vars(copied(model))
+        False
+    """
+    other = copy.deepcopy(model, memo)
+    for module in other.modules():
+        if hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
+            del module.forward
+    return other

@@ -1,0 +1,151 @@
+"""The receipt of a run: what was asked, touched and run, what it cost. JSON for machines, a table for people."""
+
+from __future__ import annotations
+
+import io
+import os
+import platform
+import re
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shared_core.engine.registry import ROOMS
+from shared_core.files.atomic import atomic_write, make_folder
+from shared_core.files.json_yaml import json_text, parse_json
+from shared_core.hardware import matmul_environment
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+RECEIPT_FILE = "eff_receipt.json"
+VARIABLE = "EFF_RECEIPT"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that a terminal would obey: a receipt may come from a stranger."""
+# what evaluation took, which differs between runs that are otherwise equal
+_TIMINGS = ("_runtime", "_per_second", "_time")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def environment() -> dict[str, Any]:
+    """Return versions, device and what it multiplies, as a receipt records them."""
+    libraries = ("efftrain", "torch", "transformers", "accelerate", "pytorch-lightning", "lightning")
+    return {
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+        "libraries": {name: found for name in libraries if (found := _version(name))},
+        **matmul_environment(),
+    }
+
+
+class Receipt:
+    """What happened in a run, as plain values under `values`.
+
+    Args:
+        values: See `Session.receipt`.
+        writers: What techniques write into the same folder, such as the other students of a distillation.
+    """
+
+    def __init__(self, values: Mapping[str, Any], writers: Iterable[Callable[[Path], None]] = ()) -> None:
+        self.values, self._writers = dict(values), tuple(writers)
+        self._folder: Path | None = None
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values[key]
+
+    def write(self, folder: Path | str) -> Path:
+        """Write ``eff_receipt.json`` into `folder`, made if need be, and what belongs beside it; return its path.
+
+        The file that the environment variable ``EFF_RECEIPT`` names gets the same: whoever runs a script that nobody
+        edits need not know where it writes.
+        """
+        path = make_folder(folder) / RECEIPT_FILE
+        for file in (path, *map(Path, filter(None, [os.environ.get(VARIABLE)]))):
+            with atomic_write(file) as temporary:
+                temporary.write_text(json_text(self.values) + "\n", encoding="utf-8")
+        self._folder = path.parent
+        for write in self._writers:
+            write(self._folder)
+        return path
+
+    @classmethod
+    def read(cls, folder: Path | str) -> Receipt:
+        """Return the receipt that `write` left in `folder`."""
+        return cls(parse_json((Path(folder) / RECEIPT_FILE).read_text(encoding="utf-8")))
+
+    def table(self) -> Table:
+        """Return one row a technique: its headline figures, and the time that its own code took."""
+        from rich.markup import escape
+        from rich.table import Table
+
+        steps = self.values["steps"]
+        title = f"efftrain receipt: {steps['applied']} steps applied, {steps['skipped']} skipped"
+        table = Table(title=title, title_justify="left")
+        table.add_column("technique")
+        table.add_column("what happened")
+        table.add_column("own time (s)", justify="right")
+        for key, report in self.values["techniques"].items():
+            table.add_row(escape(key), escape(headline(report)), f"{self.values['seconds'].get(key, 0.0):.2f}")
+        return table
+
+    def text(self, width: int = 110) -> str:
+        """Return the table, the notes under it, and where it was written, as plain text."""
+        from rich.console import Console
+
+        console = Console(width=width, record=True, file=io.StringIO())
+        console.print(self.table())
+        for note in self.values["notes"]:
+            console.print(f"note: {note}", markup=False, highlight=False)
+        if self._folder is not None:
+            told = f"all of it: {self._folder / RECEIPT_FILE}; as a page: eff report {self._folder}"
+            console.print(told, markup=False, highlight=False, soft_wrap=True)
+        return _CONTROL.sub("", console.export_text()).rstrip()
+
+
+def figures(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among metrics, but not how long the validation took.
+
+    Example:
+        >>> figures({"eval_loss": 0.5, "eval_runtime": 3.0, "note": "x"})
+        {'eval_loss': 0.5}
+    """
+    return {name: float(value) for name, value in metrics.items() if _is_figure(name, value)}
+
+
+def device_memory() -> dict[str, float]:
+    """Return the bytes that tensors take on the CUDA device now, and the most so far; nothing without one."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    found = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]  # the flat form costs much more
+    return {"memory/allocated": float(found["current"]), "memory/largest": float(found["peak"])}
+
+
+def _is_figure(name: str, value: Any) -> bool:
+    is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    of_a_technique = name.partition("/")[0] in ROOMS  # Lightning hands back what was logged for us
+    return is_number and not isinstance(value, bool) and not name.endswith(_TIMINGS) and not of_a_technique
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    """Return the plain figures of a technique's report in one line, and how long lists are that are not empty."""
+    parts = []
+    for name, value in report.items():
+        if isinstance(value, bool | str) or value is None:
+            parts.append(f"{name} {value}")
+        elif isinstance(value, float):
+            parts.append(f"{name} {value:.4g}")
+        elif isinstance(value, int):
+            parts.append(f"{name} {value:,}")
+        elif isinstance(value, list | tuple | dict) and value and name != "notes" and not name.startswith("per_"):
+            parts.append(f"{name} {len(value)}")
+    return ", ".join(parts)

@@ -1,0 +1,200 @@
+"""The one option set of a run: which techniques, with which options; read from flags, YAML, JSON or Python."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shared_core.config.options import TechniqueConfig, coerce
+from shared_core.engine.registry import ROOMS, flags, room
+from shared_core.engine.technique import in_order
+from shared_core.errors import ConfigError, nearest
+from shared_core.files.json_yaml import parse_json, parse_yaml
+
+PARTIAL, PARTIAL_FLAG = "allow_partial", "eff_allow_partial"
+"""The one entry of a recipe that is no technique, and its flag."""
+
+
+class Recipe(Mapping[str, TechniqueConfig]):
+    """The techniques of one run with their options, in the order in which they compose; immutable.
+
+    A key's presence switches its technique on. Make one with `from_dict`, `from_yaml`, `from_json` or `from_flags`;
+    `Recipe({})` switches nothing on.
+
+    Args:
+        configs: Recipe key → config.
+        allow_partial: Whether techniques may run that reach less than half of a model (`shared_core.engine.coverage`).
+
+    Example:
+        >>> recipe = Recipe.from_dict({"prune": {"sparsity": "8e-1"}})
+        >>> recipe["prune"].sparsity
+        0.8
+        >>> Recipe.from_dict({"prune": {"sparsitty": 0.8}})
+        Traceback (most recent call last):
+        shared_core.errors.ConfigError: recipe: prune.sparsitty is not an option; did you mean 'sparsity'?
+    """
+
+    def __init__(self, configs: Mapping[str, TechniqueConfig], *, allow_partial: bool = False) -> None:
+        for key, config in configs.items():
+            if not isinstance(config, room(key).config_class):
+                raise ConfigError(
+                    f"recipe: {key} must be a {room(key).config_name}, got {config!r}; Recipe.from_dict takes options"
+                )
+        self._configs = {key: configs[key] for key in in_order(configs)}
+        self.allow_partial = allow_partial
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
+        """Return the recipe of ``{"prune": {"sparsity": 0.8}, …}``; the value may also be a config.
+
+        ``"allow_partial": True`` may stand beside the techniques.
+
+        Raises:
+            ConfigError: If a key, an option or a value is wrong; names the nearest known one.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"recipe: must be a mapping of techniques, got {values!r}")
+        if isinstance(values, Recipe):
+            return values
+        configs = {}
+        for key, options in values.items():
+            if key == PARTIAL:
+                continue
+            config_class = room(key).config_class
+            if isinstance(options, config_class):
+                configs[key] = options
+                continue
+            configs[key] = config_class.from_dict({} if options is None else options)
+        return cls(configs, allow_partial=coerce(values.get(PARTIAL, False), bool, f"recipe.{PARTIAL}"))
+
+    @classmethod
+    def from_yaml(cls, source: str | Path) -> Recipe:
+        """Return the recipe in a YAML file, or in a YAML text (which has a colon followed by space or a line end)."""
+        return cls.from_dict(_mapping(parse_yaml, "YAML", source))
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> Recipe:
+        """Return the recipe in a JSON file, or in a JSON text (which starts with a brace)."""
+        return cls.from_dict(_mapping(functools.partial(parse_json, unique=True), "JSON", source))
+
+    @classmethod
+    def from_flags(cls, values: Mapping[str, Any]) -> Recipe:
+        """Return the recipe of ``{"prune_sparsity": 0.8, …}``; options that are None were not given.
+
+        Raises:
+            ConfigError: If a flag is unknown, or belongs to a technique whose switch was not given.
+        """
+        known = flags()
+        options: dict[str, Any] = {}
+        for flag, value in values.items():
+            if flag == PARTIAL_FLAG:
+                continue
+            if flag not in known:
+                raise ConfigError(f"flags: --{flag} is not a flag{nearest(flag, known)}")
+            if value is not None:
+                key, field = known[flag]
+                options.setdefault(key, {})[field.name] = value
+        for key, given in options.items():
+            config_class = ROOMS[key].config_class
+            switches = [name for name in (config_class.switch, config_class.other_switch) if name]
+            if given.keys().isdisjoint(switches):
+                other, switch = next(iter(given)), f" or --{key}_".join(switches)
+                raise ConfigError(
+                    f"flags: --{key}_{other} must come with --{key}_{switch}, which switches the technique on; add it"
+                )
+        if (partial := values.get(PARTIAL_FLAG)) is not None:
+            options[PARTIAL] = coerce(partial, bool, f"flags.{PARTIAL_FLAG}")
+        return cls.from_dict(options)
+
+    def changes_since(self, saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Return in words what differs from a saved recipe, as `to_dict` returned it.
+
+        Example:
+            >>> Recipe.from_dict({"prune": {"sparsity": 0.8}}).changes_since({})
+            ['with prune, which the saved run did not have']
+        """
+        mine, changes = self.to_dict(), []
+        for key in sorted({*saved, *mine}):
+            if key not in saved:
+                changes.append(f"with {key}, which the saved run did not have")
+            elif key not in mine:
+                changes.append(f"without {key}, which the saved run had")
+            elif _text(saved[key]) != _text(mine[key]):
+                changed = {
+                    name: value for name, value in mine[key].items() if _text(saved[key].get(name)) != _text(value)
+                }
+                changes.append(f"with other options of {key} than the saved run's: {changed}")
+        return changes
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Return the techniques as plain values that `from_dict` reads back, every default written out."""
+        return {key: config.to_dict() for key, config in self._configs.items()}
+
+    def to_yaml(self) -> str:
+        """Return the recipe as YAML text, `allow_partial` with it."""
+        partial = {PARTIAL: True} if self.allow_partial else {}
+        return yaml.safe_dump({**partial, **self.to_dict()}, sort_keys=False)
+
+    def merged(self, other: Recipe) -> Recipe:
+        """Return both recipes in one.
+
+        Raises:
+            ConfigError: If a technique is in both.
+        """
+        twice = self.keys() & other.keys()
+        if twice:
+            raise ConfigError(f"recipe: {', '.join(sorted(twice))} must be given once, got it twice; keep one of them")
+        return Recipe({**self, **other}, allow_partial=self.allow_partial or other.allow_partial)
+
+    def __getitem__(self, key: str) -> TechniqueConfig:
+        return self._configs[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._configs)
+
+    def __len__(self) -> int:
+        return len(self._configs)
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Recipe) and self._identity() == other._identity()
+
+    def _identity(self) -> tuple[bool, str]:
+        return self.allow_partial, _text(self.to_dict())
+
+    def __repr__(self) -> str:
+        changed = {key: config.changed().items() for key, config in self._configs.items()}
+        options = {key: ", ".join(f"{name!r}: {text}" for name, text in items) for key, items in changed.items()}
+        texts = [f"{key!r}: {{{text}}}" for key, text in options.items()]
+        texts += [f"{PARTIAL!r}: True"] if self.allow_partial else []
+        return f"Recipe.from_dict({{{', '.join(texts)}}})"
+
+
+def _text(values: Any) -> str:
+    # compared as they are written: position 1 is a step, and 1.0 the end
+    return json.dumps(values, sort_keys=True)
+
+
+def _mapping(read: Callable[[str], Any], kind: str, source: str | Path) -> Mapping[str, Any]:
+    text, name = str(source), ""
+    if isinstance(source, Path) or not ("\n" in text or ": " in text or text.lstrip().startswith("{")):
+        try:
+            text, name = Path(source).read_text(encoding="utf-8"), f"{source} "
+        except (OSError, ValueError) as error:  # the latter of another encoding, and of a name with a NUL
+            raise ConfigError(f"recipe: {source} must be a readable text file, got {error}") from error
+    try:
+        values = read(text)
+    except ValueError as error:
+        raise ConfigError(f"recipe: {name}must be valid {kind}, got {str(error)[:300]}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"recipe: {name}must be a mapping of techniques to options, got {values!r}")
+    return values

@@ -1,0 +1,721 @@
+"""What a checkpoint holds of a session: the step, its generator, and the state of each technique.
+
+Whether it is still the optimizers of a plain loop's session that step.
+
+One training run: drives the techniques of a recipe, counts steps, saves and restores, writes the receipt.
+
+A model made to fit a checkpoint before its weights are loaded: techniques may have changed its structure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.checkpoint_formats.plain import PlainKeys
+from shared_core.config.training_time import StepsPerEpoch
+from shared_core.distributed.sharded_tensors import reshard_
+from shared_core.engine import compatibility, coverage, endings, live_sessions, preview
+from shared_core.engine import model_guards as held
+from shared_core.engine.claims import Where
+from shared_core.engine.metrics import History
+from shared_core.engine.micro_batches import MicroBatchMeans
+from shared_core.engine.receipt import Receipt, environment, figures
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.registry import ROOMS
+from shared_core.engine.technique import BareServices, Context, Services, Technique, driven, leave_out, to_finish
+from shared_core.errors import CheckpointError, ReceiptError, TrainingError
+
+
+def of(
+    context: Context, techniques: Mapping[str, Technique], recipe: Recipe, skipped: int, history: History
+) -> dict[str, Any]:
+    """Return the state as plain values and tensors."""
+    return {
+        "step": context.step, "skipped": skipped, "recipe": recipe.to_dict(),
+        "generator": context.generator.get_state(), "history": history.state_dict(),
+        "techniques": {key: technique.state_dict() for key, technique in techniques.items()},
+        "buffers": context.left_out.changed(),
+    }  # fmt: skip
+
+
+def windows(techniques: Mapping[str, Technique]) -> dict[str, dict[str, Any]]:
+    """Return what each technique has gathered in an accumulation window that is not over."""
+    return {key: state for key, technique in techniques.items() if (state := technique.window_state())}
+
+
+def restore_windows(state: Mapping[str, Any], techniques: Mapping[str, Technique]) -> None:
+    """Put back what `windows` returned, with the gradients of the same window."""
+    for key in state.keys() & techniques.keys():
+        techniques[key].load_window_state(state[key])
+
+
+def restore(
+    state: Mapping[str, Any], context: Context, techniques: Mapping[str, Technique], history: History
+) -> tuple[Mapping[str, Any], int]:
+    """Put a saved state back; return the recipe that it was saved with and how many steps had been skipped.
+
+    Raises:
+        CheckpointError: If the state is not a session's.
+    """
+    try:
+        saved, recipe = state["techniques"], state["recipe"]
+        step, skipped = int(state["step"]), int(state["skipped"])
+        context.generator.set_state(state["generator"])
+        history.load_state_dict(state.get("history", {}))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"session: state must be one that a session saved, got {error!r}") from error
+    context.step = step
+    context.left_out.put_back(state.get("buffers", {}))
+    for key, technique in techniques.items():
+        if key in saved:
+            technique.load_state_dict(saved[key])
+        else:
+            technique.fits(None)
+    return recipe, skipped
+
+
+class StepWatch:
+    """Notices a step that none of the watched optimizers made: another one was put in their place."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._stepped = self._has_stepped = False
+
+    def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Watch these, and no others."""
+        self.close()
+        self._handles = [optimizer.register_step_post_hook(self._note) for optimizer in optimizers]
+
+    def _note(self, *_: Any) -> None:
+        self._stepped = True
+
+    def check(self) -> None:
+        """Refuse a step that another optimizer made.
+
+        Raises:
+            TrainingError: If none of them has stepped since the last call, and one did before.
+        """
+        stepped, self._stepped = self._stepped, False
+        if self._has_stepped and not stepped:
+            raise TrainingError(
+                "session: steps must be those of the optimizers that begin was given, got one that none of them made; "
+                "change their param_groups instead, or finish this session and make another for the new optimizer"
+            )
+        self._has_stepped = stepped
+
+    def close(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._stepped, self._has_stepped = [], False, False
+
+
+class Session:
+    """One run of a recipe. A front end calls its methods at the moments they name; so can a plain loop.
+
+    Args:
+        recipe: What to switch on; empty is allowed and changes nothing.
+        front_end: Who drives: ``"bare"``, ``"hf"`` or ``"lightning"``.
+        services: What only a trainer can do (evaluate, load a teacher).
+        seed: Seed of the techniques' own generator; the global generators are never seeded.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(8, 4)
+        >>> session = Session(Recipe.from_dict({"prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 1}}))
+        >>> session.attach(model)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> session.begin([optimizer], total_steps=3)
+        >>> for _ in range(3):
+        ...     session.loss(model(torch.ones(2, 8)).square().mean()).backward()
+        ...     session.before_optimizer_step()
+        ...     optimizer.step()
+        ...     _ = session.after_optimizer_step()
+        ...     optimizer.zero_grad()
+        >>> session.finish()
+        >>> int((model.weight == 0).sum())
+        16
+    """
+
+    def __init__(
+        self, recipe: Mapping[str, Any], *, front_end: str = "bare", services: Services | None = None, seed: int = 0
+    ) -> None:
+        self.recipe, self._front_end, self._seed = Recipe.from_dict(recipe), front_end, seed
+        self._services = services or BareServices()
+        self._reset()
+
+    def _reset(self) -> None:
+        self.techniques: dict[str, Technique] = {
+            key: ROOMS[key].technique_class(config) for key, config in self.recipe.items()
+        }
+        self.context: Context | None = None
+        self.skipped, self._eval_depth, self._seconds = 0, 0, dict.fromkeys(self.techniques, 0.0)
+        self.notes: list[str] = []
+        self.coverage: dict[str, coverage.Reach] = {}
+        """By key what a technique of layers reaches of the weights that multiply activations."""
+        self.is_changed = False
+        """Whether a checkpoint of another recipe was resumed: its run's best is not what is asked for now."""
+        self._plain: PlainKeys | None = None
+        self._begun = self._finished = self._is_saving = False
+        self._final_reports: dict[str, Any] = {}
+        self._planned: dict[str, list[preview.Event]] = {}
+        self._final_unreached: dict[str, str] | None = None
+        self._furthest = self._early_skips = 0
+        self._validated: tuple[int, dict[str, float]] | None = None
+        self._final_evaluation: dict[str, float] = {}
+        self._tells_of_best = self._is_on_plan = True
+        self._history, self._steps, self._means = History(), StepWatch(), MicroBatchMeans()
+        self._claims: endings.Claims = {}
+        self._started, self._driven = time.perf_counter(), driven(self.techniques)
+
+    @property
+    def front_end(self) -> str:
+        """Who drives: ``"bare"``, ``"hf"`` or ``"lightning"``."""
+        return self._front_end
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the techniques sit on a model now."""
+        return self.context is not None and not self._finished
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run ended and the model is plain again."""
+        return self._finished
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether `begin` was called in this run."""
+        return self._begun
+
+    @property
+    def step(self) -> int:
+        """Applied optimizer steps so far."""
+        return self.context.step if self.context else 0
+
+    def join(self, recipe: Recipe) -> None:
+        """Add techniques before `attach`: callbacks given one by one share one session.
+
+        Raises:
+            ConfigError: If a technique is in both.
+        """
+        if self.context is not None:
+            raise TrainingError("session: techniques must join before training starts; pass all callbacks together")
+        self.recipe = self.recipe.merged(recipe)
+        self._reset()
+
+    def attach(
+        self, model: nn.Module, surroundings: Iterable[str] = (), resumed: Mapping[str, Any] | None = None
+    ) -> None:
+        """Prepare the user's unwrapped model, before the optimizer exists. A second call on it does nothing.
+
+        Args:
+            model: The user's model.
+            surroundings: Keys of `compatibility.SURROUNDINGS` that hold in this run.
+            resumed: The techniques' states in the checkpoint that is loaded next, by key.
+
+        Raises:
+            CompatibilityError: If the recipe cannot be run like this.
+            MatchError: If a technique matches nothing, or too little (`coverage.of_run`); the model is as it was.
+            TrainingError: If another session is attached to the model.
+        """
+        compatibility.check(self.recipe, surroundings)
+        if self._finished:
+            self._reset()
+        if self.context is not None:
+            if self.context.model is model:
+                return
+            raise TrainingError("session: must be attached to one model only; make a session for each")
+        live_sessions.claim(self, model)
+        self._plain = PlainKeys(model)
+        context = Context(model, self._front_end, self._services, resumed=resumed or {})
+        context.restructured = functools.partial(self._plain.read, model)
+        context.note = self.note
+        context.done_with = functools.partial(leave_out, self._driven)
+        context.generator.manual_seed(self._seed)
+        context.weights_replaced = functools.partial(self._tell_all, "weights_replaced", context)
+        context.constrain = functools.partial(self._tell_all, "constrain") if self._driven["constrain"] else None
+        attached: list[Technique] = []
+        counted = coverage.count(model) if self.techniques else coverage.Counted()
+        for technique in self.techniques.values():
+            technique.before_attach(model, context)
+        try:
+            for key, technique in self.techniques.items():
+                attached.append(technique)
+                with self._timed(key):
+                    technique.attach(model, context)
+            partial = self.recipe.allow_partial
+            self.coverage = coverage.of_run(counted, self.techniques, model, allow_partial=partial)
+        except BaseException:
+            for technique in reversed(attached):
+                technique.detach(model)
+            raise
+        self.context = context
+
+    def prepare_optimizers(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Show the optimizers to the techniques before their saved state is loaded; needed for a resume alone."""
+        context = self._attached("prepare_optimizers")
+        context.optimizers = tuple(optimizers)
+        self._tell_all("prepare_optimizers", context)
+
+    def begin(
+        self,
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        total_steps: int | None,
+        steps_per_epoch: StepsPerEpoch | None = None,
+        clips_gradients: bool = True,
+    ) -> None:
+        """Start or go on: the optimizer exists and `load_state_dict` was called if this is a resume.
+
+        Args:
+            optimizers: The torch optimizers, unwrapped.
+            total_steps: Optimizer steps of the whole run, None if unknown.
+            steps_per_epoch: Optimizer steps of every epoch, or of each where they differ; None if unknown.
+            clips_gradients: Whether gradients are clipped by norm.
+
+        Raises:
+            ConfigError: If a position does not fit the run.
+        """
+        context = self._attached("begin")
+        if self._finished:
+            raise TrainingError("session: begin must come after attach, got one that is detached; attach it again")
+        if isinstance(optimizers, torch.optim.Optimizer):
+            raise TrainingError(
+                "session: begin must have a list of optimizers, got one; pass session.begin([optimizer])"
+            )
+        context.optimizers, context.clips_gradients = tuple(optimizers), clips_gradients
+        context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
+        self._steps.watch(context.optimizers if self._front_end == "bare" else ())  # trainers look after theirs
+        context.left_out.mark()
+        self._started = time.perf_counter()
+        for key, technique in self.techniques.items():
+            with self._timed(key):
+                technique.begin(context)
+            self._planned[key] = technique.timeline(context)
+        self._begun = True
+        for remark in [*coverage.lines(self.coverage), *compatibility.remarks(self.recipe)]:
+            self.note(remark)
+
+    def forward(self) -> contextlib.AbstractContextManager[Any]:
+        """Return what surrounds the forward and the loss of a training micro-batch; nothing before `begin`."""
+        driven, context = self._driven["forward"], self.context
+        if not driven or context is None or not self._begun or self._finished:
+            return contextlib.nullcontext()
+        if len(driven) == 1:
+            return driven[0][1].forward(context)
+        with contextlib.ExitStack() as stack:
+            for _, technique in driven:
+                stack.enter_context(technique.forward(context))
+            return stack.pop_all()
+
+    def loss(self, task_loss: Tensor, normalise: Callable[[Tensor, Tensor | int], Tensor] | None = None) -> Tensor:
+        """Return the loss to train on.
+
+        Args:
+            task_loss: The user's loss of this micro-batch, as the trainer would use it.
+            normalise: ``normalise(total, count)`` averages a sum as the trainer averages the task loss; by default
+                over the micro-batch, so that each of a step's micro-batches weighs the same.
+        """
+        driven = self._driven["loss"]
+        if not driven or not self._begun:
+            return task_loss
+        context = self._attached("loss")
+        self._means.open()
+        context.normalise = normalise or self._means.normalise
+        for key, technique in driven:
+            start = time.perf_counter()  # not `_timed`: a generator costs more than some verbs
+            task_loss = technique.loss(task_loss, context)
+            self._seconds[key] += time.perf_counter() - start
+        return task_loss
+
+    def before_optimizer_step(self) -> None:
+        """Gradients are complete and unscaled, not yet clipped."""
+        if (counts := self._means.close()) is not None:
+            other = "; Session.loss(normalise=...) averages otherwise" if self._front_end == "bare" else ""
+            self.note(
+                f"the micro-batches of a step counted {counts[0]} to {counts[1]} positions: each is averaged by itself "
+                f"and weighs the same, in what is added to the loss as in a task loss that is a mean{other}"
+            )
+        self._drive("before_optimizer_step")
+        context = self._attached("before_optimizer_step")
+        if context.discard_step:
+            for optimizer in context.optimizers:
+                optimizer.zero_grad()  # to None: without gradients it leaves weights and state alone, fused too
+
+    def after_optimizer_step(self) -> bool:
+        """Return whether the step was applied: a discarded one counts as skipped, another optimizer's is refused."""
+        context = self._attached("after_optimizer_step")
+        if context.discard_step:
+            self.skipped_optimizer_step()
+            return False
+        self._steps.check()
+        context.step += 1
+        if context.is_beyond_plan:
+            self._tell_beyond_plan(context)
+        self._drive("after_optimizer_step")
+        return True
+
+    def _tell_beyond_plan(self, context: Context) -> None:
+        self.note(
+            f"more than the {context.total_steps} steps that were planned are trained: techniques go on to hold what "
+            "they hold, their schedules have ended, and an average takes in nothing more"
+        )
+
+    def skipped_optimizer_step(self) -> None:
+        """An optimizer step was skipped (overflow): nothing advances."""
+        self.skipped += 1
+        self._drive("skipped_optimizer_step")
+        self._attached("skipped_optimizer_step").discard_step = False
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Surround validation; re-entrant, and undone by an exception too."""
+        self.before_eval()
+        try:
+            yield
+        finally:
+            self.after_eval()
+
+    def before_eval(self) -> None:
+        """Validation starts. Only the outermost of nested calls counts, and none before `begin`."""
+        self._eval_depth += 1
+        if self._eval_depth == 1:
+            self._drive("before_eval")
+
+    def after_eval(self) -> None:
+        """Validation ended; without a matching `before_eval` nothing happens."""
+        if self._eval_depth == 0:
+            return
+        self._eval_depth -= 1
+        if self._eval_depth == 0:
+            self._drive("after_eval")
+
+    @contextlib.contextmanager
+    def saving(self, *, baked: bool = False) -> Iterator[None]:
+        """Surround saving, on every process: of the user's model, or of weights to go on from; the outermost counts."""
+        is_outermost, self._is_saving = not self._is_saving, True
+        try:
+            if is_outermost:
+                self._drive("before_save", baked)
+            yield
+        finally:
+            if is_outermost:
+                self._is_saving = False
+                self._drive("after_save")
+
+    def look_ahead(self, done: float, *, stops_as_planned: bool = True) -> None:
+        """Say once, as soon as it is clear, that optimizer steps come at another rate than positions were planned for.
+
+        Args:
+            done: The share of the run's data that was trained on, by which the trainer will end the run.
+            stops_as_planned: Whether it also ends after the planned number of steps.
+        """
+        context = self._attached("look_ahead")
+        total = context.total_steps or 0
+        expected, applied = done * total, self.step
+        if done < 0.25:
+            self._early_skips = self.skipped  # a loss scale that is too large at first soon fits
+        if not self._is_on_plan or expected < 10:
+            return
+        counted = float(applied + self._early_skips)
+        counted = min(counted, expected) if stops_as_planned else counted
+        if abs(counted - expected) <= 0.1 * expected + 1:
+            return
+        self._is_on_plan, end = False, round(applied / done)
+        never = "; ".join(f"{key}: {what} (step {step})" for key, step, what in self._events_after(end))
+        self.note(
+            f"OPTIMIZER STEPS DO NOT COME AS PLANNED: {applied} were applied where {expected:.0f} were planned; at "
+            f"this rate the run ends after {end} of {total}" + (f", before {never}" if never else "") + ". Positions "
+            "stay where they are: give them as numbers of steps, or the trainer its true number of steps"
+        )
+
+    def _events_after(self, step: int) -> list[tuple[str, int, str]]:
+        told = [(key, at, what) for key, events in self._planned.items() for at, what in events if at is not None]
+        return [event for event in told if event[1] > step]
+
+    def evaluated(self, metrics: Mapping[str, float | Tensor]) -> None:
+        """Tell what the user's own validation of the present weights found; nothing happens before `begin`."""
+        self._history.validated(self.step, metrics if self._begun else {})
+        if self.context is not None and self._begun and not self._finished:
+            before = self._validated[1] if self._validated and self._validated[0] == self.step else {}
+            self._validated, self.context.unvalidated = (self.step, before | figures(metrics)), False
+        self._drive("evaluated", metrics)
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether the user's last validation saw the model as it is now."""
+        return bool(
+            self.context and not self.context.unvalidated and self._validated and self._validated[0] == self.step
+        )
+
+    def validate_final(self, evaluate: Callable[[], Mapping[str, float]], *, anew: bool = False) -> None:
+        """Evaluate the finished model if it holds what no validation has seen; the figures go into the receipt.
+
+        Args:
+            evaluate: Returns the metrics of the weights of now, on every process.
+            anew: Whether steps of training after the last validation count, too.
+        """
+        if self.context is not None and (self.context.unvalidated or (anew and not self.is_validated)):
+            self._final_evaluation = {name: value for name, value in figures(evaluate()).items() if name != "epoch"}
+            told = ", ".join(f"{name} {value:.6g}" for name, value in self._final_evaluation.items())
+            self.note(f"the final model was evaluated after its last change: {told}")
+
+    @property
+    def furthest_step(self) -> int:
+        """Steps applied in this run; `step` is behind where the best checkpoint was loaded at its end."""
+        return max(self._furthest, self.step)
+
+    def unreached(self) -> dict[str, str]:
+        """Return by technique what the model does not hold of that which was asked for; nothing before `begin`.
+
+        After the run it is what the final model does not hold.
+        """
+        if self._final_unreached is not None:
+            return dict(self._final_unreached)
+        if self.context is None or not self._begun:
+            return {}
+        told = {key: technique.unreached(self.context) for key, technique in self.techniques.items()}
+        return {key: text for key, text in told.items() if text is not None}
+
+    def may_be_best(self) -> bool:
+        """Return whether the weights of now hold what was asked for: others are not compared; told the first time."""
+        unreached = self.unreached()
+        if unreached and self._tells_of_best:
+            self._tells_of_best = False
+            so_far = "; ".join(f"{key}: {text}" for key, text in unreached.items())
+            self.note(f"checkpoints do not compete for the best until they hold what was asked for; so far {so_far}")
+        return not unreached
+
+    def finish(self) -> None:
+        """End the run: bake into plain weights and leave stock modules. A second call does nothing.
+
+        What was not reached is told, not made up for: weights are cut where a step follows, or where a user asks.
+        """
+        if self._finished or self.context is None:
+            return
+        if self._begun:
+            held.refuse_changed(self.techniques, self.context)
+            self._final_unreached = self.unreached()
+            self._tell_end(self.context)
+            for key in to_finish(self.techniques):
+                with self._timed(key):
+                    self.techniques[key].finish(self.context.model, self.context)
+            reports = self._reports()
+            claims = {key: one.claims(self.context, reports[key]) for key, one in self.techniques.items()}
+            self.detach()
+            self._claims = endings.settled(claims, self.context.model)
+        elif self.recipe:
+            self.note(
+                f"TRAINING NEVER BEGAN: it ended before its first step; nothing was done of {', '.join(self.recipe)}"
+            )
+        self.detach()
+
+    def _tell_end(self, context: Context) -> None:
+        planned, applied = context.total_steps, self.furthest_step
+        is_short = planned is not None and applied + self.skipped < planned
+        ended = f"the run ended after {applied} steps" + (f" of {planned} planned" if is_short else "")
+        unreached = self.unreached()
+        for key, text in unreached.items():
+            self.note(f"{key.upper()} DID NOT REACH WHAT WAS ASKED FOR: {text}; {ended}")
+        for key, step, what in self._events_after(applied):
+            if key not in unreached:
+                self.note(f"{key.upper()} DID NOT RUN AS PLANNED: {ended}, before step {step}: {what}")
+        if is_short or (planned is not None and applied > planned):
+            self.note(f"steps: {applied} were applied, {planned} were planned")
+
+    def claims_of(self, where: Where) -> bool:
+        """Return whether the receipt says anything that weights of such a moment can be compared with."""
+        return any(claim.holds >= where for said in self._claims.values() for claim in said.values())
+
+    def verify(
+        self,
+        weights: Mapping[str, Tensor] | None,
+        what: str,
+        changed_by: Iterable[str] = (),
+        *,
+        where: Where = Where.END,
+        gather: bool = True,
+    ) -> None:
+        """Count again in final weights what the receipt says of them; a note there tells a difference too.
+
+        Args:
+            weights: Of a file, under the names of the model's state dict; None: those of the model itself.
+            what: The model or the file, for the message.
+            changed_by: Classes of the callbacks that may have changed them.
+            where: Of which moment they are.
+            gather: Whether sharded tensors are gathered, for which every process must call; else they are left out.
+
+        Raises:
+            ReceiptError: If they are not what the receipt says.
+        """
+        if self.context is None or not self.claims_of(where):
+            return
+        if weights is None and gather:
+            reshard_(self.context.model)
+        found = self.context.model.state_dict() if weights is None else weights
+        lines = endings.differences(self._claims, found, where, lacking=weights is None, gather=gather)
+        try:
+            endings.refuse(lines, what, changed_by)
+        except ReceiptError as error:
+            self.note(f"NOT AS THIS RECEIPT SAYS: {error}")
+            raise
+
+    def detach(self) -> None:
+        """Leave stock modules behind without baking: the run was cut short."""
+        if self.context is None or self._finished:
+            return
+        self._steps.close()
+        try:
+            self._final_reports = self._reports()  # stock layers have nothing left to tell
+        finally:
+            for technique in reversed(self.techniques.values()):
+                technique.detach(self.context.model)
+            self._finished = True
+
+    def bake(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the model's state dict as the user's plain model loads it.
+
+        Raises:
+            CheckpointError: If the result is not loadable by the untouched model.
+        """
+        baked = dict(state_dict)
+        if not self.is_attached:
+            return baked
+        for key in to_finish(self.techniques):
+            baked = self.techniques[key].bake(baked)
+        if self._plain is not None:
+            self._plain.check(baked)
+        return baked
+
+    def deployment(self) -> dict[str, Any]:
+        """Return what a deployment needs beside the plain weights, by technique; also after `finish`."""
+        return {key: values for key, technique in self.techniques.items() if (values := technique.deployment())}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that an exact resume needs, beside what the trainer saves itself."""
+        context = self._attached("state_dict")
+        return of(context, self.techniques, self.recipe, self.skipped, self._history)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back a saved state, after `attach` and before `begin`. A changed recipe is told, not hidden.
+
+        Raises:
+            CheckpointError: If the state is not a session's.
+        """
+        context, self._furthest = self._attached("load_state_dict"), self.furthest_step
+        recipe, self.skipped = restore(state, context, self.techniques, self._history)
+        context.unvalidated |= self._begun and not (self._validated and self._validated[0] == context.step)
+        changes = self.recipe.changes_since(recipe)
+        self.is_changed |= bool(changes)
+        for change in changes:
+            self.note(f"resumed {change}")
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of all techniques for progress bar and logger, and keep them for the receipt."""
+        metrics = {name: value for one in self.techniques.values() for name, value in one.metrics().items()}
+        return self._history.logged(self.step, metrics)
+
+    def note(self, text: str) -> None:
+        """Tell the user one line now, and keep it for the receipt; the same line only once."""
+        if text not in self.notes:
+            self.notes.append(text)
+            self._services.say(f"efftrain: {text}")
+
+    def receipt(self) -> Receipt:
+        """Return what was asked, touched and run so far, and what it cost."""
+        planned = self.context and self.context.total_steps
+        last_seen = self._validated if self.is_validated else None
+        return Receipt(
+            {
+                "recipe": self.recipe.to_dict(),
+                "front_end": self._front_end,
+                "finished": self._finished,
+                "environment": environment(),
+                "steps": {"applied": self.furthest_step, "skipped": self.skipped, "planned": planned},
+                "wall_seconds": round(time.perf_counter() - self._started, 3),
+                "seconds": {key: round(spent, 4) for key, spent in self._seconds.items()},
+                "techniques": self._final_reports or self._reports(),
+                "unreached": self.unreached(),
+                "final_evaluation": self._final_evaluation or dict(last_seen[1] if last_seen else {}),
+                "coverage": {key: reach.to_dict() for key, reach in self.coverage.items()},
+                **self._history.told(),
+                "notes": list(self.notes),
+            },
+            [technique.write for technique in self.techniques.values()] if self._begun else (),
+        )
+
+    def _reports(self) -> dict[str, Any]:
+        return {key: technique.report() for key, technique in self.techniques.items()}
+
+    def _tell_all(self, verb: str, told: Any) -> None:
+        for technique in self.techniques.values():
+            getattr(technique, verb)(told)
+
+    def _attached(self, verb: str) -> Context:
+        if self.context is None:
+            raise TrainingError(f"session: attach must come before {verb}; call session.attach(model) first")
+        return self.context
+
+    def _drive(self, verb: str, *told: Any) -> None:
+        if self._begun and not self._finished:
+            if verb in held.LOOKS:
+                held.refuse_changed(self.techniques, self._attached(verb))
+            for key, technique in self._driven[verb]:
+                start = time.perf_counter()
+                getattr(technique, verb)(self.context, *told)
+                self._seconds[key] += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def _timed(self, key: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[key] += time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def loading(session: Session) -> Iterator[None]:
+    """Surround the loading of plain weights by a trainer that goes by the parameters' names, as torch does under FSDP2.
+
+    Args:
+        session: Attached; its own state is loaded afterwards.
+    """
+    with contextlib.ExitStack() as stack:
+        if session.context is not None:
+            for technique in session.techniques.values():
+                stack.enter_context(technique.loading(session.context.model))
+        yield
+
+
+def fit_to(session: Session, state: Mapping[str, Any], surroundings: Iterable[str]) -> None:
+    """Attach anew where a checkpoint's weights need another structure than the model has; no optimizer exists yet.
+
+    Args:
+        session: Attached, not begun.
+        state: What `Session.state_dict` saved; empty if the checkpoint is of a run without techniques.
+        surroundings: As in `Session.attach`.
+
+    Raises:
+        CheckpointError: If a technique cannot go on from this checkpoint.
+    """
+    saved: Mapping[str, Any] = state.get("techniques", {})
+    if "low_rank" in saved and "low_rank" not in session.techniques:
+        raise CheckpointError(
+            "resume: recipe must keep low_rank, whose layers the checkpoint holds in two, got none; keep it, or load "
+            "the weights with shared_core.low_rank.load and start a new run"
+        )
+    # a list: each is asked, also for its refusal
+    if session.context is None or all([each.fits(saved.get(key)) for key, each in session.techniques.items()]):
+        return
+    model = session.context.model
+    session.detach()
+    session.attach(model, surroundings, saved)

@@ -1,0 +1,450 @@
+"""The verbs of a technique, what it is told when they are called, and the order in which techniques compose.
+
+Whose turn it is: for each verb of a step, the techniques that do something then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.config.options import TechniqueConfig
+from shared_core.config.training_time import Position, StepsPerEpoch, parse_position
+from shared_core.engine.claims import Claim
+from shared_core.engine.optimizer_kinds import is_element_wise
+from shared_core.engine.preview import Ability, Event, Touched
+from shared_core.engine.unsaved_buffers import LeftOutBuffers
+from shared_core.errors import CompatibilityError, ConfigError, TrainingError
+
+# Attach: a factorised layer can be pruned, a pruned one quantised; what is left is cast and then checkpointed.
+# Loss: the task's, then distillation. After the step: 16-bit weights from their copies, masks, then averages, which
+# must see masked weights.
+ORDER = (
+    "matmul", "low_rank", "lora", "primary_weights", "prune", "ticket", "share", "qat", "fp8", "checkpointing",
+    "activations", "distill", "loss_scale", "dp", "comm", "average", "soup",
+)  # fmt: skip
+
+# Finish: the soup evaluates through live masks and quantisers, so it comes before quantisation bakes itself in;
+# masks and clusters are final before. Adapters are merged while quantisers are live, so that the sum is what is baked,
+# and before the soup, since checkpoints hold merged weights.
+FINISH_ORDER = (
+    "distill", "loss_scale", "dp", "comm", "average", "prune", "ticket", "share", "lora", "soup", "checkpointing",
+    "activations", "fp8", "qat", "primary_weights", "low_rank", "matmul",
+)  # fmt: skip
+
+
+def in_order(keys: Iterable[str], order: tuple[str, ...] = ORDER) -> list[str]:
+    """Return recipe keys in the order of composition, whatever order they were given in.
+
+    Args:
+        keys: Of techniques, any order.
+        order: All keys, in the order wanted; by default `ORDER`.
+
+    Example:
+        >>> in_order(["soup", "qat", "prune"])
+        ['prune', 'qat', 'soup']
+    """
+    return sorted(keys, key=order.index)
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint of this run as an ingredient: where it lies, its step, its validation metric if logged."""
+
+    path: Path
+    step: int
+    metric: float | None = None
+
+
+class Services(Protocol):
+    """What only a front end can do for a technique; `BareServices` is the answer of a loop without a trainer."""
+
+    def load_teacher(self, name: str, student: nn.Module) -> nn.Module:
+        """Return the teacher saved under a path or Hub name, on CPU or the student's device."""
+        ...
+
+    def checkpoints(self) -> list[SavedCheckpoint]:
+        """Return the checkpoints that this run saved, oldest first."""
+        ...
+
+    def load_weights(self, path: Path) -> Mapping[str, Tensor]:
+        """Return a checkpoint's weights under the names of ``context.model.state_dict()``."""
+        ...
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the trainer's own validation metrics for the weights that the model has now."""
+        ...
+
+    def calibrate(self, num_batches: int) -> None:
+        """Run the model in train mode, without gradients, on that many training batches."""
+        ...
+
+    def task_loss(self, model: nn.Module, forward: Callable[[], Any]) -> Tensor:
+        """Return the trainer's own loss of the present micro-batch for a module that stands for the user's model.
+
+        Args:
+            model: The module.
+            forward: Runs it on the inputs that the user's model just had, for a loop without a trainer.
+        """
+        ...
+
+    def wrapped_model(self) -> nn.Module | None:
+        """Return the model as the trainer wraps it to train (DDP, compile), None if it does not."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Show one line to the user, on the main process, where the trainer shows its own."""
+        ...
+
+
+class BareServices:
+    """Services of a plain training loop: whatever needs a trainer says so."""
+
+    def _needs_trainer(self, what: str) -> CompatibilityError:
+        return CompatibilityError(
+            f"bare loop: {what} needs a trainer; use hf_eff or lightning_eff, or pass Session(services=...)"
+        )
+
+    def load_teacher(self, name: str, student: nn.Module) -> nn.Module:
+        """Refuse: give the teacher as a module."""
+        raise CompatibilityError(
+            f"bare loop: distill.teacher must be a module here, got {name!r}; load it and pass the object"
+        )
+
+    def checkpoints(self) -> list[SavedCheckpoint]:
+        """Refuse."""
+        raise self._needs_trainer("soup of the run's checkpoints")
+
+    def load_weights(self, path: Path) -> Mapping[str, Tensor]:
+        """Refuse."""
+        raise self._needs_trainer("reading a checkpoint")
+
+    def evaluate(self) -> dict[str, float]:
+        """Refuse."""
+        raise self._needs_trainer("evaluation")
+
+    def calibrate(self, num_batches: int) -> None:
+        """Refuse."""
+        raise self._needs_trainer("calibration")
+
+    def task_loss(self, model: nn.Module, forward: Callable[[], Any]) -> Tensor:
+        """Return the loss that the model itself computes from labels among its inputs.
+
+        Raises:
+            TrainingError: If it returns none: then give `Session` services of your own, whose `task_loss` computes it.
+        """
+        output = forward()
+        found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if not isinstance(found, Tensor):
+            raise TrainingError(
+                f"bare loop: {type(model).__name__} must return its loss (output.loss or output['loss']), got "
+                f"{type(output).__name__} without; pass labels to the model, or Session(services=...) with a subclass "
+                "of BareServices whose task_loss(model, forward) returns the loss of forward()"
+            )
+        return found
+
+    def wrapped_model(self) -> nn.Module | None:
+        """Return None: a plain loop wraps what it likes."""
+        return None
+
+    def say(self, text: str) -> None:
+        """Print the line."""
+        print(text, flush=True)  # noqa: T201
+
+
+def mean_over_micro_batch(total: Tensor, count: Tensor | int) -> Tensor:
+    """Return ``total / count``, 0 where nothing counts: the normaliser of a trainer that averages micro-batches.
+
+    Args:
+        total: A sum over what counts.
+        count: How many that were; a number, or an integer tensor of one element.
+    """
+    return total / max(int(count), 1)
+
+
+@dataclass
+class Context:
+    """What a technique is told with every verb. One object lives as long as the session; verbs read it."""
+
+    model: nn.Module
+    """The user's model without wrappers (DDP, compile)."""
+    front_end: str = "bare"
+    services: Services = field(default_factory=BareServices)
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    step: int = 0
+    """Applied optimizer steps so far; micro-batches and skipped steps do not count."""
+    total_steps: int | None = None
+    steps_per_epoch: StepsPerEpoch | None = None
+    clips_gradients: bool = True
+    """Whether the trainer clips by norm."""
+    normalise: Callable[[Tensor, Tensor | int], Tensor] = mean_over_micro_batch
+    """``normalise(total, count)``: a sum over counted positions, averaged as this trainer averages the task loss."""
+    weights_replaced: Callable[[], None] = lambda: None
+    """Tells every technique that the weights came from elsewhere: masks are re-applied, ranges re-estimated."""
+    resumed: Mapping[str, Any] = field(default_factory=dict)
+    """The techniques' states in a checkpoint whose weights are loaded next, where they decide how to attach."""
+    note: Callable[[str], None] = lambda text: None
+    """Tells the user one line, and keeps it among the notes of the receipt; the same line only once."""
+    done_with: Callable[[str, str], None] = lambda key, verb: None
+    """``done_with(key, verb)``: a technique needs a verb no more in this run."""
+    restructured: Callable[[], None] = lambda: None
+    """Tells that the model, as it is now, is what saved models are to be loaded in: its layers changed for good."""
+    constrain: Callable[[Mapping[Tensor, Tensor]], None] | None = None
+    """Makes what must hold of parameters hold of other values for them: masks, shared values; None: nothing must."""
+    constraint_changes: int = 0
+    """How often that was changed: techniques count it up where `constrain` does something else from then on."""
+    widen_gradients: Callable[[torch.optim.Optimizer], None] | None = None
+    """Set by a technique that updates 16-bit parameters in float32: makes an optimizer's gradients float32, so that a
+    scaler can unscale them."""
+    discard_step: bool = False
+    """A technique sets it in `before_optimizer_step`, equally on every rank, to have this step discarded: the session
+    drops all gradients, so that the optimizer changes nothing, and the step counts as skipped."""
+    first_usable_step: int = 0
+    """Checkpoints from before this step are no ingredients of a soup: their weights were not yet pruned or quantised.
+    Techniques raise it in `begin` with ``max``."""
+    unvalidated: bool = False
+    """Whether the model holds what no validation of the user's has seen: a technique sets it where it puts in other
+    weights or ranges; steps of training do not."""
+    generator: torch.Generator = field(default_factory=torch.Generator)
+    """For techniques that draw: seeded from the run's seed, the same on every rank, part of the saved state."""
+
+    left_out: LeftOutBuffers = field(init=False)
+    """Buffers of the user's own that no state dict holds."""
+
+    def __post_init__(self) -> None:
+        self.left_out = LeftOutBuffers(self.model)
+
+    @property
+    def gradients_mix(self) -> bool:
+        """Whether elements of a gradient act on each other in a step: then those of dead weights must be zeroed first.
+
+        They do where the trainer clips by norm, and in every optimizer that is not known to be element-wise.
+        """
+        return self.clips_gradients or not all(map(is_element_wise, self.optimizers))
+
+    @property
+    def is_beyond_plan(self) -> bool:
+        """Whether more steps were applied than were planned: what is held is held on, and nothing else moves."""
+        return self.total_steps is not None and self.step > self.total_steps
+
+    def resolve(self, position: Position, where: str) -> int:
+        """Return the optimizer step that a position means in this run."""
+        parsed = parse_position(position, where)
+        return parsed.resolve(where, total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch)
+
+    def resolve_range(self, begin: Position, end: Position, where: str) -> tuple[int, int]:
+        """Return ``(begin, end)`` as optimizer steps.
+
+        Raises:
+            ConfigError: If the range is empty, or ends after training does.
+        """
+        first, last = self.resolve(begin, f"{where}.begin"), self.resolve(end, f"{where}.end")
+        if last < first:
+            raise ConfigError(
+                f"{where}: end must not lie before begin, got begin {begin!r} = step {first}, end {end!r} = step {last}"
+            )
+        if self.total_steps is not None and last > self.total_steps:
+            raise ConfigError(
+                f"{where}: end must lie within the {self.total_steps} steps of this run, got {end!r} = step {last}"
+            )
+        return first, last
+
+
+class Technique:
+    """The only state of a technique: a subclass overrides the verbs it needs; the rest do nothing.
+
+    Args:
+        config: The options of this technique, already checked.
+    """
+
+    key: ClassVar[str] = ""
+    weighs_loss: ClassVar[bool] = False
+    """Whether `loss` needs a task loss that is averaged over the whole accumulation window, however it is cut."""
+
+    def __init__(self, config: TechniqueConfig) -> None:
+        self.config = config
+
+    @classmethod
+    def ability(cls, device: torch.device) -> Ability:
+        """Return how this technique runs on a device, whatever its options."""
+        return Ability("native")
+
+    def preview(self, model: nn.Module, context: Context) -> Touched:
+        """Return what `attach` would touch; change nothing but the model, which is not going to be trained."""
+        self.before_attach(model, context)
+        self.attach(model, context)
+        return self.touched(model)
+
+    def touched(self, model: nn.Module) -> Touched:
+        """Return what was chosen in the model."""
+        return Touched()
+
+    def timeline(self, context: Context) -> list[Event]:
+        """Return what happens when, positions resolved and checked as `begin` does."""
+        return [(0, "on, in every step")]
+
+    def unreached(self, context: Context) -> str | None:
+        """Return what the model does not hold yet of that which was asked for, and when it will; None where it does.
+
+        Such a model is no candidate for the best of a run, and a run that ends with it says so.
+        """
+        return None
+
+    def holds(self) -> Mapping[str, nn.Module | Tensor]:
+        """Return by name what of the model this technique goes on to work on: if it is replaced, the run ends."""
+        return {}
+
+    def frozen(self) -> Mapping[str, Tensor]:
+        """Return by name what must not train: if somebody unfreezes it, the run ends."""
+        return {}
+
+    def before_attach(self, model: nn.Module, context: Context) -> None:
+        """No technique has touched the model yet: the moment to copy it."""
+
+    def attach(self, model: nn.Module, context: Context) -> None:
+        """Prepare the model: before the optimizer exists and before any wrapping. Matching nothing is an error."""
+
+    def detach(self, model: nn.Module) -> None:
+        """Give the model back its stock classes without touching a weight. Safe to call twice."""
+
+    def prepare_optimizers(self, context: Context) -> None:
+        """The optimizers exist; their saved state, if this is a resume, has not been loaded yet."""
+
+    def begin(self, context: Context) -> None:
+        """Resolve positions and make the first masks: the optimizer exists, saved state has been loaded."""
+
+    def forward(self, context: Context) -> contextlib.AbstractContextManager[None]:
+        """Return what surrounds the forward and the loss of each training micro-batch."""
+        return contextlib.nullcontext()
+
+    def loss(self, task_loss: Tensor, context: Context) -> Tensor:
+        """Return the loss to train on, after the student's forward."""
+        return task_loss
+
+    def before_optimizer_step(self, context: Context) -> None:
+        """Gradients are complete and unscaled, not yet clipped."""
+
+    def after_optimizer_step(self, context: Context) -> None:
+        """The step was applied; ``context.step`` already counts it."""
+
+    def skipped_optimizer_step(self, context: Context) -> None:
+        """The step was skipped or discarded: nothing advances."""
+
+    def before_eval(self, context: Context) -> None:
+        """Validation starts."""
+
+    def after_eval(self, context: Context) -> None:
+        """Validation ended, also by an exception."""
+
+    def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
+        """The user's own validation reported these metrics, by the trainer's names, for the weights of this step."""
+
+    def before_save(self, context: Context, baked: bool) -> None:
+        """Weights are about to be saved on every process: as the user gets them (`baked`), or to go on from."""
+
+    def after_save(self, context: Context) -> None:
+        """Saving ended, also by an exception."""
+
+    def constrain(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Make what must hold of parameters hold of these values for them, in place; of a sharded one, its part."""
+
+    def weights_replaced(self, context: Context) -> None:
+        """Weights came from elsewhere (a soup's candidate): restore what must hold of them."""
+
+    def finish(self, model: nn.Module, context: Context) -> None:
+        """End of training: bake into plain weights in place and leave stock modules behind."""
+
+    def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the model's state dict as the user's plain model should load it; the input stays as it is."""
+        return state_dict
+
+    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+        """Return by name in the model's state dict what the final report says of weights; every technique finished."""
+        return {}
+
+    def deployment(self) -> dict[str, Any]:
+        """Return what a deployment needs beside the plain weights, such as activation ranges, as plain values."""
+        return {}
+
+    def write(self, folder: Path) -> None:
+        """Write what the run leaves beside the model into its folder; called once it is over, on the main process."""
+
+    def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Return what surrounds the loading of plain weights by a trainer that goes by the parameters' names."""
+        return contextlib.nullcontext()
+
+    def fits(self, state: Mapping[str, Any] | None) -> bool:
+        """Return whether the model is attached to as weights saved with this state need it; None: without one."""
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything an exact resume needs: tensors, numbers, strings, lists and dicts of them."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned. Called after `attach`, before `begin`."""
+
+    def window_state(self) -> dict[str, Any]:
+        """Return what this process has gathered in an accumulation window that is not over, beside `state_dict`."""
+        return {}
+
+    def load_window_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `window_state` returned, by the same process of as many. Called after `begin`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return figures for progress bar and logger, named ``<technique>/<figure>``."""
+        return {}
+
+    def report(self) -> dict[str, Any]:
+        """Return what was touched, what ran and what it cost, for the receipt. Counts are recounted, not remembered."""
+        return {}
+
+
+def overrides(technique: Technique, verb: str) -> bool:
+    """Return whether a technique has its own version of a verb, so that a session can leave out the others.
+
+    Args:
+        technique: Of any class.
+        verb: The name of a method of `Technique`.
+    """
+    return getattr(type(technique), verb) is not getattr(Technique, verb)
+
+
+_STEP = ("before_optimizer_step", "after_optimizer_step", "skipped_optimizer_step")
+_VERBS = (
+    "forward", "loss", *_STEP, "before_eval", "after_eval", "before_save", "after_save", "evaluated", "constrain",
+)  # fmt: skip
+
+
+Turns = dict[str, list[tuple[str, Technique]]]
+
+
+def driven(techniques: Mapping[str, Technique]) -> Turns:
+    """Return, for each verb of every step or so, the techniques that do something then, in the order of their turns.
+
+    Args:
+        techniques: Recipe key → technique, in the order of composition.
+    """
+    turns = {
+        verb: [(key, technique) for key, technique in techniques.items() if overrides(technique, verb)]
+        for verb in _VERBS
+    }
+    # Gradients are made private before another technique reads them: what it makes of them then gives nothing away.
+    turns["before_optimizer_step"].sort(key=lambda turn: turn[0] != "dp")
+    return turns
+
+
+def leave_out(turns: Turns, key: str, verb: str) -> None:
+    """Ask a technique no more for one verb; a round that is under way goes on as it began."""
+    turns[verb] = [turn for turn in turns[verb] if turn[0] != key]
+
+
+def to_finish(techniques: Mapping[str, Technique]) -> list[str]:
+    """Return the keys in the order in which a run's end is told."""
+    return in_order(techniques, FINISH_ORDER)

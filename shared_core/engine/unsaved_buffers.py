@@ -1,0 +1,67 @@
+"""Buffers that a model's state dict leaves out (``persistent=False``), as far as training changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from shared_core.distributed.collectives import digest, local_part
+
+
+class LeftOutBuffers:
+    """What of a model no checkpoint of its weights holds and a resumed run needs: running figures that a loss reads.
+
+    Tables that nothing writes to (rotary frequencies, causal masks) are left out here too.
+
+    Args:
+        model: As the user made it: what techniques add is theirs to save.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Module()
+        >>> model.register_buffer("mean", torch.zeros(1), persistent=False)
+        >>> found = LeftOutBuffers(model)
+        >>> found.mark()
+        >>> _ = model.mean.add_(1)
+        >>> found.changed()
+        {'mean': tensor([1.])}
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = {
+            f"{path}.{name}".lstrip("."): (module, name)
+            for path, module in model.named_modules()
+            for name in sorted(module._non_persistent_buffers_set)
+        }
+        self._before: dict[str, str] = {}
+
+    def mark(self) -> None:
+        """Training begins: those that `put_back` has not filled count as unchanged until they are."""
+        self._before = {name: digest(value) for name, value in self._now().items()} | self._before
+
+    def changed(self) -> dict[str, Tensor]:
+        """Return those that are no longer what they were when training began."""
+        return {
+            name: value.detach().clone()
+            for name, value in self._now().items()
+            if value is not None and digest(value) != self._before.get(name)
+        }
+
+    def put_back(self, saved: Mapping[str, Tensor]) -> None:
+        """Write what `changed` returned into the same model; names that it has not are passed over."""
+        for name, value in saved.items():
+            if name not in self._places:
+                continue
+            module, own = self._places[name]
+            present = self._now()[name]
+            if present is not None and present.shape == value.shape:
+                present.copy_(value)
+            else:  # a table that grew
+                device = next((one.device for one in module.parameters()), value.device)
+                module._buffers[own] = value.to(device, copy=True)
+            self._before[name] = ""  # saved again, changed or not
+
+    def _now(self) -> dict[str, Tensor | None]:
+        found = {name: module._buffers.get(own) for name, (module, own) in self._places.items()}
+        return {name: None if value is None else local_part(value) for name, value in found.items()}

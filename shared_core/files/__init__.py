@@ -1,0 +1,1 @@
+"""Files: atomic replacement, checksums, journals, bounded YAML and JSON."""

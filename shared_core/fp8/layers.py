@@ -1,0 +1,459 @@
+"""The three products of a layer as operators of torch: a compiled graph calls them as they stand.
+
+Forward and backward of a layer count products and remember magnitudes, which a compiled graph would do once, when it
+is traced. An operator is opaque to the compiler, so what it does besides its result happens on every call. Operators
+take no objects, so a layer is named by a number, and that in a tensor: a plain number would be a constant of the
+graph, and blocks of one shape, compiled one by one, would each need a graph of their own.
+
+The layers: a stock one becomes one by a change of class, and back; its weight stays what it is.
+
+torchao's float8 training in place of our layers, for the recipes that it has; the only file that knows torchao.
+
+Which layers multiply in FP8, and why the others do not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import sys
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError, TrainingError
+from shared_core.fp8 import native as probe
+from shared_core.fp8.arithmetic import Arithmetic, CastArithmetic, Operand, ScaledArithmetic, cast_for, tokens_last
+from shared_core.fp8.config import Fp8Config
+from shared_core.fp8.int16 import SharedExponentBank
+from shared_core.fp8.recipes import Hfp8EndCast
+from shared_core.fp8.scaling import AmaxBank, NonFiniteWatch
+from shared_core.modules.matching import (
+    change_class,
+    conv1d_of,
+    is_transformers_conv1d,
+    match_modules,
+    own_class,
+    read_past_forward,
+)
+
+PRODUCTS = ("forward", "grad_input", "grad_weight")
+_LAYERS: weakref.WeakValueDictionary[int, LayerFp8] = weakref.WeakValueDictionary()
+_HANDLES = itertools.count()
+# products count on the host, which a replayed CUDA graph would not do
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+class LayerFp8:
+    """What a layer needs beside its weight: its recipe, a number that names it, counts of its products.
+
+    Args:
+        arithmetic: What the recipe does to operands.
+        watch: Says whether steps are being observed; None without a session.
+    """
+
+    def __init__(self, arithmetic: Arithmetic, watch: NonFiniteWatch | None = None) -> None:
+        self.arithmetic, self.watch = arithmetic, watch
+        self.scaled: Counter[str] = Counter()
+        self.emulated: Counter[str] = Counter()
+        self._register()
+
+    def _register(self) -> None:
+        number = next(_HANDLES)
+        self.handle = torch.tensor(number, device="cpu")  # on the CPU, where reading it waits for nothing
+        _LAYERS[number] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the attributes of the layer that was copied or pickled, under a number of its own."""
+        self.__dict__.update(state)
+        self._register()
+
+    def multiply(self, product: str, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        """Return ``a @ b.t()`` in `dtype` and count it; what is not observed is not remembered."""
+        value, is_scaled_mm = self.arithmetic.multiply(self._observed(a), self._observed(b), dtype)
+        (self.scaled if is_scaled_mm else self.emulated)[product] += 1
+        return value
+
+    def both_layouts(self, operand: Operand) -> tuple[Operand, Operand]:
+        """Return a matrix and its transpose as operands of two products; see `Arithmetic`."""
+        return self.arithmetic.both_layouts(self._observed(operand))
+
+    def _observed(self, operand: Operand) -> Operand:
+        return operand._replace(record=operand.record and self.watch is not None and self.watch.observing)
+
+
+def _layer(handle: Tensor) -> LayerFp8:
+    layer = _LAYERS.get(int(handle))
+    if layer is None:
+        raise TrainingError(
+            "fp8: the layer of this graph must still multiply in FP8; run backward before it is changed"
+        )
+    return layer
+
+
+@torch.library.custom_op("efftrain::fp8_linear", mutates_args=(), tags=_TAGS)
+def fp8_linear(x: Tensor, weight: Tensor, handle: Tensor, record: bool) -> Tensor:
+    """Return ``x wᵀ`` of the layer with this number, in the type of x.
+
+    Args:
+        x: (tokens, in_features).
+        weight: (out_features, in_features).
+        handle: Names the layer: int64, no axes, on the CPU.
+        record: Whether this forward is one of training.
+    """
+    if x.shape[0] == 0:
+        return x.new_empty(0, weight.shape[0])
+    a, b = Operand(x, "input", record), Operand(weight, "weight", record)
+    return _layer(handle).multiply("forward", a, b, x.dtype)
+
+
+@torch.library.custom_op("efftrain::fp8_grad_input", mutates_args=(), tags=_TAGS)
+def fp8_grad_input(gradient: Tensor, weight: Tensor, handle: Tensor, record: bool) -> Tensor:
+    """Return ``g w``, the gradient of the input, in the type of g: (tokens, out_features)."""
+    if gradient.shape[0] == 0:
+        return gradient.new_empty(0, weight.shape[1])
+    a, b = Operand(gradient, "gradient", record), Operand(weight.t(), "weight", False)
+    return _layer(handle).multiply("grad_input", a, b, gradient.dtype)
+
+
+@torch.library.custom_op("efftrain::fp8_grad_weight", mutates_args=(), tags=_TAGS)
+def fp8_grad_weight(gradient: Tensor, x: Tensor, handle: Tensor, record: bool, dtype: torch.dtype) -> Tensor:
+    """Return ``gᵀ x``, the gradient of the weight, in `dtype`."""
+    if gradient.shape[0] == 0:
+        return gradient.new_zeros(gradient.shape[1], x.shape[1], dtype=dtype)
+    a, b = Operand(tokens_last(gradient), "gradient", record), Operand(tokens_last(x), "input", False)
+    return _layer(handle).multiply("grad_weight", a, b, dtype)
+
+
+@torch.library.custom_op("efftrain::fp8_grads", mutates_args=(), tags=_TAGS)
+def fp8_grads(gradient: Tensor, x: Tensor, weight: Tensor, handle: Tensor, record: bool) -> tuple[Tensor, Tensor]:
+    """Return `fp8_grad_input` and `fp8_grad_weight` in the weight's type, the gradient cast for both at once."""
+    if gradient.shape[0] == 0:
+        return gradient.new_empty(0, weight.shape[1]), weight.new_zeros(weight.shape)
+    layer = _layer(handle)
+    a, b = layer.both_layouts(Operand(gradient, "gradient", record))
+    grad_input = layer.multiply("grad_input", a, Operand(weight.t(), "weight", False), gradient.dtype)
+    return grad_input, layer.multiply("grad_weight", b, Operand(tokens_last(x), "input", False), weight.dtype)
+
+
+@fp8_linear.register_fake
+def _(x: Tensor, weight: Tensor, handle: Tensor, record: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@fp8_grad_input.register_fake
+def _(gradient: Tensor, weight: Tensor, handle: Tensor, record: bool) -> Tensor:
+    return gradient.new_empty(gradient.shape[0], weight.shape[1])
+
+
+@fp8_grad_weight.register_fake
+def _(gradient: Tensor, x: Tensor, handle: Tensor, record: bool, dtype: torch.dtype) -> Tensor:
+    return gradient.new_empty(gradient.shape[1], x.shape[1], dtype=dtype)
+
+
+@fp8_grads.register_fake
+def _(gradient: Tensor, x: Tensor, weight: Tensor, handle: Tensor, record: bool) -> tuple[Tensor, Tensor]:
+    return gradient.new_empty(gradient.shape[0], weight.shape[1]), weight.new_empty(weight.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
+    x, weight, handle, ctx.record = inputs
+    ctx.save_for_backward(x, weight, handle)
+    # an eager graph may outlive the model it came from; while a graph is traced there is no number to read
+    ctx.layer = _LAYERS.get(int(handle)) if type(handle) is Tensor else None
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, handle = ctx.saved_tensors
+    if ctx.needs_input_grad[0] and ctx.needs_input_grad[1]:
+        return *fp8_grads(gradient, x, weight, handle, ctx.record), None, None
+    grad_input = grad_weight = None
+    if ctx.needs_input_grad[0]:
+        grad_input = fp8_grad_input(gradient, weight, handle, ctx.record)
+    if ctx.needs_input_grad[1]:
+        grad_weight = fp8_grad_weight(gradient, x, handle, ctx.record, weight.dtype)
+    return grad_input, grad_weight, None, None
+
+
+fp8_linear.register_autograd(_backward, setup_context=_setup_context)
+
+
+class Fp8Layer(nn.Module):
+    """A layer whose forward product and both backward products multiply FP8 values.
+
+    ``y = (X̂·Ŵᵀ)·(s_x·s_w) + b`` with ``X̂ = cast(clamp(x/s_x))``, accumulated in float32; dX and dW likewise. The
+    weight is an ordinary parameter. The output has the type of the input, or of the autocast region.
+    """
+
+    fp8: LayerFp8
+    weight: Tensor
+    bias: Any
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return ``x wᵀ + b``, multiplied in FP8."""
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
+            input = input.to(torch.get_autocast_dtype(kind))
+        # a forward without gradients is an evaluation, a calibration, or will be recomputed with them
+        record = self.training and torch.is_grad_enabled()
+        weight = self._rows_of_outputs()
+        y: Tensor = fp8_linear(input.reshape(-1, weight.shape[1]), weight, self.fp8.handle, record)
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+        return y.view(*input.shape[:-1], weight.shape[0])
+
+    def _rows_of_outputs(self) -> Tensor:
+        return self.weight
+
+
+class Fp8Linear(Fp8Layer, nn.Linear):
+    """`torch.nn.Linear` whose forward product and both backward products multiply FP8 values."""
+
+
+class _Transposed(Fp8Layer):
+    def _rows_of_outputs(self) -> Tensor:
+        return self.weight.t()
+
+
+@functools.cache
+def _conv1d_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the FP8 layer made of transformers' Conv1D, which is not imported for it."""
+    about: dict[str, Any] = {"__doc__": "transformers' Conv1D that multiplies FP8 values.", "__module__": __name__}
+    return type("Fp8Conv1D", (_Transposed, kind), about)
+
+
+def is_stock(module: nn.Module) -> bool:
+    """Return whether a layer is `torch.nn.Linear` or transformers' Conv1D itself, no class made of them."""
+    kind = own_class(module)
+    return kind is nn.Linear or (is_transformers_conv1d(module) and kind.__name__ == "Conv1D")
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """Return the weight of one of these layers."""
+    return cast(Tensor, module.weight)
+
+
+def features_of(module: nn.Module) -> tuple[int, int]:
+    """Return ``in_features`` and ``out_features``; the weight of transformers' Conv1D is (in, out)."""
+    first, second = weight_of(module).shape
+    return (first, second) if is_transformers_conv1d(module) else (second, first)
+
+
+def swap(module: nn.Module, layer: LayerFp8) -> None:
+    """Make a stock layer multiply in FP8; its parameters and keys stay as they are."""
+    stock = own_class(module)
+    module.fp8 = layer  # type: ignore[assignment]
+    change_class(module, stock, Fp8Linear if stock is nn.Linear else _conv1d_class(stock))  # type: ignore[arg-type]
+
+
+def restore(module: nn.Module) -> None:
+    """Make a layer stock again; one that is stock stays so."""
+    if isinstance(module, Fp8Layer):
+        ours = own_class(module)
+        change_class(module, ours, ours.__bases__[-1])
+        del module.fp8
+
+
+# what `Float8Linear.from_float` sets beside what every layer has
+_ADDED = ("scaling_type_input", "scaling_type_weight", "scaling_type_grad_output", "config", "linear_mm_config")
+
+
+def swap_to_torchao(module: nn.Linear, config: Fp8Config) -> None:
+    """Make a stock layer torchao's `Float8Linear`, in place: module, parameters and keys stay.
+
+    Products run on torch's scaled matmul where that gives the emulation's numbers, else torchao emulates them.
+
+    Args:
+        module: A stock layer.
+        config: The options, with recipe `tensorwise` or `rowwise`.
+
+    Raises:
+        MissingExtraError: If torchao is not installed.
+    """
+    layer_class, _ = _torchao(config, module.weight.device)
+    follow_device(module, config)
+    change_class(module, nn.Linear, layer_class)
+
+
+def follow_device(module: nn.Module, config: Fp8Config) -> None:
+    """Have a layer multiplied as the device that it is on now can: trainers move a model after its conversion."""
+    layer_class, settings = _torchao(config, weight_of(module).device)
+    donor = layer_class.from_float(module, settings)
+    vars(module).update({name: vars(donor)[name] for name in _ADDED})
+
+
+def is_torchao_linear(module: nn.Module) -> bool:
+    """Return whether a layer is torchao's; without importing it."""
+    float8 = sys.modules.get("torchao.float8.float8_linear")
+    return float8 is not None and isinstance(module, float8.Float8Linear)
+
+
+def restore_from_torchao(module: nn.Module) -> None:
+    """Make a layer of `swap_to_torchao` stock again; one that is stock stays so."""
+    if is_torchao_linear(module):
+        change_class(module, sys.modules["torchao.float8.float8_linear"].Float8Linear, nn.Linear)
+        for name in _ADDED:
+            vars(module).pop(name, None)
+
+
+def _torchao(config: Fp8Config, device: torch.device) -> tuple[Any, Any]:
+    try:
+        from torchao.float8 import Float8LinearConfig
+        from torchao.float8.float8_linear import Float8Linear
+    except ImportError as error:
+        raise MissingExtraError("fp8: backend=torchao", "torchao", "torchao") from error
+    settings = Float8LinearConfig.from_recipe_name(config.recipe)
+    reason = probe.why_not_native(config.recipe, config.gradient_dtype, device)
+    changes: dict[str, Any] = {"emulate": reason is not None}
+    if config.gradient_dtype != settings.cast_config_grad_output.target_dtype:
+        gradient = dataclasses.replace(settings.cast_config_grad_output, target_dtype=config.gradient_dtype)
+        changes |= {"cast_config_grad_output": gradient, "cast_config_grad_output_for_grad_weight": gradient}
+    # the weight's gradient contracts tokens, and tensor cores take multiples of 16; emulation needs no padding
+    changes["pad_inner_dim"] = not changes["emulate"]
+    return Float8Linear, dataclasses.replace(settings, **changes)
+
+
+Bank = AmaxBank | SharedExponentBank
+
+
+@dataclass
+class Selection:
+    """Which layers change, by name: to the recipe's format, to 16 bit (`hfp8`), or not at all, and why not."""
+
+    narrow: dict[str, nn.Module] = field(default_factory=dict)
+    sixteen_bit: dict[str, nn.Module] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def convert_to_fp8(model: nn.Module, config: Fp8Config) -> nn.Module:
+    """Return `model`, changed in place so that its linear layers multiply in FP8; for loops without a session.
+
+    Args:
+        model: Any model with `nn.Linear` layers or transformers' `Conv1D`, GPT-2's linear layer.
+        config: The options. `delayed` and `int16` are refused, whose histories move with the steps that a session
+            counts, and `hfp8`, which rounds the weights after each of them.
+
+    Raises:
+        ConfigError: With such a recipe.
+        MatchError: If no layer is left, or a pattern matches nothing.
+        CompatibilityError: If a layer named in ``include`` cannot multiply in FP8.
+
+    Source: Micikevicius et al. 2022, arXiv:2209.05433.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 32), nn.Linear(32, 2))
+        >>> [type(layer).__name__ for layer in convert_to_fp8(net, Fp8Config(recipe="tensorwise"))]
+        ['Linear', 'Fp8Linear', 'Linear']
+    """
+    if config.has_session_state:
+        raise ConfigError(
+            f"convert_to_fp8: recipe must be one without history, got {config.recipe!r}; "
+            "use a Session, which counts steps"
+        )
+    for index, module in enumerate(select_layers(model, config).narrow.values()):
+        convert_layer(module, config, index=index)
+    return model
+
+
+def convert_layer(
+    module: nn.Module,
+    config: Fp8Config,
+    *,
+    index: int,
+    bank: Bank | None = None,
+    watch: NonFiniteWatch | None = None,
+    sixteen_bit: bool = False,
+) -> LayerFp8 | None:
+    """Change one layer in place and return what it got beside its weight; None where torchao multiplies.
+
+    Args:
+        module: A stock layer.
+        config: The options.
+        index: The layer's place in the bank.
+        bank: What all layers remember of past steps, for recipes that do.
+        watch: Told of NaN and infinity.
+        sixteen_bit: Whether this layer is one that `hfp8` runs in 16 bit.
+    """
+    if config.backend == "torchao" and isinstance(module, nn.Linear):
+        swap_to_torchao(module, config)
+        return None
+    arithmetic: Arithmetic
+    if sixteen_bit:
+        arithmetic = CastArithmetic(Hfp8EndCast(), watch)
+    elif config.has_scales:
+        arithmetic = ScaledArithmetic(config, bank if isinstance(bank, AmaxBank) else None, index, watch)
+    else:
+        arithmetic = CastArithmetic(cast_for(config.recipe, index, bank), watch if bank is None else None)
+    layer = LayerFp8(arithmetic, watch)
+    swap(module, layer)
+    return layer
+
+
+def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
+    """Return which layers to swap, and why a matched layer stays in high precision.
+
+    A layer that ``include`` names, by its full name, ``first`` or ``last``, must be able; one that only a pattern or a
+    type matches, or nothing at all, goes through the filter: the model's first and last linear layers are left out,
+    and so are sizes that tensor cores cannot multiply. With `hfp8` the first and the last layer run in 16 bit, as the
+    paper has them.
+
+    Raises:
+        MatchError: If nothing is left.
+        CompatibilityError: If a named layer cannot run, or the model is converted already.
+    """
+    if any(isinstance(module, Fp8Layer) or is_torchao_linear(module) for module in model.modules()):
+        raise CompatibilityError("fp8: model must have no FP8 layers yet; detach or finish the earlier run first")
+    kinds: tuple[type[nn.Module], ...] = (nn.Linear, *conv1d_of(model))
+    matched = match_modules(model, kinds, where="fp8", include=config.include, skip=config.skip)
+    able = [module for module in model.modules() if isinstance(module, kinds)]
+    ends, readers = {"first": able[0], "last": able[-1]}, read_past_forward(model)
+    found = Selection()
+    for match in matched:
+        name, module = match.name, match.module
+        named = name in config.include or any(module is ends.get(pattern) for pattern in config.include)
+        place = next((place for place, end in ends.items() if end is module), None)
+        reason = _why_no_linear(name, module, config)
+        if reason is None:
+            if place and not named and config.recipe == "hfp8":
+                found.sixteen_bit[name] = module
+                continue
+            reason = _why_odd_size(module)
+        if reason is None and id(module) in readers:
+            reason = f"{readers[id(module)]}, past any product in FP8"
+        if named and reason is not None:
+            raise CompatibilityError(f"fp8: include must name layers that can multiply in FP8, got {name}: {reason}")
+        if reason is None and place and not named:
+            reason = f"the model's {place} linear layer; name it in include to have it in FP8"
+        if reason is None:
+            found.narrow[name] = module
+        else:
+            found.left_out[name] = reason
+    if not found.narrow:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(found.left_out.items())[:3])
+        raise MatchError(f"fp8: must match at least one layer that can multiply in FP8; {reasons}")
+    return found
+
+
+def _why_no_linear(name: str, module: nn.Module, config: Fp8Config) -> str | None:
+    if any(part.startswith("lora_") for part in name.split(".")):
+        return "a LoRA adapter, small and trained in high precision"
+    if not is_stock(module):
+        # also torch's own NonDynamicallyQuantizableLinear: attention reads its weight and never calls its forward
+        return f"{type(module).__name__} is a class of its own, whose forward is not known"
+    if config.backend == "torchao" and is_transformers_conv1d(module):
+        return "torchao multiplies nn.Linear alone; leave backend out"
+    if not weight_of(module).is_floating_point():
+        return f"its weight is {weight_of(module).dtype}, not floating point"
+    return None
+
+
+def _why_odd_size(module: nn.Module) -> str | None:
+    for side, size in zip(("in_features", "out_features"), features_of(module), strict=True):
+        if size % 16:
+            return f"{side} must be a multiple of 16 for FP8 tensor cores, got {size}"
+    return None

@@ -1,0 +1,246 @@
+"""FP4 training: the e2m1 elements of MXFP4 and NVFP4, with scales along the contracted axis.
+
+HFP8: one 8-bit format forward, another backward, loss scaling, weights of 16 bits rounded stochastically.
+
+S2FP8: e5m2 after a shift and a squeeze of log2|x| that fit the tensor's own spread; no loss scaling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shared_core.errors import ConfigError
+from shared_core.numerics import mx_round_to, nvfp4_round_to, round_to, stochastic_round_
+
+
+class Mxfp4Cast:
+    """MXFP4: 32 elements share a power of two; a block with a NaN or an infinity becomes NaN.
+
+    Source: OCP Microscaling Formats (MX) 1.0; Rouhani et al. 2023, arXiv:2310.10537.
+    """
+
+    def cast(self, matrix: Tensor, role: str, record: bool) -> Tensor:
+        """Return the values that MXFP4 holds.
+
+        Example:
+            >>> Mxfp4Cast().cast(torch.tensor([[1.0, 0.3, 7.0, 0.1]]), "input", False).tolist()
+            [[1.0, 0.5, 6.0, 0.0]]
+        """
+        values = mx_round_to(matrix, "fp4_e2m1")
+        return values if values.dtype == torch.float64 else values.float()
+
+
+class Nvfp4Cast:
+    """NVFP4: 16 elements share an e4m3 scale, and all of them the scale of the matrix, of its current amax.
+
+    A NaN or an infinity makes the whole matrix NaN. Rounded to nearest, without Hadamard transforms.
+
+    Source: NVIDIA 2025, *Pretraining Large Language Models with NVFP4*, arXiv:2509.25149.
+    """
+
+    def cast(self, matrix: Tensor, role: str, record: bool) -> Tensor:
+        """Return the values that NVFP4 holds.
+
+        Example:
+            >>> Nvfp4Cast().cast(torch.tensor([[2688.0, 600.0, 100.0]]), "input", False).tolist()
+            [[2688.0, 672.0, 0.0]]
+        """
+        return nvfp4_round_to(matrix, per_tensor_scale=None)
+
+
+_FORWARD, _BACKWARD, _SIXTEEN_BIT = "fp8_ibm", "fp8_e5m2", "fp16"
+
+
+class Hfp8Cast:
+    """fp8_ibm (1, 4, 3, bias 11) for inputs and weights, e5m2 for gradients, without scales.
+
+    Inputs and weights saturate at 15: the format's range is their range. Gradients do not: beyond 57344 they become
+    infinite, so that the loss scaler sees the overflow. NaN and infinities pass everywhere. The products accumulate
+    in float32, where the paper's chunks accumulate in 16 bits.
+
+    Source: Sun et al. 2019, *Hybrid 8-bit Floating Point (HFP8) Training and Inference for Deep Neural Networks*,
+    NeurIPS 32.
+    """
+
+    def cast(self, matrix: Tensor, role: str, record: bool) -> Tensor:
+        """Return the values that the role's format holds.
+
+        Example:
+            >>> Hfp8Cast().cast(torch.tensor([[0.3, 20.0]]), "weight", False).tolist()
+            [[0.3125, 15.0]]
+            >>> Hfp8Cast().cast(torch.tensor([[0.3, 1e5]]), "gradient", False).tolist()
+            [[0.3125, inf]]
+        """
+        return _widened(round_to(matrix, _format(role, _FORWARD, _BACKWARD), saturate=role != "gradient"))
+
+
+class Hfp8EndCast:
+    """16 bits for every operand of the first and the last layer, which 8 bits cost the most accuracy."""
+
+    def cast(self, matrix: Tensor, role: str, record: bool) -> Tensor:
+        """Return the values that fp16 holds, see `cast_16bit`."""
+        return cast_16bit(matrix, role)
+
+
+def cast_16bit(matrix: Tensor, role: str) -> Tensor:
+    """Return values of fp16; gradients beyond 65504 become infinite, inputs and weights saturate.
+
+    Args:
+        matrix: Any shape and floating type.
+        role: "input", "weight" or "gradient".
+
+    Returns:
+        float32, or float64 for float64.
+
+    Example:
+        >>> cast_16bit(torch.tensor([0.1, 1e5]), "input").tolist()
+        [0.0999755859375, 65504.0]
+    """
+    return _widened(round_to(matrix, _SIXTEEN_BIT, saturate=role != "gradient"))
+
+
+def round_weights_(weights: Iterable[Tensor]) -> None:
+    """Round weights to the nearest values of fp16, in place: where training with `round_update_` begins.
+
+    Args:
+        weights: float32 or float64. Finite ones stay finite, NaN and infinities pass.
+
+    Raises:
+        ConfigError: A weight of another type.
+
+    Example:
+        >>> weight = torch.tensor([0.1])
+        >>> round_weights_([weight])
+        >>> weight.item()
+        0.0999755859375
+    """
+    with torch.no_grad():
+        for weight in weights:
+            _check(weight)
+            weight.copy_(round_to(weight, _SIXTEEN_BIT))
+
+
+def round_update_(weights: Iterable[Tensor], generator: torch.Generator) -> None:
+    """Round weights to values of fp16 stochastically, in place: after each step, so that small updates survive.
+
+    A weight was on the grid before the step; after it ``w = ulp·(⌊w/ulp⌋ + Bernoulli(frac(w/ulp)))``, whose mean is the
+    updated weight. One that has not moved stays. Ranks with equal weights, order and generators get equal weights. The
+    paper's 16 bits are (1, 6, 9); these are IEEE's (1, 5, 10).
+
+    Args:
+        weights: float32 or float64 on one device. Finite ones stay finite, NaN and infinities pass.
+        generator: On that device; its state belongs to a checkpoint.
+
+    Raises:
+        ConfigError: A weight of another type, or on another device than the generator.
+
+    Source: Sun et al. 2019, NeurIPS 32; Gupta et al. 2015, arXiv:1502.02551.
+
+    Example:
+        >>> weight = torch.full((1000,), 1 + 2**-13)  # an eighth of the way from 1 to the next value of fp16
+        >>> round_update_([weight], torch.Generator().manual_seed(0))
+        >>> sorted(set(weight.tolist())), round((weight > 1).float().mean().item(), 1)
+        ([1.0, 1.0009765625], 0.1)
+    """
+    for weight in weights:
+        _check(weight)
+        stochastic_round_(weight, weight, format=_SIXTEEN_BIT, generator=generator)
+
+
+def _format(role: str, forward: str, backward: str) -> str:
+    return backward if role == "gradient" else forward
+
+
+def _widened(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _check(weight: Tensor) -> None:
+    if weight.dtype not in (torch.float32, torch.float64):
+        # in 16 bits the optimizer has rounded its update to nearest already, and lost the small ones
+        raise ConfigError(f"hfp8: weights must be float32 or float64, got {weight.dtype}; load the model in float32")
+
+
+_MAX_EXPONENT = 15.0  # log2 of the largest power of two in e5m2
+# Below this, m - µ is the rounding error of a mean over equal magnitudes (some 2^-41), not a spread.
+_NO_SPREAD = 2.0**-32
+
+
+class Squeezed(NamedTuple):
+    """A tensor in S2FP8: ``x = sign(y)·(2^-beta·|y|)^(1/alpha)``.
+
+    Args:
+        values: y, values of e5m2 in float64; NaN and infinities are those of the tensor.
+        alpha: The squeeze, float64 of no dimensions, positive.
+        beta: The shift, likewise.
+    """
+
+    values: Tensor
+    alpha: Tensor
+    beta: Tensor
+
+
+def squeeze(x: Tensor) -> Squeezed:
+    """Return ``|y| = 2^beta·|x|^alpha`` with the sign of x, rounded to e5m2.
+
+    ``alpha = 15/(m - µ)`` and ``beta = -alpha·µ`` with µ and m the mean and the maximum of log2|x|: the mean of log2|y|
+    is 0 and its maximum 15. Where all magnitudes are equal, alpha is 1 and beta ``15 - m``. Zeros, NaN and infinities
+    count in neither µ nor m, and stay what they are.
+
+    Args:
+        x: Any shape; float64, float32, bfloat16 or float16.
+
+    Source: Cambier et al. 2020, *Shifted and Squeezed 8-bit Floating Point Format for Low-Precision Training of Deep
+    Neural Networks*, arXiv:2001.05674.
+
+    Example:
+        >>> values, alpha, beta = squeeze(torch.tensor([1.0, 4.0, -16.0, 0.0]))
+        >>> values.tolist(), alpha.item(), beta.item()  # log2: 0, 2, 4, so µ = 2 and m = 4
+        ([3.0517578125e-05, 1.0, -32768.0, 0.0], 7.5, -15.0)
+    """
+    # float64 throughout: alpha, unbounded, multiplies the error of the logarithm.
+    x = x.detach().double()
+    used = x.isfinite() & (x != 0)
+    log = x.abs().log2()
+    known = torch.where(used, log, 0.0)
+    mean = known.sum() / used.sum().clamp_min(1)
+    largest = torch.where(used, log, -math.inf).amax() if x.numel() else torch.zeros_like(mean)
+    largest = torch.where(largest.isfinite(), largest, 0.0)  # nothing but zeros, NaN and infinities
+    spread = largest - mean
+    flat = spread <= _NO_SPREAD
+    alpha = torch.where(flat, 1.0, _MAX_EXPONENT / spread.clamp_min(_NO_SPREAD))
+    beta = torch.where(flat, _MAX_EXPONENT - largest, -alpha * mean)
+    y = torch.where(used, (alpha * known + beta).exp2().copysign(x), x)
+    return Squeezed(torch.where(used, round_to(y, "fp8_e5m2"), x), alpha, beta)
+
+
+def unsqueeze(squeezed: Squeezed) -> Tensor:
+    """Return the values of a tensor in S2FP8 in float64.
+
+    Example:
+        >>> unsqueeze(squeeze(torch.tensor([1.0, 4.0, -16.0, 0.0]))).tolist()
+        [1.0, 4.0, -16.0, 0.0]
+    """
+    y, alpha, beta = squeezed
+    used = y.isfinite() & (y != 0)
+    log = torch.where(used, y, 1.0).abs().log2()
+    return torch.where(used, ((log - beta) / alpha).exp2().copysign(y), y)
+
+
+class S2fp8Cast:
+    """Every operand, with an alpha and a beta of its own for each product; nothing is remembered."""
+
+    def cast(self, matrix: Tensor, role: str, record: bool) -> Tensor:
+        """Return the values that S2FP8 holds.
+
+        Example:
+            >>> S2fp8Cast().cast(torch.tensor([[1e-20, 1e-21, 2e-21]]), "gradient", False).tolist()
+            [[9.999999682655225e-21, 1.0062437076670382e-21, 2.017168982951314e-21]]
+        """
+        values = unsqueeze(squeeze(matrix))
+        return values if matrix.dtype == torch.float64 else values.float()

@@ -1,0 +1,1 @@
+"""The trainers that drive a session, found by their entry points."""

@@ -1,0 +1,59 @@
+"""The installed front ends, found by their entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from shared_core.engine.recipe import Recipe
+
+
+GROUP = "efftrain.front_ends"
+
+
+class FrontEnd(Protocol):
+    """What `eff run` needs of a front end; found through the entry points of group ``efftrain.front_ends``."""
+
+    name: str
+    libraries: tuple[str, ...]
+    """Modules of which one is its trainer's."""
+
+    def install(self, recipe: Recipe) -> None:
+        """Make every trainer that the script builds carry the recipe. Imports no trainer by itself."""
+        ...
+
+    def used(self) -> bool:
+        """Return whether a trainer took the recipe."""
+        ...
+
+
+def front_ends() -> list[FrontEnd]:
+    """Return the installed front ends; one whose trainer is missing is left out."""
+    found = []
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        front_end = entry.load()
+        if any(map(find_spec, front_end.libraries)):
+            found.append(front_end)
+    return found
+
+
+def own_weights(model: nn.Module, names: Sequence[str], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights by a model's own names, where its library saves them by others or in other pieces.
+
+    So does transformers with those of ViT and with the experts of Mixtral.
+
+    Args:
+        model: A model; one without ``save_pretrained`` is saved by its own names.
+        names: Of its tensors, those that it may yet get among them.
+        state: The weights as they were saved; what is not the model's keeps its name.
+    """
+    if not state.keys() <= set(names) and hasattr(model, "save_pretrained"):
+        for front_end in front_ends():
+            if (find := getattr(front_end, "own_weights", None)) is not None:
+                state = find(model, names, state)
+    return dict(state)

@@ -1,0 +1,86 @@
+"""Flags of techniques among the arguments of a training script."""
+
+from __future__ import annotations
+
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shared_core.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from shared_core.engine.recipe import Recipe
+
+
+_OF_A_TRAINER = {"average_tokens_across_devices"}  # begins like a technique's flag
+
+
+def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return our flags with their values, and what is left for the script; after ``--`` all is the script's.
+
+    Raises:
+        ConfigError: If a flag looks like one of ours but is none, or has no value.
+
+    Example:
+        >>> take_flags(["--lr", "0.1", "--prune_sparsity=0.8", "--prune_skip", "last"])
+        ({'prune_sparsity': '0.8', 'prune_skip': 'last'}, ['--lr', '0.1'])
+    """
+    from shared_core.engine.recipe import PARTIAL_FLAG
+    from shared_core.engine.registry import ROOMS, flags
+
+    known = flags()
+    ours: dict[str, Any] = {}
+    rest: list[str] = []
+    queue = list(arguments)
+    while queue:
+        argument = queue.pop(0)
+        if argument == "--":
+            rest += queue
+            break
+        name, equals, value = argument.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        is_flag = argument.startswith("--")
+        if not is_flag or (name not in known and name not in ("eff_recipe", PARTIAL_FLAG)):
+            key = next((key for key in ROOMS if name.startswith(f"{key}_")), None)
+            if is_flag and key and name not in _OF_A_TRAINER:
+                hint = nearest(name, flags(key))
+                raise ConfigError(f"eff run: --{name} is not a flag{hint}; the script's own flags can stand after `--`")
+            rest.append(argument)
+            continue
+        if not equals:
+            is_bool = name == PARTIAL_FLAG or (name in known and known[name][1].type in ("bool", bool))
+            if is_bool and (not queue or queue[0].lower() not in ("true", "false")):
+                value = "true"
+            elif not queue or queue[0].startswith("--"):
+                raise ConfigError(f"eff run: --{name} must have a value; write --{name} VALUE")
+            else:
+                value = queue.pop(0)
+        if name in ours:
+            raise ConfigError(f"eff run: --{name} must be given once, got it twice")
+        ours[name] = value
+    return ours, rest
+
+
+def recipe_of(flags: dict[str, Any]) -> Recipe:
+    """Return the recipe of flags as `take_flags` returns them, ``--eff_recipe`` file included."""
+    from shared_core.engine.recipe import Recipe
+
+    flags = dict(flags)
+    file = flags.pop("eff_recipe", None)
+    recipe = Recipe.from_flags(flags)
+    return recipe.merged(Recipe.from_yaml(Path(file))) if file else recipe
+
+
+def _nearest_flag(arguments: list[str]) -> str:
+    """Return what the flag that resembles one of ours most may have been meant for, or nothing."""
+    from shared_core.engine.recipe import PARTIAL_FLAG
+    from shared_core.engine.registry import flags
+
+    names = [argument[2:].partition("=")[0].replace("-", "_") for argument in arguments if argument.startswith("--")]
+    alike = (
+        (SequenceMatcher(None, name, flag).ratio(), flag)
+        for name in names if name not in _OF_A_TRAINER
+        for flag in (*flags(), "eff_recipe", PARTIAL_FLAG)
+    )  # fmt: skip
+    likeness, flag = max(alike, default=(0.0, ""))
+    return f"; did you mean '--{flag}'?" if likeness > 0.7 else ""  # --max_steps is no misspelt --fp8_max_skips

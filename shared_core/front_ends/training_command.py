@@ -1,0 +1,149 @@
+"""The user's training command with a recipe: a Python script under `eff run`'s machinery, others as they stand."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared_core.engine.recipe import Recipe
+from shared_core.errors import ConfigError
+from shared_core.files.atomic import atomic_write
+
+VARIABLE = "EFF_RECIPE"
+# they start the script in processes of their own, which no runner of ours is in
+_LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+_CHILD = "from shared_core.front_ends.training_command import train_script; train_script()"
+
+
+_SECRET = re.compile(r"token(?!iz)|key|secret|password", re.IGNORECASE)
+
+
+def without_secrets(command: Sequence[str]) -> list[str]:
+    """Return a command as it may be written into a file: values of what is named like a secret are left out.
+
+    Example:
+        >>> without_secrets(["python", "train.py", "--hub_token", "hf_a", "--api-key=b", "--max_tokens", "9"])
+        ['python', 'train.py', '--hub_token', '***', '--api-key=***', '--max_tokens', '9']
+    """
+    shown, hides_next = [], False
+    for part in command:
+        name, sign, value = part.partition("=")
+        hidden = hides_next and not part.startswith("--") and not part.isdecimal()
+        is_secret = bool(_SECRET.search(name)) and (bool(sign) or name.startswith("-"))
+        shown.append("***" if hidden else f"{name}=***" if is_secret and sign and not value.isdecimal() else part)
+        hides_next = is_secret and not sign
+    return shown
+
+
+@dataclass(frozen=True)
+class TrainingCommand:
+    """A command that trains once, taken apart."""
+
+    where: str
+    """Who runs it, for errors."""
+    interpreter: tuple[str, ...]
+    """Python and its own options if the command runs a script or a module, else empty."""
+    arguments: tuple[str, ...]
+    """The script (or ``-m``, module) and what it is given; or the whole command."""
+    flags: Mapping[str, Any]
+    """Flags of ours that were among the script's, as `take_flags` returns them."""
+
+    @classmethod
+    def parse(cls, command: Sequence[str], where: str) -> TrainingCommand:
+        """Return the command, our flags taken out of a Python script's as `eff run` does.
+
+        Raises:
+            ConfigError: If it is empty, its script does not exist, or a flag of ours is wrong.
+
+        Example:
+            >>> parsed = TrainingCommand.parse(["torchrun", "train.py", "--lr", "0.1"], "lottery")
+            >>> parsed.interpreter, parsed.arguments
+            ((), ('torchrun', 'train.py', '--lr', '0.1'))
+        """
+        from shared_core.front_ends.flags import take_flags
+
+        parts = list(command)
+        if not parts:
+            raise ConfigError(f"{where}: command must be given, got none; write it after --: python my_train.py")
+        starts = [index for index, part in enumerate(parts) if index and (part.endswith(".py") or part == "-m")]
+        before = parts[1 : starts[0]] if starts else []
+        if not Path(parts[0]).name.startswith("python") or not starts or not all(o.startswith("-") for o in before):
+            return cls(where, (), tuple(parts), {})
+        start = starts[0]
+        if parts[start : start + 2][-1] in _LAUNCHERS:
+            return cls(where, (), tuple(parts), {})
+        size = 2 if parts[start] == "-m" else 1
+        script = parts[start : start + size]
+        if size == 1 and not Path(script[0]).is_file():
+            raise ConfigError(f"{where}: script must be a file, got {script[0]!r}")
+        if len(script) < size:
+            raise ConfigError(f"{where}: -m must be followed by a module, got none")
+        flags, rest = take_flags(parts[start + size :])
+        return cls(where, tuple(parts[:start]), (*script, *rest), flags)
+
+    def uses(self, sign: str) -> bool:
+        """Return whether an argument contains `sign`."""
+        return any(sign in argument for argument in self.arguments)
+
+    def start(
+        self,
+        recipe: Recipe,
+        file: Path,
+        stands_for: Mapping[str, str],
+        lock: int,
+        *,
+        environment: Mapping[str, str] | None = None,
+        **streams: Any,
+    ) -> subprocess.Popen[bytes]:
+        """Return a fresh process that trains once.
+
+        Args:
+            recipe: All that it trains with.
+            file: Where the recipe is written to; ``EFF_RECIPE`` and ``{recipe}`` in an argument name it.
+            stands_for: What further signs in arguments stand for.
+            lock: A file descriptor to pass on.
+            environment: Further variables.
+            streams: Of `subprocess.Popen`.
+
+        Raises:
+            ConfigError: If the command cannot be started.
+        """
+        file = file.resolve()
+        with atomic_write(file) as temporary:
+            temporary.write_text(recipe.to_yaml(), encoding="utf-8")
+        arguments = list(self.arguments)
+        for sign, value in {**stands_for, "{recipe}": str(file)}.items():
+            arguments = [argument.replace(sign, value) for argument in arguments]
+        if self.interpreter:
+            # -P: the script's folder is put on the path, as Python would, and not the working one
+            arguments = [*self.interpreter, "-P", "-c", _CHILD, str(file), *arguments]
+        variables = {**os.environ, **(environment or {}), VARIABLE: str(file)}
+        descriptors = (lock,) if os.name == "posix" else ()
+        try:
+            return subprocess.Popen(arguments, env=variables, pass_fds=descriptors, **streams)
+        except OSError as error:
+            raise ConfigError(f"{self.where}: command must be one that can be started, got {error}") from error
+
+
+def train_script() -> None:
+    """Run a script or module with the recipe in every trainer that it builds: ``RECIPE SCRIPT|-m MODULE ARGUMENTS``."""
+    from shared_core.front_ends.finding import front_ends
+
+    recipe, *arguments = sys.argv[1:]
+    for front_end in front_ends():
+        front_end.install(Recipe.from_yaml(Path(recipe)))
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        runpy.run_path(arguments[0], run_name="__main__")

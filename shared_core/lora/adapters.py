@@ -1,0 +1,304 @@
+"""Adapters of peft in the user's model: on which layers, under which keys in state dicts, and what they add up to."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import re
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.distributed.collectives import local_part
+from shared_core.distributed.sharded_tensors import cut, is_sharded, whole
+from shared_core.errors import CompatibilityError, MatchError, nearest
+from shared_core.lora.config import LoraConfig
+from shared_core.lora.quantized_base import float_weight, freeze, frozen_tensors, library, linear_of, restore_
+from shared_core.modules.matching import conv1d_of, match_modules, own_class, plain_name, read_past_forward
+from shared_core.modules.weight_views import as_rows, from_rows
+from shared_core.quantization.layers.plain_state import LEARNED
+
+_ADAPTER = "default"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def select_linear(
+    model: nn.Module, config: LoraConfig
+) -> tuple[dict[str, nn.Linear], dict[str, nn.Module], dict[str, str]]:
+    """Return (layers to adapt, modules to train whole, name → why a matched layer is left alone), by plain name.
+
+    Raises:
+        MatchError: If nothing is left to adapt, or a pattern matches nothing.
+        CompatibilityError: If a layer that `include` names cannot be adapted.
+    """
+    kinds: tuple[type[nn.Module], ...] = (nn.Linear, *conv1d_of(model))
+    matched = match_modules(model, kinds, where="lora", include=config.include, skip=config.skip)
+    linear: Any = [(plain_name(name), module) for name, module in model.named_modules() if isinstance(module, kinds)]
+    output_name, output = linear[-1]
+    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    asked = bool(config.include) and any(found.module is output for found in matched)
+    whole = _trained_whole(model, config.train, output_name)
+    if not config.train and not asked and _is_classifier(output) and owners[id(output.weight)] == 1:
+        whole = {output_name: output}
+    inside = {id(module) for top in whole.values() for module in top.modules()}
+    # transformers' list, which it keeps from bitsandbytes: T5 casts activations to the type of such a layer's weight
+    kept = {*(getattr(model, "_keep_in_fp32_modules", None) or ())} if config.base != "none" else set()
+    readers = read_past_forward(model)
+    layers: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for found in matched:
+        module = found.module
+        reason = _why_not(found.name, module, kinds, config)
+        if id(module) in inside:
+            reason = "it is trained whole"
+        elif module is output and not asked:
+            reason = "it is the output layer, which stays in float unless include names it"
+        elif reason is None and any(owners[id(parameter)] > 1 for parameter in module.parameters()):
+            reason = "its weight is shared with another module"
+        elif reason is None and kept & {*found.name.split(".")}:
+            reason = f"{type(model).__name__} wants it in float32; base none adapts it"
+        elif reason is None and id(module) in readers:
+            reason = f"{readers[id(module)]}, past any adapter"
+        if reason is None:
+            layers[found.name] = module
+        elif found.name in config.include:
+            raise CompatibilityError(f"lora: include must name layers that can be adapted, got {found.name}: {reason}")
+        else:
+            left_out[found.name] = str(reason)
+    if not layers:
+        told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
+        raise MatchError(f"lora: must match at least one linear layer that can be adapted; {told}")
+    return layers, whole, left_out
+
+
+def _is_classifier(output: nn.Module) -> bool:
+    outputs, inputs = as_rows(output, output.weight).shape  # type: ignore[arg-type]
+    return outputs < inputs
+
+
+def _why_not(name: str, module: nn.Module, kinds: tuple[type[nn.Module], ...], config: LoraConfig) -> str | None:
+    if own_class(module) not in kinds:
+        # also torch's NonDynamicallyQuantizableLinear: attention reads its weight and never calls its forward
+        return f"{own_class(module).__name__} is a class of its own, whose forward is not known"
+    if not name:
+        return "it is the model itself, in which nothing can be replaced; put it into a module"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed by other code (a parametrisation, torch.nn.utils.prune)"
+    if not weight.is_floating_point() or (config.base != "none" and weight.dtype not in _FLOATS):
+        return f"its weight is {weight.dtype}, not float32, bfloat16 or float16"
+    return None
+
+
+def _trained_whole(model: nn.Module, patterns: tuple[str, ...], output: str) -> dict[str, nn.Module]:
+    names = {plain_name(name): module for name, module in model.named_modules()}
+    whole: dict[str, nn.Module] = {}
+    for asked in () if patterns == ("none",) else patterns:
+        pattern = output if asked == "last" else asked
+        hits = {
+            name: module
+            for name, module in names.items()
+            if fnmatch.fnmatchcase(name, pattern) or own_class(module).__name__ == pattern
+        }
+        if not hits:
+            raise MatchError(f"lora: train pattern {asked!r} matches no module{nearest(asked, names)}")
+        whole |= hits
+    return whole
+
+
+def inject(
+    model: nn.Module, layers: dict[str, nn.Linear], config: LoraConfig, generator: torch.Generator
+) -> dict[str, Any]:
+    """Put frozen bases with adapters in the place of `layers` and return peft's layers by plain name.
+
+    ``A`` is drawn from `generator` by He's uniform initialisation, as peft does it, and ``B`` is zero: the model
+    computes what its frozen base does. The global generator is not touched.
+
+    Args:
+        model: Changed in place; everything but adapters stops requiring gradients.
+        layers: From `select_linear`.
+        config: Rank, alpha, dropout and base.
+        generator: On the CPU; the same on every rank.
+
+    Raises:
+        CompatibilityError: If peft refuses a layer.
+
+    Source: Hu et al., 2021, arXiv:2106.09685, section 4.1.
+    """
+    peft = library("peft", "lora")
+    paths = {id(module): path for path, module in model.named_modules()}
+    where = {name: paths[id(module)] for name, module in layers.items()}
+    bases = {name: freeze(module, config) for name, module in layers.items()}
+    asked = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules="|".join(re.escape(path) for path in where.values()),
+    )
+    mesh = vars(model).pop("_device_mesh", None)  # Lightning's, which peft (0.21) takes for transformers'
+    try:
+        for name, base in bases.items():
+            model.set_submodule(where[name], base)
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # Conv1D's, which peft sees by itself
+            peft.inject_adapter_in_model(asked, model, _ADAPTER)
+    except BaseException as error:
+        for name, module in layers.items():
+            model.set_submodule(where[name], module)
+        if isinstance(error, ValueError):  # peft has lists of layers by architecture
+            raise CompatibilityError(
+                f"lora: layers must be those that peft can adapt, got {error}; leave them out with skip (--lora_skip)"
+            ) from error
+        raise
+    finally:
+        # trainers would take it for peft's own model, whose checkpoints hold adapters alone
+        vars(model).pop("peft_config", None)
+        if mesh is not None:
+            vars(model)["_device_mesh"] = mesh
+    adapted: dict[str, Any] = {}
+    for name, module in layers.items():
+        layer: Any = model.get_submodule(where[name])
+        for matrix in adapters(layer):
+            # in 16 bit the updates of small learning rates would be lost
+            matrix.data = matrix.data.to(module.weight.device, torch.promote_types(module.weight.dtype, torch.float32))
+        a, b = adapters(layer)
+        drawn = nn.init.kaiming_uniform_(torch.empty(a.shape), a=5**0.5, generator=generator)
+        with torch.no_grad():
+            a.copy_(drawn)
+            b.zero_()
+        layer.train(module.training)
+        # follows the model to another device and dtype, which the layer put aside does not
+        layer.register_buffer("plain", module.weight.new_zeros(1), persistent=False)
+        object.__setattr__(layer, "user_layer", module)
+        layer.register_state_dict_post_hook(_plain_keys)
+        layer.register_load_state_dict_pre_hook(_load_plain)
+        layer.eff_config = config
+        adapted[name] = layer
+    return adapted
+
+
+def adapters(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
+    """Return the adapters (A of (rank, inputs), B of (outputs, rank)) of one of peft's layers."""
+    return layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+
+
+def base_weight(layer: Any) -> Tensor:
+    """Return the frozen weight under the adapters, in float and as it lies in the user's layer."""
+    weight, user = float_weight(layer.base_layer), layer.user_layer
+    return weight if layer.base_layer is user else from_rows(user, weight, weight)
+
+
+@torch.no_grad()
+def merged_weight(layer: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Return ``Q⁻¹(Q(W)) + alpha/rank·BA``, summed in float32 at least; Q is qat's where it quantises the base.
+
+    Of a sharded layer it is sharded alike; then every process must call it.
+
+    Args:
+        layer: From `inject`.
+        dtype: Of the result and, if wider, of the sum; by default that of the user's weight.
+    """
+    a, b = adapters(layer)
+    base = base_weight(layer)
+    dtype = dtype or layer.plain.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    added = from_rows(layer.user_layer, layer.scaling[_ADAPTER] * (whole(b).to(wide) @ whole(a).to(wide)), base)
+    merged: Tensor = base.to(wide) + cut(added, base)
+    return merged.to(dtype)
+
+
+def _plain_keys(layer: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    # state dicts are the plain model's: checkpoints, soups and teachers read the merged weight
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        del state_dict[key]
+    state_dict[prefix + "weight"] = merged_weight(layer)
+    bias = layer.user_layer.bias  # not the base's, which bitsandbytes casts in place to the type of its input
+    if bias is not None:
+        state_dict[prefix + "bias"] = bias.detach().to(layer.plain.device, layer.plain.dtype)
+
+
+def _load_plain(layer: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    # what is loaded is the whole weight: it becomes the base, and the adapters add nothing to it
+    missing: list[str] = args[2]
+    user: nn.Linear = layer.user_layer
+    for name, current in user._parameters.items():
+        key = prefix + name
+        if current is None or name in LEARNED:
+            continue
+        if key not in state_dict:
+            missing.append(key)
+        elif name == "weight":
+            set_base_(layer, state_dict.pop(key))
+        elif is_sharded(current):
+            local_part(current.detach()).copy_(local_part(state_dict.pop(key)))
+        else:
+            current.data = state_dict.pop(key).detach().to(layer.plain).clone()
+            layer.base_layer.bias.data = current.data.clone()
+    # frozen codes and adapters are in place; torch only has to find them
+    state_dict.update((prefix + name, parameter) for name, parameter in layer.named_parameters())
+
+
+@torch.no_grad()
+def set_base_(layer: Any, weight: Tensor) -> None:
+    """Freeze `weight` under the adapters, whose B becomes zero: the layer then computes with ``Q⁻¹(Q(weight))``.
+
+    Args:
+        layer: From `inject`.
+        weight: Of the shape of the user's.
+    """
+    user: nn.Linear = layer.user_layer
+    value = weight.detach().to(layer.plain.device, layer.plain.dtype)
+    if user.weight.numel():
+        user.weight.data.copy_(value)
+    if layer.base_layer is not user:
+        frozen = freeze(linear_of(as_rows(user, value)), layer.eff_config)
+        restore_(layer.base_layer, frozen_tensors(frozen))
+    adapters(layer)[1].zero_()
+
+
+@contextlib.contextmanager
+def user_layers(model: nn.Module, layers: Collection[Any]) -> Iterator[None]:
+    """Let a model hold the user's own layers inside, for weights to be loaded by their names.
+
+    They become the base, and the adapters add nothing to it.
+
+    Args:
+        model: Changed in place, and back at the end.
+        layers: From `inject`, with base none.
+    """
+    places = {path: module for path, module in model.named_modules() if module in layers}
+    for path, layer in places.items():
+        model.set_submodule(path, layer.user_layer)
+    try:
+        yield
+    finally:
+        for path, layer in places.items():
+            model.set_submodule(path, layer)
+            local_part(adapters(layer)[1].detach()).zero_()
+
+
+def release_(layer: Any) -> None:
+    """Drop the user's float weight, of which the frozen base was made, once and for all."""
+    if layer.base_layer is not layer.user_layer:
+        weight = layer.user_layer.weight
+        weight.data = weight.data.new_empty(0)
+
+
+def give_back(model: nn.Module, layer: Any, weight: Tensor | None) -> None:
+    """Put the user's own layer back where `layer` still is, `weight` in its own parameter, None for what it has."""
+    user: nn.Linear = layer.user_layer
+    path = next((path for path, module in model.named_modules() if module is layer), None)
+    if path is None:  # somebody replaced it
+        return
+    if layer.base_layer is not user:  # else it is part of the model; what qat learns on it keeps its dtype
+        user.to(layer.plain.device, layer.plain.dtype)
+    if weight is not None and is_sharded(user.weight):  # FSDP2 gathers from where it lies
+        local_part(user.weight.detach()).copy_(local_part(weight))
+    elif weight is not None:
+        user.weight.data = weight
+    user.train(layer.training)
+    model.set_submodule(path, user)

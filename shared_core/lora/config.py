@@ -1,0 +1,61 @@
+"""The options of low-rank adapters over a frozen, quantised base."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+from shared_core.config.options import TechniqueConfig, option
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig(TechniqueConfig):
+    """Which linear layers are frozen in how many bits, and the adapters that are trained on them.
+
+    Example:
+        >>> LoraConfig(rank=16).base, LoraConfig(rank=16).scale
+        ('nf4', 2.0)
+    """
+
+    key: ClassVar[str] = "lora"
+    switch: ClassVar[str] = "rank"
+
+    rank: int = option(
+        help="rank r of the adapters: r·(inputs + outputs) trained parameters a layer", low=1, high=2**16
+    )
+    alpha: float = option(32.0, help="the adapters' product BA is multiplied by alpha / rank", above=0.0)
+    dropout: float = option(0.0, help="dropout on the adapters' input while training", low=0.0, below=1.0)
+    base: Literal["nf4", "fp4", "int8", "none"] = option(
+        "nf4",
+        help="the frozen weights, through bitsandbytes: nf4: 4-bit normal float; fp4: 4-bit float; int8: LLM.int8(); "
+        "none: as they are",
+    )
+    double_quant: bool = option(
+        True, help="quantise the scales of nf4 and fp4 blocks to 8 bits too", only_with={"base": ("nf4", "fp4")}
+    )
+    requantize: bool = option(
+        False, help="after the adapters are merged in float, round the weights to the base's grid again"
+    )
+    include: tuple[str, ...] = option(
+        (), help="linear layers to adapt: name patterns, types, first, last; empty: all but the output layer"
+    )
+    skip: tuple[str, ...] = option((), help="linear layers to freeze without an adapter: name patterns, types, places")
+    train: tuple[str, ...] = option(
+        (),
+        help="modules trained whole beside the adapters: name patterns, types, last; none: nothing; empty: the output "
+        "layer, if it has fewer outputs than inputs (a classifier) and shares no weight",
+    )
+
+    def validate(self) -> None:
+        """Refuse a grid to round to where there is none, and nothing beside something."""
+        if self.requantize and self.base == "none":
+            raise self._error(
+                "requantize", "must be false with base=none, which has no grid; that of qat needs no flag"
+            )
+        if "none" in self.train and len(self.train) > 1:
+            raise self._error("train", "must be none alone, or patterns")
+
+    @property
+    def scale(self) -> float:
+        """What the adapters' product is multiplied by."""
+        return self.alpha / self.rank

@@ -1,0 +1,358 @@
+"""QLoRA as a technique: linear layers frozen in 4 or 8 bits, low-rank adapters trained on them, merged at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.distributed.sharded_tensors import fill_, is_sharded, reshard_, whole
+from shared_core.engine.claims import Claim, Gone, Same
+from shared_core.engine.preview import Ability, Event, Touched, needs
+from shared_core.engine.technique import Context, Technique
+from shared_core.errors import CheckpointError, CompatibilityError
+from shared_core.lora.adapters import (
+    adapters,
+    base_weight,
+    give_back,
+    inject,
+    merged_weight,
+    release_,
+    select_linear,
+    user_layers,
+)
+from shared_core.lora.config import LoraConfig
+from shared_core.lora.quantized_base import frozen_tensors, library, on_device, on_grid, on_qat_grid, restore_
+from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
+from shared_core.modules.weight_views import as_rows, from_rows
+from shared_core.numerics.noise import relative_error, sqnr
+from shared_core.quantization.layers.fake_quant_layers import is_quantized
+
+
+class LoraTraining(Technique):
+    """Trains ``y = Q⁻¹(Q(W))·x + alpha/rank·BAx + b`` in A and B alone; W is quantised once and frozen.
+
+    While it is attached, state dicts hold ``weight = Q⁻¹(Q(W)) + alpha/rank·BA`` under the user's own keys, so every
+    checkpoint is the plain model's. Codes, scales, A and B are saved beside it, and a resumed run goes on from these,
+    bit for bit. A weight that is loaded alone becomes the base, with adapters that add nothing. `finish` merges in
+    float and leaves the user's own layers.
+
+    Args:
+        config: The options.
+
+    Source: Hu et al., 2021, arXiv:2106.09685; Dettmers et al., 2023, arXiv:2305.14314.
+
+    Example:
+        >>> from shared_core.engine.recipe import Recipe
+        >>> from shared_core.engine.session import Session
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        >>> session = Session(Recipe.from_dict({"lora": {"rank": 2, "base": "none"}}))
+        >>> session.attach(model)
+        >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        ['0.lora_A.default.weight', '0.lora_B.default.weight', '2.weight', '2.bias']
+        >>> list(model.state_dict())
+        ['0.weight', '0.bias', '2.weight', '2.bias']
+        >>> session.detach()
+        >>> model[0]
+        Linear(in_features=8, out_features=16, bias=True)
+    """
+
+    key: ClassVar[str] = "lora"
+    config: LoraConfig
+
+    def __init__(self, config: LoraConfig) -> None:
+        super().__init__(config)
+        self.layers: dict[str, Any] = {}
+        self.left_out: dict[str, str] = {}
+        self.whole: list[str] = []
+        self._begun = False
+        self._undo: Undo = []
+        self._required: list[tuple[nn.Module, str, bool]] = []
+        self._told: dict[str, dict[str, Any]] = {}
+        self._parameters = {"trained_parameters": 0, "adapter_parameters": 0, "frozen_parameters": 0}
+        self._device = torch.device("cpu")
+        self._last: dict[str, Any] | None = None
+        self._gathered: dict[str, Any] | None = None
+        self._model: nn.Module | None = None
+
+    # -- start
+
+    @classmethod
+    def ability(cls, device: torch.device) -> Ability:
+        """Return refused without peft; tells what is left without bitsandbytes."""
+        codes = needs("bitsandbytes", "lora", "lora")
+        return needs("peft", "lora", "lora") or Ability("native", f"base none alone: {codes.why}" if codes else "")
+
+    def attach(self, model: nn.Module, context: Context) -> None:
+        """Freeze the model, quantise the layers and put adapters on them.
+
+        Raises:
+            MatchError: If no linear layer can be adapted.
+            MissingExtraError: If peft or bitsandbytes is not installed.
+            CompatibilityError: If the model has adapters already, or bitsandbytes does not run on its device.
+            TrainingError: If a weight is not finite.
+        """
+        library("peft", "lora")
+        if any(hasattr(module, "lora_A") for module in model.modules()) or hasattr(model, "peft_config"):
+            raise CompatibilityError("lora: model must have no adapters yet, got peft's; merge them, or drop lora")
+        if any(map(is_sharded, model.parameters())):
+            raise CompatibilityError(
+                "lora: model must not be sharded yet, got one that is: adapters made now would not be; attach before "
+                "fully_shard, with strategy eff_fsdp in Lightning"
+            )
+        layers, trained_whole, self.left_out = select_linear(model, self.config)
+        self.whole = list(trained_whole)
+        self._model = model
+        parameters = {parameter: parameter.requires_grad for parameter in model.parameters()}
+        # by their place: FSDP2 puts others there
+        self._required = [
+            (module, name, parameter.requires_grad)
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        counts = sum(parameter.numel() for parameter in parameters)
+        self.layers = inject(model, layers, self.config, context.generator)
+        self._undo = fast_paths_off(model, tuple({type(layer) for layer in self.layers.values()}))
+        trained = {id(parameter) for module in trained_whole.values() for parameter in module.parameters()}
+        trained &= {id(parameter) for parameter, required in parameters.items() if required}
+        added = {id(matrix) for layer in self.layers.values() for matrix in adapters(layer)}
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in trained | added)
+        in_adapters = sum(matrix.numel() for layer in self.layers.values() for matrix in adapters(layer))
+        in_whole = sum(parameter.numel() for parameter in parameters if id(parameter) in trained)
+        self._parameters = {
+            "trained_parameters": in_adapters + in_whole,
+            "adapter_parameters": in_adapters,
+            "frozen_parameters": counts - in_whole,
+        }
+        self._told = {name: self._measure(layer) for name, layer in self.layers.items()}
+
+    def _measure(self, layer: Any) -> dict[str, Any]:
+        weight = layer.user_layer.weight.detach()
+        ratio = sqnr(weight, base_weight(layer))
+        return {
+            "bytes_before": weight.nbytes,
+            "bytes_after": sum(tensor.nbytes for tensor in frozen_tensors(layer.base_layer).values()),
+            # without noise it is infinite, which JSON cannot hold
+            "base_sqnr_db": round(ratio, 3) if math.isfinite(ratio) else None,
+        }
+
+    def detach(self, model: nn.Module) -> None:
+        """Give back the user's layers: untouched if training has not begun, else with what was trained merged in.
+
+        Sharded ones are left with their base: the processes that hold the other parts may be gone.
+        """
+        if self.layers:
+            reshard_(model)
+        for layer in self.layers.values():
+            merges = self._begun and not is_sharded(layer.base_layer.weight)
+            give_back(model, layer, merged_weight(layer) if merges else None)
+        self.layers, self._model = {}, None
+        for module, name, required in self._required:
+            if (parameter := module._parameters[name]) is not None:
+                parameter.requires_grad_(required)
+        self._required = []
+        fast_paths_on(self._undo)
+        self._undo = []
+
+    def holds(self) -> Mapping[str, nn.Module]:
+        """Return the layers."""
+        return self.layers
+
+    def frozen(self) -> Mapping[str, Tensor]:
+        """Return the layers' own weights."""
+        return {f"{name}.weight": layer.base_layer.weight for name, layer in self.layers.items()}
+
+    def touched(self, model: nn.Module) -> Touched:
+        """Return the layers that get adapters, without what those add; others are trained whole."""
+        sizes = {name: layer.base_layer.weight.numel() for name, layer in self.layers.items()}
+        return Touched(sizes, self.left_out, "layers", self.whole)
+
+    def timeline(self, context: Context) -> list[Event]:
+        """Return what happens before and after training."""
+        return [(0, f"base frozen in {self.config.base}, adapters train"), (None, "adapters are merged")]
+
+    def begin(self, context: Context) -> None:
+        """Drop the float weights of quantised layers, after a look at whether adapters will be trained at all.
+
+        Raises:
+            CompatibilityError: If an optimizer does not hold the adapters, or bitsandbytes does not run where the
+                model is now.
+        """
+        reshard_(context.model)
+        self._check_wrapping()
+        held = {
+            id(parameter)
+            for optimizer in context.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        for name, layer in self.layers.items():
+            if context.optimizers and not held.issuperset(id(matrix) for matrix in adapters(layer)):
+                raise CompatibilityError(
+                    f"lora: optimizer must hold the adapters of {name}, but it was made before they were; "
+                    "let the trainer make the optimizer, or make it from the parameters after attach"
+                )
+        first = next(iter(self.layers.values()))
+        self._device = first.plain.device
+        if self.config.base != "none":
+            with on_device(self._device, self.config.base), torch.no_grad():
+                first.base_layer(torch.zeros(1, adapters(first)[0].shape[1]).to(first.plain))
+        for layer in self.layers.values():
+            release_(layer)
+        self._begun = True
+
+    def _check_wrapping(self) -> None:
+        for name, layer in self.layers.items():
+            if hasattr(layer, "set_reshard_after_forward"):
+                raise CompatibilityError(
+                    f"lora: {name} must be sharded with the block that it is in, got one that is sharded by itself, of "
+                    "which nothing would be gathered after the merging; name the blocks around it"
+                )
+
+    @property
+    def _is_sharded(self) -> bool:
+        return any(is_sharded(layer.base_layer.weight) for layer in self.layers.values())
+
+    def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Let sharded weights be loaded by the parameters' names, which torch looks for: those of the user's layers."""
+        if self._is_sharded:
+            return user_layers(model, self.layers.values())
+        return contextlib.nullcontext()
+
+    def before_save(self, context: Context, baked: bool) -> None:
+        """Gather what is kept in parts, so that saving needs no other process."""
+        if self._is_sharded and not baked:
+            self._gathered = self._state()
+
+    def after_save(self, context: Context) -> None:
+        """Let it go."""
+        self._gathered = None
+
+    # -- end
+
+    def finish(self, model: nn.Module, context: Context) -> None:
+        """Merge in float, round to the base's grid again if asked to, and leave the user's own layers.
+
+        Those that qat quantises it still does: it bakes the merged weight when its own turn comes.
+        """
+        reshard_(model)
+        self._last = self._state()  # a run that trains on goes on from here, not from a newly quantised base
+        for name, layer in self.layers.items():
+            merged, exact = merged_weight(layer), whole(merged_weight(layer, torch.float64))
+            told = self._told[name]
+            told["adapter_size"] = relative_error(exact, whole(base_weight(layer)))
+            told["merge_error"] = relative_error(exact, whole(merged))
+            if self.config.requantize:
+                merged = self._on_grid(layer, merged)
+                told |= _cost(exact, merged)
+            elif is_quantized(layer.user_layer):
+                told |= _cost(exact, whole(on_qat_grid(layer.user_layer, merged)))
+            give_back(model, layer, merged)
+        self.layers = {}
+
+    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+        """Return that merged weights stay what they are, and that no adapter is left."""
+        names = [entry["name"] for entry in report["per_layer"]]
+        merged = {f"{name}.weight": Same() for name in names}
+        left = {f"{name}.lora_{which}.default.weight": Gone() for name in names for which in "AB"}
+        return {**merged, **left}
+
+    def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the state dict, whose weights are merged already, rounded to the base's grid if asked to."""
+        if not self.config.requantize:
+            return state_dict
+        baked = dict(state_dict)
+        for name, layer in self.layers.items():
+            baked[f"{name}.weight"] = self._on_grid(layer, baked[f"{name}.weight"])
+        return baked
+
+    def _on_grid(self, layer: Any, weight: Tensor) -> Tensor:
+        return from_rows(layer.user_layer, on_grid(as_rows(layer.user_layer, weight), self.config), weight)
+
+    # -- saved state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what each layer's weight is made of: codes and scales, or the frozen weight, and A and B."""
+        return self._last or self._gathered or self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "layers": {
+                name: {
+                    "frozen": {key: _copy(tensor) for key, tensor in frozen_tensors(layer.base_layer).items()},
+                    "adapters": [_copy(matrix) for matrix in adapters(layer)],
+                }
+                for name, layer in self.layers.items()
+            }
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned.
+
+        Raises:
+            CheckpointError: If it is of other layers, another rank or another base.
+        """
+        if self._model is not None:
+            reshard_(self._model)  # an evaluation may have come before
+        try:
+            saved = state["layers"]
+            if set(saved) != set(self.layers):
+                raise ValueError(f"layers differ in {', '.join(sorted(set(saved) ^ set(self.layers))[:5])}")
+            for name, layer in self.layers.items():
+                restore_(layer.base_layer, saved[name]["frozen"])
+                for matrix, value in zip(adapters(layer), saved[name]["adapters"], strict=True):
+                    if value.shape != matrix.shape:
+                        raise ValueError(f"adapters of {name} have shape {tuple(value.shape)}")
+                    fill_(matrix, value)
+        except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"lora: state must be one that lora saved with these layers, rank and base, got {error!r}; "
+                "resume with the options of the saved run, or start from its plain weights"
+            ) from error
+
+    # -- figures
+
+    def metrics(self) -> dict[str, float]:
+        """Return how many layers are adapted and how many parameters are trained."""
+        return {"lora/layers": float(len(self._told)), "lora/trained": float(self._parameters["trained_parameters"])}
+
+    def report(self) -> dict[str, Any]:
+        """Return what was frozen in how many bytes, what was trained, how good the base is, and by what."""
+        per_layer = [{"name": name, **told} for name, told in self._told.items()]
+        before, after = (sum(entry[key] for entry in per_layer) for key in ("bytes_before", "bytes_after"))
+        ratios = [entry["base_sqnr_db"] for entry in per_layer if entry["base_sqnr_db"] is not None]
+        libraries = ["peft", *([] if self.config.base == "none" else ["bitsandbytes"])]
+        return {
+            "base": self.config.base,
+            "backend": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in libraries),
+            "device": str(self._device),
+            "layers": len(per_layer),
+            **self._parameters,
+            "trained_whole": list(self.whole),
+            "bytes_before": before,
+            "bytes_after": after,
+            "worst_base_sqnr_db": min(ratios, default=None),
+            "left_out": dict(self.left_out),
+            "per_layer": per_layer,
+        }
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return whole(tensor.detach()).cpu() if is_sharded(tensor) else tensor.detach().clone()
+
+
+def _cost(exact: Tensor, rounded: Tensor) -> dict[str, Any]:
+    ratio = sqnr(exact, rounded)
+    return {
+        "requantized_error": relative_error(exact, rounded),
+        "requantized_sqnr_db": round(ratio, 3) if math.isfinite(ratio) else None,
+        "requantized_largest_change": (exact - rounded.double()).abs().max().item(),
+    }

@@ -1,0 +1,271 @@
+"""The true flush share: activation gradients that the half-precision backward lost, by a second backward in fp32."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
+
+from shared_core.distributed.collectives import all_finite, all_reduce_
+
+
+class FlushProbe:
+    """Repeats one micro-batch's forward and backward with fp32 activation gradients, and counts what was flushed.
+
+    Under autocast flushed gradients arrive as exact zeros, which no later count can tell from true ones. The second
+    pass has autocast off, but every module without children hands on the values that it had, so that both backwards
+    see the same activations and take the same branch of every ReLU; it starts from the very gradients of the model's
+    outputs that the first one got, scale included. For that micro-batch the model hands its outputs out in fp32, as
+    accelerate always does: else the first gradient would be flushed before anyone saw it. Parameters, their gradients,
+    buffers and the random state stay as they are. It costs one more forward and backward, and the memory of the
+    activations and their gradients.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        >>> probe = FlushProbe()
+        >>> probe.watch(model)
+        >>> probe.arm()
+        >>> with torch.autocast("cpu", torch.float16):
+        ...     loss = model(torch.ones(2, 4)).float().sum() * 1e-9
+        >>> loss.backward()
+        >>> probe.measure(step=0), probe.metrics()
+        (True, {'loss_scale/flushed': 1.0})
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        """Applied steps before the latest measurement; None before the first."""
+        self.layers: dict[str, tuple[int, int]] = {}
+        """Flushed elements, and elements that are not zero in fp32, of each leaf module's output."""
+        self._model: nn.Module | None = None
+        self._waiting: list[RemovableHandle] = []
+        self._recording: list[RemovableHandle] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        for handle in [*self._waiting, *self._recording]:
+            handle.remove()
+        self._waiting, self._recording = [], []
+        self._called: tuple[nn.Module, tuple[Any, ...], dict[str, Any]] | None = None
+        self._rng: Any = None
+        self._values: list[Tensor] = []
+        self._names: list[str] = []
+        self._grads: dict[int, Tensor] = {}
+        self._ends: dict[int, Tensor] = {}
+
+    def watch(self, model: nn.Module) -> None:
+        """Stand by for `arm`; nothing is hooked until then."""
+        self.leave()
+        self._model = model
+
+    def leave(self) -> None:
+        """Remove every hook."""
+        self._clear()
+        self._model = None
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether there is a model to measure."""
+        return self._model is not None
+
+    def arm(self) -> None:
+        """Record the next forward in train mode: that of the first module with children that is called."""
+        self._clear()
+        if self._model is not None:
+            self._waiting = [
+                module.register_forward_pre_hook(self._before, with_kwargs=True)
+                for module in self._model.modules()
+                if any(module.children())
+            ]
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not (self._waiting and module.training and torch.is_grad_enabled()):
+            return
+        for handle in self._waiting:
+            handle.remove()
+        self._waiting = []
+        self._called = (module, args, kwargs)
+        self._rng = _rng_state(module)
+        self._recording = [
+            leaf.register_forward_hook(lambda _, __, output, name=name: self._record(name, output))
+            for name, leaf in self._leaves(module)
+        ]
+        self._recording.append(module.register_forward_hook(self._after, always_call=True))
+
+    def _leaves(self, called: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Return the modules without children inside the called one, by their names in the whole model."""
+        inside = set(called.modules()) - {called}
+        everything = self._model.named_modules() if self._model is not None else ()
+        return [(name, module) for name, module in everything if module in inside and not any(module.children())]
+
+    def _record(self, name: str, output: Any) -> None:
+        for tensor in _tensors(output):
+            index = len(self._names)
+            self._names.append(name)
+            self._values.append(tensor.detach().clone())  # it may be changed in place
+            _keep_gradient(tensor, self._grads, index)
+
+    def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
+        for handle in self._recording:
+            handle.remove()
+        self._recording = []
+        indices = itertools.count()
+
+        def watched(part: Any) -> Any:
+            index = next(indices)
+            if not (isinstance(part, Tensor) and part.requires_grad):
+                return part
+            whole = part.float() if part.dtype in (torch.float16, torch.bfloat16) else part
+            _keep_gradient(whole, self._ends, index)
+            return whole
+
+        return tree_map(watched, output)
+
+    def measure(self, step: int) -> bool:
+        """Compare the recorded backward with one in fp32, and return whether it could be done; on every process.
+
+        A backward with Inf or NaN is left out. A model that cannot be measured at all, since its parameters are not
+        fp32 or its output is no tree of tensors, is left alone from then on.
+        """
+        if self._model is None:
+            return False
+        names = [name for name, _ in self._leaves(self._model)]
+        # the last row: whether some process could not measure this time, and whether one never can
+        counts = torch.zeros(len(names) + 1, 2, dtype=torch.int64)
+        counts[-1] = torch.tensor((not self._usable(), self._is_hopeless()))
+        if not counts[-1].any():
+            row = {name: index for index, name in enumerate(names)}
+            for index, exact in self._exact_gradients().items():
+                lost = (self._grads[index] == 0) & (exact != 0)
+                part = torch.stack((lost.sum(), torch.count_nonzero(exact)))
+                counts[row[self._names[index]]] += part.cpu()
+        device = next(self._model.parameters()).device
+        counts = all_reduce_(counts.to(device), "sum").cpu()
+        self._clear()
+        if counts[-1, 1]:
+            self.leave()
+        if counts[-1].any():
+            return False
+        self.step = step
+        self.layers = {
+            name: (int(lost), int(seen)) for name, (lost, seen) in zip(names, counts.tolist(), strict=False) if seen
+        }
+        return True
+
+    def _usable(self) -> bool:
+        grads = [*self._grads.values(), *self._ends.values()]
+        return self._called is not None and all_finite(grads)
+
+    def _is_hopeless(self) -> bool:
+        if self._called is None:
+            return False
+        floating = [parameter for parameter in self._called[0].parameters() if parameter.is_floating_point()]
+        return any(parameter.dtype is not torch.float32 for parameter in floating) or not (self._grads and self._ends)
+
+    def _exact_gradients(self) -> dict[int, Tensor]:
+        if self._called is None:
+            return {}
+        model, args, kwargs = self._called
+        exact: dict[int, Tensor] = {}
+        indices = itertools.count()
+
+        def repeated(module: nn.Module, inputs: Any, output: Any) -> Any:
+            numbers = [next(indices) for _ in _tensors(output)]
+            if isinstance(output, Tensor) and output.requires_grad:
+                output = _WithValues.apply(output, self._values[numbers[0]])  # type: ignore[no-untyped-call]
+            for number, tensor in zip(numbers, _tensors(output), strict=True):
+                _keep_gradient(tensor, exact, number)
+            return output
+
+        handles = [module.register_forward_hook(repeated) for _, module in self._leaves(model)]
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        device = next(model.parameters()).device
+        try:
+            with _EarlierRandomState(model, self._rng), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+                # the class's own forward: trainers put autocast around the instance's
+                ends = tree_leaves(type(model).forward(model, *args, **kwargs))
+                # `grad`, not `backward`: it adds to no parameter's gradient and wakes no hook of DDP
+                torch.autograd.grad(
+                    [ends[index] for index in self._ends],
+                    [parameter for parameter in model.parameters() if parameter.requires_grad],
+                    [grad.to(ends[index].dtype) for index, grad in self._ends.items()],
+                    allow_unused=True,
+                )
+        finally:
+            for handle in handles:
+                handle.remove()
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+        return {number: grad for number, grad in exact.items() if number in self._grads}
+
+    def metrics(self) -> dict[str, float]:
+        """Return the share of nonzero activation gradients that were flushed; nothing before the first measurement."""
+        lost, seen = (sum(column) for column in zip((0, 0), *self.layers.values(), strict=True))
+        return {} if self.step is None else {"loss_scale/flushed": lost / max(seen, 1)}
+
+    def report(self) -> dict[str, Any]:
+        """Return the share, total and by leaf module."""
+        if self.step is None:
+            return {}
+        by_layer = {name: lost / seen for name, (lost, seen) in self.layers.items()}
+        return {"flushed": self.metrics()["loss_scale/flushed"], "flushed_layers": by_layer}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the latest counts."""
+        return {"step": self.step, "layers": {name: list(counts) for name, counts in self.layers.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned; an empty state changes nothing."""
+        if state:
+            self.step = state["step"]
+            self.layers = {name: (lost, seen) for name, (lost, seen) in state["layers"].items()}
+
+
+class _WithValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, values: Tensor) -> Tensor:
+        return values.to(output.dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def _keep_gradient(tensor: Tensor, into: dict[int, Tensor], index: int) -> None:
+    hooked: Any = tensor  # register_hook has no annotations
+    hooked.register_hook(lambda grad: into.__setitem__(index, grad.detach()))
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    parts = output if isinstance(output, tuple | list) else (output,)
+    return [part for part in parts if isinstance(part, Tensor) and part.requires_grad]
+
+
+def _rng_state(model: nn.Module) -> tuple[Tensor, Tensor | None]:
+    device = next(model.parameters()).device
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+class _EarlierRandomState:
+    """Runs a block from an earlier random state, and gives the present one back."""
+
+    def __init__(self, model: nn.Module, state: tuple[Tensor, Tensor | None]) -> None:
+        self._model, self._state = model, state
+
+    def _set(self, state: tuple[Tensor, Tensor | None]) -> None:
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], next(self._model.parameters()).device)
+
+    def __enter__(self) -> None:
+        self._now = _rng_state(self._model)
+        self._set(self._state)
+
+    def __exit__(self, *error: object) -> None:
+        self._set(self._now)

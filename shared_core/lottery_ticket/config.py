@@ -1,0 +1,68 @@
+"""The options of one run of a lottery ticket experiment: what it trains, and what it leaves for the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from shared_core.config.options import TechniqueConfig, option
+from shared_core.config.training_time import Position
+
+
+@dataclass(frozen=True, kw_only=True)
+class TicketConfig(TechniqueConfig):
+    """One run: dense, or with the ticket of an earlier run. `LotteryTicket` writes these for every run of a search.
+
+    Example:
+        >>> TicketConfig(out="runs/lottery/round-00", rewind_to=500).rewind
+        'weights'
+    """
+
+    key: ClassVar[str] = "ticket"
+    switch: ClassVar[str] = "out"
+
+    out: str = option(help="Folder for what this run leaves: the ticket found, the weights to rewind to, its figures.")
+    ticket: str | None = option(None, help="The ticket file to train; none: a dense run, which finds the first ticket.")
+    rewind_to: Position = option(
+        0, help="Step k to rewind to: a step (500), a fraction of the run (0.1) or epochs (2ep); 0: the initialisation."
+    )
+    rewind: Literal["weights", "learning_rate", "none"] = option(
+        "weights",
+        help="weights: survivors go back to their values at step k; learning_rate: they keep their values, and the "
+        "schedule is replayed from step k; none: they keep them, at the learning rate of the last step.",
+    )
+    rate: float = option(0.2, help="Share of the weights left that this run's end prunes.", above=0, below=1)
+    output_rate: float | None = option(
+        None, help="The same for the output layer; half of rate by default; scope local.", low=0, below=1
+    )
+    conv_rate: float | None = option(
+        None, help="The same for convolutions, where 0.1 to 0.15 is usual; rate by default; scope local.",
+        low=0, below=1,
+    )  # fmt: skip
+    scope: Literal["local", "global"] = option(
+        "local", help="local: every tensor loses its rate; global: all weights compete under one threshold."
+    )
+    max_layer_sparsity: float | None = option(
+        None, help="Largest share of one tensor that may go; what it does not give, others give; 0.98, or what a round "
+        "asks of all where that is higher; scope global.", above=0, high=1, only_with={"scope": ("global",)},
+    )  # fmt: skip
+    control: Literal["none", "random_reinit", "random_mask"] = option(
+        "none",
+        help="random_reinit: the ticket's masks over newly drawn weights, from the start; random_mask: as many weights "
+        "of every tensor as the ticket keeps, chosen at random.",
+    )
+    seed: int = option(0, help="Seed of what a control draws.", low=0)
+    include: tuple[str, ...] = option(
+        (), help="Only modules of these names (globs), types, or first, last. Frozen ones must be named here."
+    )
+    skip: tuple[str, ...] = option((), help="No modules of these names (globs), types, or first, last.")
+    min_size: int = option(0, help="Leave tensors with fewer weights than this dense.", low=0)
+
+    def validate(self) -> None:
+        """Raise `ConfigError` where the options contradict each other."""
+        if self.control != "none" and self.ticket is None:
+            raise self._error("control", "must be none for a dense run; give the ticket whose masks it compares with")
+        if self.scope == "global":
+            for name in ("output_rate", "conv_rate"):
+                if getattr(self, name) is not None:
+                    raise self._error(name, "must not be given with scope global, where one threshold decides")

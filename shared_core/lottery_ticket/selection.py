@@ -1,0 +1,158 @@
+"""Which weights a round prunes: a share of what is left, the smallest first. And what the controls draw instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from eff_kernels.pruning import rank_below_
+from torch import Tensor, nn
+
+from shared_core.distributed.sharded_tensors import fill_, is_sharded, whole
+from shared_core.lottery_ticket.config import TicketConfig
+from shared_core.modules.matching import match_modules
+from shared_core.pruning.config import MOST_OF_WEIGHTS
+from shared_core.pruning.masks import prune_mask, prune_masks
+from shared_core.pruning.scorers.weight_scorers import magnitude
+from shared_core.pruning.selection import layer_limits
+from shared_core.pruning.targets import prunable_types
+
+_CONVOLUTIONS = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+
+
+def layer_rates(model: nn.Module, modules: Mapping[str, nn.Module], config: TicketConfig) -> dict[str, float]:
+    """Return the share of its remaining weights that each tensor loses in a round of scope local.
+
+    The output layer is the last linear or convolutional one in registration order, as ``last`` in `skip`; it loses
+    `output_rate`, half of `rate` by default (Frankle and Carbin 2019, section 2). Convolutions lose `conv_rate`.
+
+    Args:
+        model: Where the output layer is looked for.
+        modules: By the name of the weight that is to be pruned.
+        config: The rates.
+    """
+    output = match_modules(model, prunable_types(model), where="ticket", include=["last"])[0].module
+    half = config.rate / 2 if config.output_rate is None else config.output_rate
+    conv = config.rate if config.conv_rate is None else config.conv_rate
+    return {
+        name: half if module is output else conv if isinstance(module, _CONVOLUTIONS) else config.rate
+        for name, module in modules.items()
+    }
+
+
+@torch.no_grad()
+def next_masks(
+    weights: Mapping[str, Tensor],
+    masks: Mapping[str, Tensor],
+    rates: Mapping[str, float] | float,
+    most: float | None = None,
+) -> dict[str, Tensor]:
+    """Return the masks after pruning a share of what is left, the smallest magnitudes first.
+
+    Of m weights left ``round(rate·m)`` go (Python's rounding, halves to even), never a tensor's last one; among equal
+    magnitudes the lowest flat index is kept. So r rounds of one rate leave ``(1 - rate)^r`` of the weights, but for
+    that rounding.
+
+    Args:
+        weights: The trained weights, any shapes and devices; where FSDP2 shards them every process must call it.
+        masks: bool by the same names, whole, True = left; empty means all of them.
+        rates: By the same names, each in [0, 1): every tensor by itself. Or one number: all under one threshold.
+        most: With one threshold, the largest share of one tensor that may be gone afterwards; 0.98 by default, or what
+            is asked of all where that is higher.
+
+    Returns:
+        bool by the same names, True = keep.
+
+    Raises:
+        ConfigError: If a weight is NaN.
+
+    Source: Frankle and Carbin 2019, arXiv:1803.03635.
+
+    Example:
+        >>> weight = {"w": torch.tensor([4.0, -1.0, 3.0, 2.0])}
+        >>> first = next_masks(weight, {}, {"w": 0.25})
+        >>> next_masks(weight, first, {"w": 0.4})["w"].tolist()
+        [True, False, True, False]
+    """
+    scores = _Scores(weights, masks)
+    left = [int(masks[name].count_nonzero()) if name in masks else weights[name].numel() for name in scores.names]
+    if isinstance(rates, Mapping):
+        found = {}
+        for index, (name, count) in enumerate(zip(scores.names, left, strict=True)):
+            keep = max(count - round(rates[name] * count), min(count, 1))
+            numel = weights[name].numel()
+            found[name] = prune_mask(scores[index], (numel - keep) / max(numel, 1))
+        return found
+    numel = sum(tensor.numel() for tensor in scores.tensors)
+    sparsity = (numel - sum(left) + round(rates * sum(left))) / numel
+    limits = layer_limits(most_of_a_tensor(most, sparsity), sparsity, [tensor.numel() for tensor in scores.tensors])
+    return dict(zip(scores.names, prune_masks(scores, sparsity, limits), strict=True))
+
+
+def most_of_a_tensor(most: float | None, sparsity: float) -> float:
+    """Return the largest share of one tensor that may be gone where `sparsity` is asked of all; None: the default."""
+    return max(MOST_OF_WEIGHTS, sparsity) if most is None else most
+
+
+class _Scores(Sequence[Tensor]):
+    """Magnitudes computed on access, what is pruned already below everything."""
+
+    def __init__(self, weights: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
+        self.names = list(weights)
+        self.tensors = list(weights.values())
+        self._masks = masks
+        # a sharded one is gathered whole, once for all its slices
+        self.part = None if any(map(is_sharded, self.tensors)) else self._part
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
+        return self._part(index, slice(None)).view(self.tensors[index].shape)
+
+    def _part(self, index: int, where: slice) -> Tensor:
+        """Return a slice of one tensor's flattened scores."""
+        name, scores = self.names[index], magnitude(whole(self.tensors[index].detach()).reshape(-1)[where])
+        if name not in self._masks:
+            return scores
+        return rank_below_(scores, self._masks[name].reshape(-1)[where].to(scores.device))
+
+
+def random_masks(masks: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """Return masks that keep as many weights of every tensor as the given ones, anywhere.
+
+    Example:
+        >>> masks = {"w": torch.tensor([True, False, False, True])}
+        >>> int(random_masks(masks, torch.Generator().manual_seed(0))["w"].sum())
+        2
+    """
+    drawn = {}
+    for name, mask in masks.items():
+        chosen = torch.randperm(mask.numel(), generator=generator)[: int(mask.count_nonzero())]
+        drawn[name] = torch.zeros(mask.numel(), dtype=torch.bool).index_fill_(0, chosen, True).view(mask.shape)
+    return drawn
+
+
+@torch.no_grad()
+def redraw_(parameters: Sequence[Tensor], generator: torch.Generator) -> None:
+    """Draw every parameter anew, in place, from its own initial values: without replacement, at other positions.
+
+    Whatever the model's code drew independently for every element is so drawn once more from the same distribution,
+    which nobody needs to know; constants (zero biases, the ones of a norm) stay. Where elements depend on each other
+    (orthogonal initialisation, pretrained weights) that structure is lost.
+
+    Args:
+        parameters: Each once.
+        generator: On CPU.
+
+    Example:
+        >>> weight = torch.tensor([1.0, 2.0, 3.0])
+        >>> redraw_([weight], torch.Generator().manual_seed(1))
+        >>> weight.sort().values
+        tensor([1., 2., 3.])
+    """
+    for parameter in parameters:
+        order = torch.randperm(parameter.numel(), generator=generator).to(parameter.device)
+        fill_(parameter, whole(parameter).reshape(-1)[order].view(parameter.shape))

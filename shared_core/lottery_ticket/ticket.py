@@ -1,0 +1,319 @@
+"""A ticket on disk: which weights are left, and what all weights are set to when training is rewound.
+
+Putting a ticket's weights in place of a model's: under whose names, and whether anything moves at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from shared_core.distributed.collectives import all_reduce_, is_main, local_part
+from shared_core.distributed.sharded_tensors import fill_, is_sharded, place_of, whole
+from shared_core.errors import CheckpointError
+from shared_core.files.atomic import atomic_write
+from shared_core.files.json_yaml import parse_json
+from shared_core.modules.matching import plain_name
+from shared_core.modules.packed_masks import pack_mask, packed_size, unpack_mask
+
+_FORMAT = 1
+_MASK, _WEIGHT = "mask.", "weight."
+_ENDS = 1024
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Masks, and the weights that training goes on from at `step`."""
+
+    masks: Mapping[str, Tensor]
+    """bool by the name of the weight, True = keep; empty before anything was pruned."""
+    weights: Mapping[str, Tensor]
+    """Parameters and buffers by name, dense; of a file, read one by one when asked for."""
+    step: int
+    """The optimizer step at which they are put in place."""
+    rewind: str = "weights"
+    """What they are: those of that step (``weights``), or the trained ones (``learning_rate``, ``none``)."""
+    learning_rates: tuple[tuple[float, ...], ...] = field(default=())
+    """Of the last step, for each optimizer's parameter groups; only with ``none``."""
+
+    @property
+    def numel(self) -> int:
+        """How many weights the masks are of."""
+        return sum(mask.numel() for mask in self.masks.values())
+
+    @property
+    def kept(self) -> int:
+        """How many of them are left."""
+        return sum(int(mask.count_nonzero()) for mask in self.masks.values())
+
+    def digest(self) -> str:
+        """Return a hash of the masks and of the two ends of every weight, to tell tickets apart."""
+        digest = hashlib.sha256(f"{self.step} {self.rewind}".encode())
+        for name, mask in sorted(self.masks.items()):
+            digest.update(name.encode() + pack_mask(mask).numpy().tobytes())
+        for name in sorted(self.weights):
+            flat = self.weights[name].detach().reshape(-1)
+            ends = torch.cat([flat[:_ENDS], flat[-_ENDS:]]).cpu().contiguous()
+            digest.update(name.encode() + ends.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def write_ticket(path: Path | str, ticket: Ticket) -> Path:
+    """Write a ticket as one safetensors file, whole or not at all, and return its path.
+
+    Tensors ``weight.<name>`` hold the weights, ``mask.<name>`` the masks, eight to a byte (``numpy.packbits`` of the
+    flattened mask); the metadata field ``eff_ticket`` is JSON: format, step, rewind, learning_rates.
+
+    Example:
+        >>> import tempfile
+        >>> path = f"{tempfile.mkdtemp()}/ticket.safetensors"
+        >>> ticket = Ticket({"w": torch.tensor([True, False])}, {"w": torch.tensor([0.5, 0.25])}, step=3)
+        >>> read = read_ticket(write_ticket(path, ticket))
+        >>> read.masks["w"].tolist(), read.weights["w"].tolist(), read.step
+        ([True, False], [0.5, 0.25], 3)
+    """
+    # A copy each: safetensors refuses two names for one storage.
+    tensors = {
+        _WEIGHT + name: value.detach().to("cpu", copy=True).contiguous() for name, value in ticket.weights.items()
+    }
+    tensors |= {_MASK + name: pack_mask(mask) for name, mask in ticket.masks.items()}
+    told = {"format": _FORMAT, "step": ticket.step, "rewind": ticket.rewind, "learning_rates": ticket.learning_rates}
+    path = Path(path)
+    with atomic_write(path) as temporary:
+        save_file(tensors, temporary, metadata={"eff_ticket": json.dumps(told)})
+    return path
+
+
+def read_ticket(path: Path | str) -> Ticket:
+    """Return the ticket in a file; its masks are read, its weights when they are asked for.
+
+    Args:
+        path: A ``ticket.safetensors``, as `LotteryTicket` and ``eff lottery`` write it.
+
+    Raises:
+        CheckpointError: If the file is missing, damaged, no ticket, or of a newer format.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"ticket: {path} must be a ticket file, but there is none; check the path")
+    try:
+        with safe_open(path, framework="pt") as file:
+            told = parse_json((file.metadata() or {})["eff_ticket"])
+            names = list(file.keys())
+            if int(told["format"]) > _FORMAT:
+                raise CheckpointError(f"ticket: {path} was written by a newer efftrain; update it to read this file")
+            masks = {}
+            for name in (name.removeprefix(_MASK) for name in names if name.startswith(_MASK)):
+                shape = file.get_slice(_WEIGHT + name).get_shape()
+                masks[name] = _unpacked(file.get_tensor(_MASK + name), shape)
+        weights = _InFile(path, [name.removeprefix(_WEIGHT) for name in names if name.startswith(_WEIGHT)])
+        rates = tuple(tuple(map(float, groups)) for groups in told["learning_rates"])
+        return Ticket(masks, weights, int(told["step"]), str(told["rewind"]), rates)
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"ticket: {path} must be a whole ticket file, got {error!r}; it is damaged") from error
+
+
+class _InFile(Mapping[str, Tensor]):
+    """The weights in a ticket's file, each read when it is asked for."""
+
+    def __init__(self, path: Path, names: list[str]) -> None:
+        self._path, self._names = path, dict.fromkeys(names)
+        self._file: Any = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        if self._file is None:
+            self._file = safe_open(self._path, framework="pt")
+        tensor: Tensor = self._file.get_tensor(_WEIGHT + name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+
+def _unpacked(packed: Tensor, shape: list[int]) -> Tensor:
+    if packed.dtype != torch.uint8 or packed.numel() != packed_size(shape):
+        raise ValueError(f"{packed.numel()} bytes of mask for {math.prod(shape)} weights")
+    return unpack_mask(packed, shape)
+
+
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name, a tied one once, under its first name."""
+    found: dict[str, Tensor] = {}
+    seen: set[object] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            continue
+        storage: object = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else name
+        storage = id(value) if is_sharded(value) else storage  # this process's part of it may be empty
+        if storage not in seen:
+            seen.add(storage)
+            found[plain_name(name)] = value.detach()
+    return found
+
+
+def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return `own_tensors` to be written: what FSDP2 shards is gathered one by one, into the main process's memory.
+
+    Every process must call it; the others then hold nothing.
+    """
+    own = own_tensors(model)
+    if not any(map(is_sharded, own.values())):
+        return own
+    gathered = ((name, whole(value)) for name, value in own.items())
+    return {name: value.cpu() for name, value in gathered if is_main()}
+
+
+def renamed(ticket: Ticket, weights: Mapping[str, Tensor], source: str) -> Ticket:
+    """Return the ticket under the names of the weights to mask: a ticket found in one trainer serves in another.
+
+    The names may differ by a prefix that they all have (``net.`` in a LightningModule).
+
+    Args:
+        ticket: As it was read.
+        weights: What its masks must be of.
+        source: Its file, for errors.
+
+    Raises:
+        CheckpointError: If it is of other weights.
+    """
+    add, remove = _prefixes(list(ticket.masks), list(weights))
+    masks = {add + name.removeprefix(remove): mask for name, mask in ticket.masks.items()}
+    for name in sorted({*masks, *weights}):
+        if name not in masks or name not in weights:
+            side = "the model" if name not in masks else "the ticket"
+            raise CheckpointError(
+                f"ticket: {source} must be a ticket of this model's weights, but only {side} has {name}; train the "
+                "model that it was found in, with the same include, skip and min_size"
+            )
+        if masks[name].shape != weights[name].shape:
+            raise CheckpointError(
+                f"ticket: {source} must be a ticket of this model's weights, but {name} has shape "
+                f"{tuple(weights[name].shape)} and its mask {tuple(masks[name].shape)}"
+            )
+    if not (add or remove):
+        return ticket
+    return dataclasses.replace(ticket, masks=masks, weights=_Renamed(ticket.weights, add, remove))
+
+
+def _prefixes(theirs: list[str], own: list[str]) -> tuple[str, str]:
+    """Return what to add to all of their names and what to remove, so that they become our own; else nothing."""
+    if not theirs or set(theirs) == set(own):
+        return "", ""
+    for name in own:
+        if name.endswith(f".{theirs[0]}"):
+            prefix = name.removesuffix(theirs[0])
+            if {prefix + other for other in theirs} == set(own):
+                return prefix, ""
+    for name in own:
+        if theirs[0].endswith(f".{name}"):
+            prefix = theirs[0].removesuffix(name)
+            if {other.removeprefix(prefix) for other in theirs} == set(own):
+                return "", prefix
+    return "", ""
+
+
+class _Renamed(Mapping[str, Tensor]):
+    def __init__(self, weights: Mapping[str, Tensor], add: str, remove: str) -> None:
+        self._weights = weights
+        self._names = {add + name.removeprefix(remove): name for name in weights}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def first_difference(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor], source: str) -> str | None:
+    """Return the name of the first tensor that is not equal bit for bit, None if all are; every process must call it.
+
+    Of a sharded one each process compares its part.
+
+    Raises:
+        CheckpointError: If they are not the tensors of one model.
+    """
+    odd = next((name for name in sorted({*own, *theirs}) if name not in own or name not in theirs), None)
+    if odd is None:
+        odd = next((name for name, value in own.items() if _kind(value) != _kind(theirs[name])), None)
+    if odd is not None:
+        told = [str(_kind(side[odd])) if odd in side else "none" for side in (own, theirs)]
+        raise CheckpointError(
+            f"ticket: {source} must hold the weights of this model, but {odd} is {told[0]} in the model and {told[1]} "
+            "in the ticket; train the model that it was found in"
+        )
+    if not any(map(is_sharded, own.values())):
+        return next((name for name, value in own.items() if not same_bits(value, theirs[name])), None)
+    differ = [not same_bits(local_part(value), theirs[name][place_of(value)]) for name, value in own.items()]
+    all_reduce_(joined := torch.tensor(differ, dtype=torch.int32, device=next(iter(own.values())).device), "max")
+    return next((name for name, is_odd in zip(own, joined.tolist(), strict=True) if is_odd), None)
+
+
+def _kind(value: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(value.shape), value.dtype
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype hold the same bits, also where these are NaN or -0.0.
+
+    Example:
+        >>> same_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
+        True
+        >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+        False
+    """
+    bits = [side.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for side in (first, second)]
+    return torch.equal(*bits)
+
+
+@torch.no_grad()
+def load_(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy weights into the model's own tensors, in place."""
+    for name, value in own_tensors(model).items():
+        fill_(value, weights[name])
+
+
+def set_learning_rates(optimizers: Sequence[torch.optim.Optimizer], rates: Sequence[Sequence[Any]]) -> None:
+    """Give every parameter group of every optimizer its learning rate."""
+    for optimizer, its in zip(optimizers, rates, strict=True):
+        for group, rate in zip(optimizer.param_groups, its, strict=True):
+            group["lr"] = rate
+
+
+def learning_rates(
+    optimizers: Sequence[torch.optim.Optimizer], as_type: Callable[[Any], Any] = float
+) -> tuple[tuple[Any, ...], ...]:
+    """Return the learning rate of every parameter group of every optimizer."""
+    return tuple(tuple(as_type(group["lr"]) for group in optimizer.param_groups) for optimizer in optimizers)
+
+
+def fitting_rates(
+    optimizers: Sequence[torch.optim.Optimizer], rates: Sequence[Sequence[float]]
+) -> Sequence[Sequence[float]] | None:
+    """Return saved learning rates for these parameter groups; one that all groups had serves any groups; else None."""
+    sizes = [len(its) for its in learning_rates(optimizers)]
+    if [len(its) for its in rates] == sizes:
+        return rates
+    values = {rate for its in rates for rate in its}
+    return [list(values) * size for size in sizes] if len(values) == 1 else None

@@ -1,0 +1,342 @@
+"""Ranks that share out a budget: each parameter goes where it helps most.
+
+Which layers can be factorised, how, and to which rank.
+
+What low ranks cost, measured: the loss on calibration batches with one layer at a time truncated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
+from shared_core.low_rank.config import LowRankConfig
+from shared_core.low_rank.decomposition import Spectrum, decompose
+from shared_core.low_rank.layers import LowRankLayer, as_matrix, from_matrix, is_transposed, schemes
+from shared_core.modules.matching import match_modules, own_class
+
+Point = tuple[int, float]
+"""(parameters, what they are worth)."""
+
+
+def share_out(choices: Mapping[str, Sequence[Point]], budget: int) -> dict[str, int]:
+    """Return which choice each layer gets so that the worth of all is greatest within a budget of parameters.
+
+    Goes along the upper concave hulls of the layers' points by falling worth per parameter. Where the budget is spent
+    to the last parameter of a hull's step that is the optimum; between two such budgets it falls short of it by less
+    than one step.
+
+    Args:
+        choices: For each layer its points, costs rising strictly; the first is the least that it can have.
+        budget: Parameters, all layers together.
+
+    Returns:
+        The index of the point of each layer.
+
+    Raises:
+        ConfigError: If the first points already cost more.
+
+    Example:
+        >>> share_out({"a": [(1, 0.5), (2, 0.9), (3, 1.0)], "b": [(1, 0.2), (2, 0.8)]}, 4)
+        {'a': 1, 'b': 1}
+    """
+    taken = dict.fromkeys(choices, 0)
+    left = budget - sum(points[0][0] for points in choices.values())
+    if left < 0:
+        raise ConfigError(
+            f"low_rank: budget must hold rank 1 of every layer, {budget - left} parameters, got {budget}; raise it"
+        )
+    steps = [
+        ((points[end][1] - points[start][1]) / (points[end][0] - points[start][0]), name, start, end)
+        for name, points in choices.items()
+        for start, end in _hull(points)
+    ]
+    # the sort is stable: of equal steps, the earlier layer's comes first
+    for _, name, start, end in sorted(steps, key=lambda step: -step[0]):
+        cost = choices[name][end][0] - choices[name][start][0]
+        if taken[name] == start and cost <= left:
+            taken[name], left = end, left - cost
+    return taken
+
+
+def _hull(points: Sequence[Point]) -> list[tuple[int, int]]:
+    """Return the steps of the upper concave hull, as pairs of indices, up to the point that is worth most."""
+    corners = [0]
+    for index in range(1, len(points)):
+        while len(corners) > 1 and _slope(points, corners[-1], index) >= _slope(points, corners[-2], corners[-1]):
+            corners.pop()
+        corners.append(index)
+    return [(start, end) for start, end in itertools.pairwise(corners) if _slope(points, start, end) > 0]
+
+
+def _slope(points: Sequence[Point], start: int, end: int) -> float:
+    return (points[end][1] - points[start][1]) / (points[end][0] - points[start][0])
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layer in one scheme.
+
+    Args:
+        module: The user's layer.
+        scheme: How its weight becomes a matrix.
+        spectrum: Of that matrix.
+    """
+
+    module: Any
+    scheme: str
+    spectrum: Spectrum
+
+    @property
+    def side(self) -> int:
+        """Parameters of one rank: rows + columns."""
+        return sum(self.spectrum.weight.shape)
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the weight."""
+        return int(self.module.weight.numel())
+
+    @property
+    def full(self) -> int:
+        """The rank of any matrix of its shape, at most."""
+        return len(self.spectrum.s)
+
+    @property
+    def largest(self) -> int:
+        """The largest rank that saves parameters, 0 if none does."""
+        return min((self.numel - 1) // self.side, self.full)
+
+
+def select(model: nn.Module, config: LowRankConfig) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the layers that can be factorised, by name, and why others that could be thought of are left alone.
+
+    Raises:
+        MatchError: If none is left.
+        CompatibilityError: If a weight is not there yet, or sharded.
+        TrainingError: If a weight is not finite.
+    """
+    kinds = {type(module) for module in model.modules() if is_transposed(module)}
+    found = match_modules(model, (nn.Linear, nn.Conv2d, *kinds), where="low_rank", include=config.include,
+                          skip=config.skip, min_size=config.min_size)  # fmt: skip
+    inside = _not_ours(model)
+    holders: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            holders[id(parameter)] = holders.get(id(parameter), 0) + 1
+    chosen, left_out = {}, {}
+    for each in found:
+        layer: Any = each.module
+        reason = inside.get(id(layer)) or _reason(layer, holders)
+        if reason:
+            left_out[each.name] = reason
+        else:
+            _check_weight(each.name, layer.weight)
+            chosen[each.name] = layer
+    _refuse_none(chosen, left_out, config)
+    return chosen, left_out
+
+
+def _not_ours(model: nn.Module) -> dict[int, str]:
+    """Return, by identity, why layers inside of others are not to be replaced."""
+    reasons: dict[int, str] = {}
+    for parent in model.modules():
+        if hasattr(parent, "lora_A"):
+            reasons |= {id(child): "it is part of a layer with adapters" for child in parent.modules()}
+        if isinstance(parent, LowRankLayer):
+            reasons |= {id(child): "it is a factor" for child in parent.modules()}
+    return reasons
+
+
+def _reason(module: Any, holders: Mapping[int, int]) -> str | None:
+    kind = own_class(module)
+    if kind not in (nn.Linear, nn.Conv2d) and not is_transposed(module):
+        return f"it is a {kind.__name__}, not a plain layer"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed from others"
+    if holders[id(weight)] > 1:
+        return "its weight is tied to another layer's"
+    if not weight.is_floating_point():
+        return f"its weight is {weight.dtype}"
+    if isinstance(module, nn.Conv2d) and module.groups > 1:
+        return f"it has {module.groups} groups"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "it has hooks of its own"
+    return None
+
+
+def _check_weight(name: str, weight: Tensor) -> None:
+    if hasattr(weight, "device_mesh") or weight.is_meta:
+        what = "a weight without values" if weight.is_meta else "a sharded weight"
+        raise CompatibilityError(
+            f"low_rank: {name} must be factorised while its weight is whole, got {what}; load the model in full first"
+        )
+    if not bool(weight.isfinite().all()):
+        raise TrainingError(f"low_rank: {name} must be finite, got NaN or infinity in its weight")
+
+
+def _refuse_none(chosen: Mapping[str, Any], left_out: Mapping[str, str], config: LowRankConfig) -> None:
+    if not chosen:
+        told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:5])
+        raise MatchError(
+            f"low_rank: at least one layer must be factorised, got none with rank {config.rank!r} ({told}); choose "
+            "other layers or a lower rank, or force it"
+        )
+
+
+def candidates(
+    layers: Mapping[str, Any], config: LowRankConfig, moments: Mapping[tuple[str, str], Tensor] | None = None
+) -> dict[str, Candidate]:
+    """Return each layer in the scheme that its options ask for; ``auto`` is the one that loses less with half of it.
+
+    Args:
+        layers: By name.
+        config: The options.
+        moments: Second moments of the inputs by (name, scheme); without, the weights alone decide.
+    """
+    chosen = {}
+    for name, module in layers.items():
+        able = [scheme for scheme in schemes(module) if config.conv in (scheme, "auto")] or schemes(module)[:1]
+        found = []
+        for scheme in able:
+            matrix = as_matrix(module.weight.detach(), scheme, is_transposed(module))
+            found.append(Candidate(module, scheme, decompose(matrix, (moments or {}).get((name, scheme)))))
+        chosen[name] = max(found, key=_kept_by_half)
+    return chosen
+
+
+def _kept_by_half(candidate: Candidate) -> float:
+    rank = max(min(candidate.numel // (2 * candidate.side), candidate.full), 1)
+    return float(candidate.spectrum.energy()[rank - 1])
+
+
+def choose_ranks(
+    found: Mapping[str, Candidate], config: LowRankConfig, worth: Mapping[str, Mapping[int, float]] | None = None
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Return the rank of each layer, and why others stay as they are.
+
+    Args:
+        found: The layers.
+        config: The options; not a report.
+        worth: For ``sensitivity``: what is gained by a rank of a layer, 0 at its full rank.
+
+    Raises:
+        MatchError: If no layer is left.
+        ConfigError: If a budget cannot be met.
+    """
+    rule = config.rule
+    if rule.kind in ("budget", "sensitivity"):
+        wanted = _by_budget(found, config, worth)
+    else:
+        wanted = {name: _by_itself(each, rule.kind, rule.value) for name, each in found.items()}
+    ranks, left_out = {}, {}
+    for name, rank in wanted.items():
+        each = found[name]
+        rank = min(math.ceil(rank / config.multiple_of) * config.multiple_of, each.full)
+        if rank <= each.largest or config.force:
+            ranks[name] = rank
+        else:
+            left_out[name] = (
+                "it is worth its parameters as it is"
+                if rule.kind in ("budget", "sensitivity")
+                else f"rank {rank} saves nothing: {rank * each.side} parameters instead of {each.numel}"
+            )
+    _refuse_none(ranks, left_out, config)
+    return ranks, left_out
+
+
+def _by_itself(each: Candidate, kind: str, value: float) -> int:
+    if kind == "number":
+        return int(value)
+    if kind == "share":
+        return max(round(value * each.full), 1)
+    kept = each.spectrum.energy()
+    return min(int((kept < value - 1e-12).sum()) + 1, each.full)
+
+
+def _by_budget(
+    found: Mapping[str, Candidate], config: LowRankConfig, worth: Mapping[str, Mapping[int, float]] | None
+) -> dict[str, int]:
+    """Return ranks within a share of all parameters; the full one stands for the layer as it is."""
+    points: dict[str, list[Point]] = {}
+    ranks: dict[str, list[int]] = {}
+    for name, each in found.items():
+        if worth is None:
+            energy = each.spectrum.energy().tolist()
+            tried = range(config.multiple_of, each.largest + 1, config.multiple_of)
+            gain = {rank: energy[rank - 1] for rank in tried} | {each.full: 1.0}
+        else:
+            gain = dict(worth[name])
+        ranks[name] = sorted(gain)
+        points[name] = [(rank * each.side if rank <= each.largest else each.numel, gain[rank]) for rank in ranks[name]]
+    budget = math.floor(config.rule.value * sum(each.numel for each in found.values()))
+    return {name: ranks[name][index] for name, index in share_out(points, budget).items()}
+
+
+_SHARES = (0.0625, 0.125, 0.25, 0.5, 0.75, 1.0)
+"""Of the largest rank that saves: the ranks that are tried."""
+
+
+def measure_worth(
+    found: Mapping[str, Candidate],
+    loss: Callable[[], float],
+    multiple_of: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, dict[int, float]]:
+    """Return by layer and rank by how much the loss falls short of rising: minus its increase, 0 at full rank.
+
+    Args:
+        found: The layers, whose weights are truncated one at a time and put back.
+        loss: Returns the loss of the model as it is.
+        multiple_of: What ranks are multiples of.
+        progress: Called with (ranks tried, ranks).
+
+    Raises:
+        TrainingError: If the loss of the whole model is not finite.
+    """
+    before = loss()
+    if not before < float("inf"):
+        raise TrainingError(f"low_rank: loss on calibration batches must be finite, got {before}; look at the batches")
+    tried = {
+        name: sorted({max(round(share * (each.largest // multiple_of)), 1) * multiple_of for share in _SHARES})
+        if each.largest >= multiple_of
+        else []
+        for name, each in found.items()
+    }
+    done, total = 0, sum(map(len, tried.values()))
+    worth: dict[str, dict[int, float]] = {}
+    for name, each in found.items():
+        worth[name] = {}
+        for rank in tried[name]:
+            with truncated(each, rank):
+                after = loss()
+            worth[name][rank] = before - after if after < float("inf") else -1e30
+            done += 1
+            if progress:
+                progress(done, total)
+        worth[name][each.full] = 0.0
+    return worth
+
+
+@contextmanager
+def truncated(each: Candidate, rank: int) -> Iterator[None]:
+    """Give a layer the best weight of a rank while the block runs."""
+    weight: nn.Parameter = each.module.weight
+    kept = weight.detach().clone()
+    a, b = each.spectrum.factors(rank)
+    with torch.no_grad():
+        weight.copy_(from_matrix(b @ a, each.scheme, is_transposed(each.module), tuple(weight.shape)))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)

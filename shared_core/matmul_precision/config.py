@@ -1,0 +1,25 @@
+"""The option of the precision of float32 matrix products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from shared_core.config.options import TechniqueConfig, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulPrecisionConfig(TechniqueConfig):
+    """Options of the precision of float32 products: ``--matmul_precision`` as a flag, ``matmul:`` in a recipe.
+
+    Example:
+        >>> MatmulPrecisionConfig(precision="high").precision
+        'high'
+    """
+
+    key: ClassVar[str] = "matmul"
+    switch: ClassVar[str] = "precision"
+
+    precision: Literal["highest", "high", "medium"] = option(
+        help="highest: float32; high: TF32 (10 bits) where the GPU has it; medium: on a CPU also bfloat16 (7 bits)"
+    )

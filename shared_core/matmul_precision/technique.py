@@ -1,0 +1,153 @@
+"""The precision of float32 matrix products: TF32 or bf16 where the hardware has them, told where it has not."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.engine.loss_dtype import LossDtype
+from shared_core.engine.preview import Ability, Touched
+from shared_core.engine.technique import Context, Technique
+from shared_core.hardware import float32_matmul_format, float32_matmul_precision, matmul_hardware
+from shared_core.matmul_precision.config import MatmulPrecisionConfig
+
+_BACKENDS: Any = torch.backends  # half of it has no annotations
+
+
+class MatmulPrecision(Technique):
+    """Sets torch's ``float32_matmul_precision`` for one run, measures what it does here, and puts it back.
+
+    Args:
+        config: The options.
+    """
+
+    key: ClassVar[str] = "matmul"
+    config: MatmulPrecisionConfig
+    _live: ClassVar[weakref.WeakValueDictionary[int, MatmulPrecision]] = weakref.WeakValueDictionary()
+    """Those that set the precision and have not put it back, in order: torch has one setting for all of them."""
+    _before: ClassVar[tuple[str, tuple[str, str]]] = ("highest", ("none", "none"))
+    """What was set before the first of them."""
+
+    def __init__(self, config: MatmulPrecisionConfig) -> None:
+        super().__init__(config)
+        self.loss_dtype = LossDtype()
+        """What the first training loss was computed in."""
+        self.previous: str | None = None
+        """Torch's setting before this run; ``"mixed"`` if its newer switches were set. None before `attach`."""
+        self._device = torch.device("cpu")
+        self._format: str | None = None
+
+    @classmethod
+    def ability(cls, device: torch.device) -> Ability:
+        """Return inactive where neither TF32 nor bfloat16 takes the place of float32, by measuring it."""
+        reason = ""
+        for precision in ("high", "medium"):
+            technique = cls(MatmulPrecisionConfig(precision=precision))  # type: ignore[arg-type]
+            technique.attach(nn.Module(), Context(nn.Module()))
+            technique._device, technique._format = device, float32_matmul_format(device)
+            reason = technique._reason()
+            technique.detach(nn.Module())
+            if technique.is_active:
+                return Ability("native", f"{precision} multiplies in {technique._format}")
+        return Ability("inactive", reason)
+
+    def preview(self, model: nn.Module, context: Context) -> Touched:
+        """Return what is multiplied otherwise; leave torch's setting alone."""
+        return Touched(what="all float32 matrix products")
+
+    def attach(self, model: nn.Module, context: Context) -> None:
+        """Set the precision, for evaluation too."""
+        self.previous = float32_matmul_precision()
+        if not self._live:
+            MatmulPrecision._before = self.previous, _newer_switches()
+        self._live[1 + max(self._live, default=0)] = self
+        torch.set_float32_matmul_precision(self.config.precision)
+
+    def detach(self, model: nn.Module) -> None:
+        """Put torch's setting back, or that of another run that has not ended."""
+        mine = next((number for number, one in self._live.items() if one is self), None)
+        if mine is None:
+            return
+        del self._live[mine]
+        precision, switches = self._before
+        if self._live:
+            torch.set_float32_matmul_precision(self._live[max(self._live)].config.precision)
+        elif precision in ("highest", "high", "medium"):
+            torch.set_float32_matmul_precision(precision)
+        else:
+            torch.set_float32_matmul_precision("highest")  # overwrites the newer switches, so these come second
+            _set_newer_switches(switches)
+
+    def begin(self, context: Context) -> None:
+        """Measure a product on the model's device, and say aloud if the setting changes nothing there."""
+        parameter = next(context.model.parameters(), None)
+        self._device = parameter.device if parameter is not None else torch.device("cpu")
+        self._format = float32_matmul_format(self._device)
+        if not self.is_active:
+            context.services.say(f"efftrain: matmul: {self.config.precision} is INACTIVE: {self._reason()}")
+
+    def loss(self, task_loss: Tensor, context: Context) -> Tensor:
+        """Return the loss as it is; the first one tells what it was computed in."""
+        self.loss_dtype.tell(task_loss, context, self.key)
+        return task_loss
+
+    @property
+    def is_active(self) -> bool:
+        """Whether products are computed in what was asked for: measured, not looked up. False before `begin`."""
+        if self.config.precision == "highest":
+            return self._format == "float32"
+        return self._format in ("tf32", "bf16")
+
+    def _reason(self) -> str:
+        device, asked = self._device, self.config.precision
+        if asked == "highest":
+            return f"products on {device.type} are still rounded to {self._format}"
+        still = f"float32 products on {device.type} stay float32, because"
+        if device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(device)
+            return f"{still} compute capability {major}.{minor} has no TF32 (8.0 and later have)"
+        if device.type != "cpu":
+            return f"{still} this device has no such switch"
+        if asked == "high":
+            return f"{still} a CPU has no TF32; medium allows bfloat16 where oneDNN uses it"
+        if not (_BACKENDS.mkldnn.is_available() and _BACKENDS.mkldnn.enabled):
+            return f"{still} oneDNN is not there or switched off"
+        if not matmul_hardware(device)["bf16"]:
+            return f"{still} this CPU has no bf16 instructions"
+        return f"{still} oneDNN does not use this CPU's bf16 instructions for them"
+
+    def finish(self, model: nn.Module, context: Context) -> None:
+        """Put torch's setting back; weights need no baking."""
+        self.detach(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the loss was computed in; all else is measured anew."""
+        return {"loss": self.loss_dtype.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.loss_dtype.load_state_dict(state.get("loss", {}))
+
+    def report(self) -> dict[str, Any]:
+        """Return what was asked for, what was before, what products were really computed in, and the loss's dtypes."""
+        return {
+            "requested": self.config.precision,
+            "previous": self.previous,
+            "device": self._device.type,
+            "active": self.is_active,
+            "products_in": self._format,
+            **({} if self.is_active or self._format is None else {"reason": self._reason()}),
+            **self.loss_dtype.report(),
+        }
+
+
+def _newer_switches() -> tuple[str, str]:
+    return _BACKENDS.cuda.matmul.fp32_precision, _BACKENDS.mkldnn.matmul.fp32_precision
+
+
+def _set_newer_switches(values: tuple[str, str]) -> None:
+    _BACKENDS.cuda.matmul.fp32_precision, _BACKENDS.mkldnn.matmul.fp32_precision = values

@@ -1,0 +1,1 @@
+"""Modules of a model: names that match, example calls, views of weights."""

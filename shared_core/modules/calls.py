@@ -1,0 +1,143 @@
+"""A model run on example inputs, whatever way it takes them, and in eval mode.
+
+The calls of one micro-batch, kept so that what depends on what can be traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shared_core.errors import ConfigError, EffError
+
+
+def call(model: nn.Module, example_inputs: Any) -> Any:
+    """Return what the model makes of a tensor, a tuple of arguments or a mapping of keyword arguments.
+
+    A function without arguments is called instead: it may call the model's parts one by one.
+    """
+    if callable(example_inputs):
+        return example_inputs()
+    if isinstance(example_inputs, Mapping):
+        return model(**example_inputs)
+    return model(*example_inputs) if isinstance(example_inputs, tuple | list) else model(example_inputs)
+
+
+def call_model(
+    model: nn.Module, inputs: Any, where: str = "model: inputs", remedy: str = "give them without labels"
+) -> Any:
+    """Return the model's output, as `call` does.
+
+    Args:
+        model: The user's.
+        inputs: What it is called with.
+        where: Who asks and what for, for errors.
+        remedy: What the user may do about one.
+
+    Raises:
+        ConfigError: If the model raises; its own error is the cause.
+
+    Example:
+        >>> call_model(nn.Identity(), (torch.ones(1),))
+        tensor([1.])
+    """
+    with naming(inputs, where, remedy):
+        return call(model, inputs)
+
+
+@contextmanager
+def naming(inputs: Any, where: str, remedy: str) -> Iterator[None]:
+    """Surround the call of a user's model with inputs, so that its errors name these.
+
+    Args:
+        inputs: What it is called with.
+        where: Who asks and what for.
+        remedy: What the user may do about an error.
+
+    Raises:
+        ConfigError: If the model raises; its own error is the cause.
+    """
+    try:
+        yield
+    except (EffError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # the user's code may raise anything
+        names = f" of {', '.join(map(str, inputs))}" if isinstance(inputs, Mapping) else ""
+        raise ConfigError(
+            f"{where} must hold what the model takes: a tensor, a tuple of arguments or a mapping of keyword "
+            f"arguments, got {type(inputs).__name__}{names} ({type(error).__name__}: {error}); {remedy}"
+        ) from error
+
+
+def call_on_batch(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Any] | None, where: str) -> Any:
+    """Return what the user's loss makes of a batch, or the model itself.
+
+    Raises:
+        ConfigError: If the model raises; its own error is the cause.
+    """
+    return loss(model, batch) if loss else call_model(model, batch, where, "or pass loss(model, batch)")
+
+
+@contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """Put a model into eval mode, without gradients, and back afterwards."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class ExampleCalls:
+    """The arguments of the outermost calls that reach every weight within reach, in the user's own first micro-batch.
+
+    A model that its trainer calls whole gives one call. A LightningModule whose ``training_step`` calls its parts gives
+    one a part; what connects the parts is then not seen, and so is not pruned.
+
+    Args:
+        model: The user's model.
+        modules: Modules whose weights are within reach.
+    """
+
+    def __init__(self, model: nn.Module, modules: set[nn.Module]) -> None:
+        self.calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+        self._open: list[nn.Module] = []
+        self._has_expired = False
+        self._handles: list[Any] = []
+        for module in model.modules():
+            if not modules.isdisjoint(module.modules()):
+                self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._open and module.training and torch.is_grad_enabled():
+            if self._has_expired:
+                self.calls, self._has_expired = [], False
+            if all(called is not module for called, _, _ in self.calls):
+                self.calls.append((module, args, kwargs))
+        self._open.append(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._open and self._open[-1] is module:
+            self._open.pop()
+
+    def replay(self) -> list[Any]:
+        """Call the same modules with the same arguments again, and return their outputs."""
+        return [module(*args, **kwargs) for module, args, kwargs in self.calls]
+
+    def expire(self) -> None:
+        """The step is over: the next micro-batch takes the place of these calls."""
+        self._has_expired = True
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

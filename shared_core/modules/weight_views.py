@@ -1,0 +1,366 @@
+"""Which axis of a weight counts outputs, and which inputs.
+
+Where a layer's weight, input and output have their channels: linear, convolutional and transposed layers.
+
+Weights of transposed convolutions by output channel.
+
+The layers that can be quantised: which of their parameters are weights, and which weights make one output.
+
+The weights of Linear, Conv and transposed Conv layers, seen by output and input channel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shared_core.errors import ConfigError
+from shared_core.modules.matching import is_transformers_conv1d
+
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def output_axis(module: nn.Module) -> int:
+    """Return the axis of ``module.weight`` along which the outputs lie.
+
+    0 for linear layers and convolutions, 1 for transposed convolutions and transformers' ``Conv1D`` (GPT-2).
+
+    Example:
+        >>> output_axis(nn.Linear(4, 2)), output_axis(nn.ConvTranspose1d(4, 2, 3))
+        (0, 1)
+    """
+    return int(isinstance(module, _TRANSPOSED) or is_transformers_conv1d(module))
+
+
+def input_axis(module: nn.Module) -> int:
+    """Return the axis of ``module.weight`` along which the inputs lie.
+
+    Example:
+        >>> input_axis(nn.Linear(4, 2))
+        1
+    """
+    return 1 - output_axis(module)
+
+
+def weight_of(name: str, module: nn.Module) -> nn.Parameter:
+    """Return the weight that a module holds under the last part of a weight's name; recurrent layers hold several.
+
+    Args:
+        name: As in the model's state dict, such as ``encoder.weight_hh_l0``.
+        module: Its holder.
+
+    Raises:
+        KeyError: If it has no such parameter.
+
+    Example:
+        >>> weight_of("encoder.weight_hh_l0", nn.GRU(2, 3)).shape
+        torch.Size([9, 3])
+    """
+    weight = module._parameters[name.rpartition(".")[2]]
+    if weight is None:
+        raise KeyError(name)
+    return weight
+
+
+_Conv = nn.modules.conv._ConvNd
+_Transposed = nn.modules.conv._ConvTransposeNd
+
+
+def check_layout(module: nn.Module, where: str) -> None:
+    """Refuse a layer whose weight is laid out in no way that is known here.
+
+    Raises:
+        ConfigError: If it is neither linear nor convolutional.
+    """
+    if not isinstance(module, nn.Linear | _Conv) and not is_transformers_conv1d(module):
+        raise ConfigError(
+            f"{where}: layer must be linear or convolutional, got {type(module).__name__}; leave it out with skip"
+        )
+
+
+def output_rows(module: nn.Module, tensor: Tensor) -> Tensor:
+    """Return a tensor of the weight's shape as (output units, weights of one unit).
+
+    Args:
+        module: Linear, Conv, ConvTranspose or transformers' Conv1D, with or without groups.
+        tensor: A weight, its scores or its mask.
+
+    Returns:
+        A view where that is possible; `from_output_rows` is the way back.
+
+    Example:
+        >>> layer = nn.ConvTranspose1d(2, 3, 1, bias=False)
+        >>> output_rows(layer, torch.arange(6).view(2, 3, 1))
+        tensor([[0, 3],
+                [1, 4],
+                [2, 5]])
+    """
+    if is_transformers_conv1d(module):
+        return tensor.t()
+    if isinstance(module, _Transposed):
+        split = tensor.reshape(module.groups, -1, tensor.shape[1], math.prod(tensor.shape[2:]))
+        return split.transpose(1, 2).reshape(module.out_channels, -1)
+    return tensor.reshape(tensor.shape[0], -1)
+
+
+def from_output_rows(module: nn.Module, rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return what `output_rows` made rows of, in the weight's shape and contiguous.
+
+    Example:
+        >>> layer = nn.ConvTranspose2d(4, 6, (2, 3), groups=2)
+        >>> rows = output_rows(layer, layer.weight)
+        >>> torch.equal(from_output_rows(layer, rows, layer.weight.shape), layer.weight)
+        True
+    """
+    if is_transformers_conv1d(module):
+        return rows.t().contiguous()
+    if isinstance(module, _Transposed):
+        split = rows.reshape(module.groups, shape[1], shape[0] // module.groups, math.prod(shape[2:]))
+        return split.transpose(1, 2).reshape(tuple(shape)).contiguous()
+    return rows.reshape(tuple(shape)).contiguous()
+
+
+def channel_axis(module: nn.Module, x: Tensor) -> int:
+    """Return the axis of an input's or output's channels: the last, or before the places of a convolution.
+
+    Example:
+        >>> channel_axis(nn.Conv2d(3, 8, 3), torch.zeros(1, 3, 5, 5))
+        1
+    """
+    return x.dim() - 1 - (len(module.kernel_size) if isinstance(module, _Conv) else 0)
+
+
+def over_inputs(module: nn.Module, channels: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return one value an input channel, shaped to be multiplied with the weight.
+
+    Args:
+        module: The layer.
+        channels: (input channels,).
+        shape: The weight's.
+
+    Example:
+        >>> over_inputs(nn.Linear(2, 3), torch.tensor([1.0, 2.0]), (3, 2)).shape
+        torch.Size([1, 2])
+    """
+    rest = (1,) * (len(shape) - 2)
+    if isinstance(module, _Transposed) or is_transformers_conv1d(module):
+        return channels.view(-1, 1, *rest)
+    if isinstance(module, _Conv):
+        groups = channels.view(module.groups, 1, shape[1]).expand(-1, shape[0] // module.groups, -1)
+        return groups.reshape(shape[0], shape[1], *rest)
+    return channels.view(1, -1)
+
+
+def over_outputs(module: nn.Module, units: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return one value an output unit, a new tensor of the weight's shape.
+
+    Example:
+        >>> over_outputs(nn.Linear(2, 2), torch.tensor([1.0, 2.0]), (2, 2))
+        tensor([[1., 1.],
+                [2., 2.]])
+    """
+    rows = units.view(-1, 1).expand(-1, math.prod(shape) // units.numel())
+    return from_output_rows(module, rows, shape).clone(memory_format=torch.contiguous_format)
+
+
+def output_channels_first(weight: Tensor, groups: int = 1) -> Tensor:
+    """Return a transposed convolution's weight with its output channels along axis 0; its own inverse.
+
+    (in, out / groups, ...) becomes (out, in / groups, ...): output channel ``g·(out/groups) + j`` is computed from
+    ``weight[g·(in/groups) : (g+1)·(in/groups), j]``, the g-th group's inputs. What works per output channel along
+    axis 0 (scales, LSQ, ternary) then works for transposed convolutions too.
+
+    Args:
+        weight: Of ConvTranspose1d/2d/3d.
+        groups: The layer's groups.
+
+    Raises:
+        ConfigError: If the groups do not divide the first axis.
+
+    Example:
+        >>> output_channels_first(torch.zeros(6, 5, 3, 3), groups=2).shape
+        torch.Size([10, 3, 3, 3])
+    """
+    if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or weight.dim() < 2:
+        raise ConfigError(f"output_channels_first: groups must be a whole number of at least 1, got {groups!r}")
+    if weight.shape[0] % groups:
+        raise ConfigError(
+            f"output_channels_first: groups must divide the first axis of the weight, {weight.shape[0]}, got {groups}"
+        )
+    return weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
+
+
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+RECURRENT = (nn.LSTM, nn.GRU)
+
+
+def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that hold a layer's weights, by name; a recurrent layer has several, all 2-D.
+
+    Example:
+        >>> list(weights_of(nn.GRU(3, 5))), list(weights_of(nn.Linear(3, 5)))
+        (['weight_ih_l0', 'weight_hh_l0'], ['weight'])
+    """
+    found = {
+        name: value for name, value in module._parameters.items() if name.startswith("weight_") and value is not None
+    }
+    if isinstance(module, RECURRENT):
+        return found
+    weight = module._parameters.get("weight")
+    return {} if weight is None else {"weight": weight}
+
+
+def as_rows(module: nn.Module, weight: Tensor) -> Tensor:
+    """Return a weight with one row for each output channel (or embedding vector); a view where that can be.
+
+    Args:
+        module: The layer; transformers' Conv1D keeps its outputs on the second axis, and a transposed convolution its
+            output channels, group by group.
+        weight: Its weight.
+
+    Example:
+        >>> layer = nn.ConvTranspose1d(4, 6, 3, groups=2)
+        >>> as_rows(layer, layer.weight).shape
+        torch.Size([6, 6])
+    """
+    if isinstance(module, TRANSPOSED):
+        weight = output_channels_first(weight, module.groups)
+    return weight.t() if is_transformers_conv1d(module) else weight.flatten(1)
+
+
+def from_rows(module: nn.Module, rows: Tensor, like: Tensor) -> Tensor:
+    """Return `rows`, as `as_rows` made them, in the shape of the weight `like`."""
+    if is_transformers_conv1d(module):
+        return rows.t()
+    if not isinstance(module, TRANSPOSED):
+        return rows.view(like.shape)
+    shape = len(rows), like.shape[0] // module.groups, *like.shape[2:]
+    return output_channels_first(rows.view(shape), module.groups)
+
+
+def compute(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None, output_size: list[int] | None = None) -> Tensor:
+    """Return what a Linear, Conv1D, convolution or transposed convolution computes with another weight and bias.
+
+    Args:
+        layer: Its geometry is used.
+        x: Input.
+        weight: Of the shape of the layer's.
+        bias: (outputs,), or None.
+        output_size: As a transposed convolution's forward takes it.
+
+    Example:
+        >>> compute(nn.Linear(2, 1), torch.ones(1, 2), torch.tensor([[1.0, 2.0]]), None)
+        tensor([[3.]])
+    """
+    if isinstance(layer, nn.Linear):
+        return F.linear(x, weight, bias)
+    if is_transformers_conv1d(layer):
+        return torch.addmm(bias, x.view(-1, x.shape[-1]), weight).view(*x.shape[:-1], layer.nf)  # type: ignore[arg-type]
+    if not layer.transposed:
+        return layer._conv_forward(x, weight, bias)  # type: ignore[no-any-return]
+    dims = len(layer.kernel_size)
+    padding = layer._output_padding(
+        x, output_size, layer.stride, layer.padding, layer.kernel_size, dims, layer.dilation
+    )
+    convolve: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
+    y: Tensor = convolve(x, weight, bias, layer.stride, layer.padding, padding, layer.groups, layer.dilation)
+    return y
+
+
+def num_outputs(module: nn.Module) -> int:
+    """Return the number of a layer's output channels."""
+    return int(getattr(module, "out_channels", 0) or module.out_features)  # type: ignore[arg-type]
+
+
+def num_inputs(module: nn.Module) -> int:
+    """Return the number of a layer's input channels."""
+    return int(getattr(module, "in_channels", 0) or module.in_features)  # type: ignore[arg-type]
+
+
+def is_depthwise(module: nn.Module) -> bool:
+    """Return whether every output channel of a convolution reads one input channel of its own.
+
+    Example:
+        >>> is_depthwise(nn.Conv2d(4, 4, 3, groups=4)), is_depthwise(nn.Conv2d(1, 1, 3))
+        (True, False)
+    """
+    groups = getattr(module, "groups", 1)
+    return bool(groups > 1 and groups == num_inputs(module) == num_outputs(module))
+
+
+def by_channel(weight: Tensor, module: nn.Module, channels: int | None = None) -> Tensor:
+    """Return a view (groups, outputs a group, inputs a group, …) of a layer's weight.
+
+    Args:
+        weight: Of the shape of ``module.weight``.
+        module: The layer.
+        channels: For a Linear layer that reads a flattened (channels, positions) map: the channels of that map;
+            None: every input feature is a channel.
+
+    Example:
+        >>> layer = nn.Conv2d(4, 6, 3, groups=2)
+        >>> tuple(by_channel(layer.weight, layer).shape)
+        (2, 3, 2, 3, 3)
+    """
+    if isinstance(module, nn.Linear):
+        return _split(weight.unsqueeze(0), 2, channels or module.in_features)
+    grouped = _split(weight, 0, int(module.groups))  # type: ignore[arg-type]
+    return grouped.transpose(1, 2) if isinstance(module, TRANSPOSED) else grouped
+
+
+def largest_by_output(view: Tensor) -> Tensor:
+    """Return max|w| of each output channel of a `by_channel` view."""
+    return view.abs().amax(dim=tuple(range(2, view.dim()))).flatten()
+
+
+def largest_by_input(view: Tensor) -> Tensor:
+    """Return max|w| of each input channel of a `by_channel` view."""
+    return view.abs().amax(dim=(1, *range(3, view.dim()))).flatten()
+
+
+def scale_outputs_(view: Tensor, factor: Tensor) -> None:
+    """Multiply each output channel of a `by_channel` view in place."""
+    view.mul_(factor.reshape(view.shape[0], view.shape[1], *[1] * (view.dim() - 2)))
+
+
+def scale_inputs_(view: Tensor, factor: Tensor) -> None:
+    """Multiply each input channel of a `by_channel` view in place."""
+    view.mul_(factor.reshape(view.shape[0], 1, view.shape[2], *[1] * (view.dim() - 3)))
+
+
+def scaled_outputs(weight: Tensor, module: nn.Module, factor: Tensor) -> Tensor:
+    """Return `weight` with every output channel multiplied; gradients reach both.
+
+    Args:
+        weight: Of the shape of ``module.weight``.
+        module: The layer.
+        factor: Of shape (output channels,).
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> scaled_outputs(torch.ones(2, 2), layer, torch.tensor([1.0, 3.0]))
+        tensor([[1., 1.],
+                [3., 3.]])
+    """
+    if not isinstance(module, TRANSPOSED):
+        return weight * factor.reshape(-1, *[1] * (weight.dim() - 1))
+    groups = int(module.groups)
+    shaped = factor.reshape(groups, 1, -1, *[1] * (weight.dim() - 2))
+    return (_split(weight, 0, groups) * shaped).flatten(0, 1)
+
+
+def _split(weight: Tensor, axis: int, parts: int) -> Tensor:
+    """Return a view with `axis` split in two; unlike reshape, also for channels_last weights never a copy."""
+    return torch.unflatten(weight, axis, (parts, weight.shape[axis] // max(parts, 1)))
+
+
+def channel_sums(output: Tensor, module: nn.Module) -> tuple[Tensor, int]:
+    """Return (sum of each channel in float64, number of values a channel) of a layer's output."""
+    axis = -1 if isinstance(module, nn.Linear) else -1 - len(module.kernel_size)  # type: ignore[arg-type]
+    values = output.detach().movedim(axis, 0).flatten(1)
+    return values.sum(1, dtype=torch.float64), values.shape[1]

@@ -1,0 +1,161 @@
+"""RigL: a sparse network whose connections move to where the gradient asks for them (Evci et al. 2020).
+
+Masks in the forward pass alone: weights under the mask go on learning (movement pruning, SR-STE).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from eff_kernels.pruning import apply_mask_
+from torch import Tensor
+
+from shared_core.distributed.collectives import local_part
+from shared_core.distributed.sharded_tensors import part_of, whole, whole_of
+from shared_core.pruning.masks import prune_mask
+
+
+def rigl_drop_share(step: int, *, begin: int, end: int, alpha: float) -> float:
+    """Return the share of a tensor's live weights that move at `step`: ``α/2·(1 + cos(π·t/T_end))``.
+
+    Args:
+        step: Applied optimizer steps.
+        begin: Step that counts as t = 0.
+        end: Step that counts as T_end; from there on nothing moves.
+        alpha: Share at `begin`, in (0, 1).
+
+    Example:
+        >>> rigl_drop_share(50, begin=0, end=100, alpha=0.3)
+        0.15
+    """
+    if step >= end:
+        return 0.0
+    return alpha / 2 * (1 + math.cos(math.pi * max(0, step - begin) / (end - begin)))
+
+
+@torch.no_grad()
+def moved_masks(
+    weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], masks: Mapping[str, Tensor], drop_share: float
+) -> dict[str, Tensor]:
+    """Return `rigl_mask` of every weight, scored by magnitude; one without a gradient keeps its mask.
+
+    Args:
+        weights: By name; sharded ones are gathered one by one, and then every process must call it.
+        gradients: Dense ones of the step, before masks: of a sharded weight this process's part.
+        masks: Whole.
+        drop_share: Share of the live weights to move, in [0, 1].
+    """
+    return {
+        name: rigl_mask(whole(weight.detach()).abs(), whole_of(gradients[name], weight), masks[name], drop_share)
+        if name in gradients
+        else masks[name]
+        for name, weight in weights.items()
+    }
+
+
+@torch.no_grad()
+def rigl_mask(scores: Tensor, gradient: Tensor, mask: Tensor, drop_share: float) -> Tensor:
+    """Return the mask after the lowest of the live weights were dropped and as many grown where the gradient is large.
+
+    ``k = round(drop_share·live)``, at most as many as are pruned: the k live weights of the lowest score go; of all
+    that are pruned then, the k with the largest ``|gradient|`` come, dropped ones too if their gradient says so. Ties
+    go by lowest flat index (Evci et al. 2020, arXiv:1911.11134, algorithm 1).
+
+    Args:
+        scores: What each weight is worth, shape of the weight.
+        gradient: Dense gradient of the step, before masks, same shape.
+        mask: bool, True = live, same shape.
+        drop_share: Share of the live weights to move, in [0, 1].
+
+    Returns:
+        bool of the same shape with exactly as many live weights as `mask`.
+
+    Example:
+        >>> rigl_mask(torch.tensor([3.0, 1.0, 0.0]), torch.tensor([0.0, 0.0, 5.0]), torch.tensor([1, 1, 0]).bool(), 0.5)
+        tensor([ True, False,  True])
+    """
+    num_live = int(mask.count_nonzero())
+    moved = min(round(drop_share * num_live), mask.numel() - num_live)
+    if moved == 0:
+        return mask.clone()
+    flat = mask.reshape(-1)
+    live = flat.nonzero().view(-1)
+    stay = torch.zeros_like(flat)
+    stay[live] = prune_mask(scores.reshape(-1)[live], moved / num_live)
+    pruned = (~stay).nonzero().view(-1)
+    grow = prune_mask(gradient.reshape(-1)[pruned].abs(), 1 - moved / pruned.numel())
+    stay[pruned[grow]] = True
+    return stay.view(mask.shape)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class StraightThrough:
+    """What lies under the masks while forward and backward see zeros.
+
+    A parameter holds ``mask·w`` whenever the model runs; gradients with respect to it are those of the dense weight
+    (straight-through). For the optimizer step the dense weight is put together, ``mask·w + (1 - mask)·w``, each element
+    being in one of the two terms only, so exactly; afterwards it is taken apart again. No module is changed, and a
+    checkpoint saved between two steps holds the masked weights. Of what FSDP2 shards a process has its part here.
+    """
+
+    def __init__(self) -> None:
+        self.hidden: dict[str, Tensor] = {}
+        """By name what the masks hide, zero elsewhere."""
+        self.is_shown = False
+        self._gathered: dict[str, Tensor] | None = None
+
+    def show(self, weights: Mapping[str, Tensor]) -> None:
+        """Put the dense weights into the parameters, for the optimizer."""
+        if self.is_shown:
+            return
+        for name, hidden in self.hidden.items():
+            # one of the two is all zero bits: a sum would turn -0.0 into +0.0
+            bits = _BITS[hidden.element_size()]
+            local_part(weights[name].detach()).view(bits).bitwise_or_(hidden.view(bits))
+        self.is_shown = True
+
+    def hide(self, weights: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
+        """Take the parameters apart along the masks; they must hold the dense weights, as after `show`."""
+        self.hidden = {}
+        for name, mask in masks.items():
+            weight = local_part(weights[name].detach())
+            hidden = weight.clone()
+            apply_mask_([hidden], [~mask])
+            apply_mask_([weight], [mask])
+            self.hidden[name] = hidden
+        self.is_shown = False
+
+    def gather(self, weights: Mapping[str, Tensor]) -> None:
+        """Hold whole what is hidden, until `let_go`; every process must call it."""
+        self._gathered = self.whole(weights)
+
+    def let_go(self) -> None:
+        """Undo `gather`."""
+        self._gathered = None
+
+    def whole(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what is hidden, whole; of sharded weights that is gathered, or every process must call it."""
+        if self._gathered is not None:
+            return self._gathered
+        return {name: whole_of(part, weights[name]) for name, part in self.hidden.items()}
+
+    def load(self, hidden: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+        """Take back what `whole` returned."""
+        moved = {name: value.to(weights[name].device, weights[name].dtype) for name, value in hidden.items()}
+        self.hidden = {name: part_of(value, weights[name]) for name, value in moved.items()}
+
+    def drop(self) -> None:
+        """Forget what is hidden: the masks are final."""
+        self.hidden = {}
+        self.is_shown = False
+
+    @torch.no_grad()
+    def add_decay_(self, gradients: Mapping[str, Tensor], strength: float) -> None:
+        """Add ``strength·(1 - mask)·w`` to the gradients (SR-STE, Zhou et al. 2021, arXiv:2102.04010, equation 9)."""
+        for name, hidden in self.hidden.items():
+            if name in gradients:
+                gradients[name].add_(hidden.to(gradients[name].dtype), alpha=strength)

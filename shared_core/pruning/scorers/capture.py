@@ -1,0 +1,294 @@
+"""Hands over what a layer saw in forward together with the gradient of its output, each exactly once.
+
+Sums that hooks gather in forward or backward: of this step and rank first, then of all steps and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shared_core.distributed.collectives import all_reduce_, world_size
+from shared_core.errors import TrainingError
+from shared_core.modules.weight_views import check_layout
+from shared_core.pruning.scorers.scorer import Scorer, saved_tensors
+
+Call = tuple[Tensor, Tensor]
+
+
+class _Carry(torch.autograd.Function):
+    """Saves a tensor the way layers do, so that activation checkpointing drops and recomputes it; computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, kept: Tensor) -> Tensor:
+        ctx.save_for_backward(kept)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
+        return None, None
+
+
+class BackwardWatch:
+    """Watches layers in training and calls ``take(name, calls)`` once for each layer and backward pass.
+
+    Only forwards in train mode with gradients count. What forward keeps is held by the autograd graph: a segment under
+    activation checkpointing keeps nothing until it is recomputed, and the recomputed forward, whose output's gradient
+    never comes (non-reentrant) or is the only one that comes (reentrant), is not counted twice. All is let go of as
+    soon as it was taken. Calls of one layer before its backward are handed over together: with as many examples they
+    are about the same examples.
+
+    Under ``torch.compile`` hooks stay outside the graph (a graph break at each layer, so no ``fullgraph=True``), and
+    they must be registered before the first compiled call.
+
+    Args:
+        modules: Layers by name, each with one tensor as output.
+        keep: ``keep(x, output)`` returns what to hold until backward.
+        take: Gets a layer's name and its (kept, gradient of the output) pairs, without gradients.
+        where: The criterion, for errors.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        keep: Callable[[Tensor, Tensor], Tensor],
+        take: Callable[[str, list[Call]], None],
+        where: str,
+    ) -> None:
+        self._modules, self._keep, self._take, self._where = modules, keep, take, where
+        self._handles: list[RemovableHandle] = []
+        self._generation = 0
+        self._expected: dict[str, int] = {}
+        self._arrived: dict[str, list[Call]] = {}
+
+    def attach(self) -> None:
+        """Register the hooks. Safe to call twice."""
+        if not self._handles:
+            self._handles = [
+                module.register_forward_hook(self._hook(name), with_kwargs=True)
+                for name, module in self._modules.items()
+            ]
+
+    def detach(self) -> None:
+        """Remove the hooks; a graph that is still there reports nothing any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what arrived and is not taken, and whatever a forward kept so far."""
+        self._generation += 1
+        self._expected, self._arrived = {}, {}
+
+    def hand_over(self) -> None:
+        """Hand over what arrived, as the next forward would."""
+        for name in list(self._arrived):
+            self._flush(name)
+
+    def flush(self) -> None:
+        """Hand over what arrived: the step is complete, and no more gradients come."""
+        self.hand_over()
+        self._expected = {}
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            # hooks are copied with a module, and the copy is another layer
+            if module is self._modules[name] and module.training and isinstance(output, Tensor):
+                self._seen(name, args[0] if args else next(iter(kwargs.values())), output)
+
+        return hook  # type: ignore[no-any-return]
+
+    def _seen(self, name: str, x: Tensor, output: Tensor) -> None:
+        if torch._C._current_graph_task_id() == -1:  # else backward recomputes a forward that was counted
+            if self._arrived.get(name):
+                self._flush(name)
+            self._expected[name] = self._expected.get(name, 0) + 1
+        if not (torch.is_grad_enabled() and output.requires_grad):
+            return
+        anchor = torch.empty(0, requires_grad=True)
+        carry: Any = _Carry.apply  # untyped
+        carriers = [carry(anchor, self._keep(x.detach(), output.detach()))]
+        generation = self._generation
+
+        def arrive(gradient: Tensor) -> None:
+            if generation != self._generation:
+                carriers.clear()
+                return
+            if not carriers:
+                raise TrainingError(
+                    f"{self._where}: a forward of {name} must have one backward, got a second; add the losses up, or "
+                    "use the criterion taylor"
+                )
+            carrier = carriers.pop()  # torch 2.11 frees what a node saved with its tensor
+            (kept,) = carrier.grad_fn.saved_tensors
+            self._arrived.setdefault(name, []).append((kept, gradient.detach()))
+            if len(self._arrived[name]) >= self._expected.get(name, 0):
+                self._flush(name)
+
+        hooked: Any = output  # register_hook has no annotations
+        hooked.register_hook(arrive)
+
+    def _flush(self, name: str) -> None:
+        calls = self._arrived.pop(name, [])
+        self._expected.pop(name, None)
+        with torch.no_grad():
+            by_examples: dict[int, list[Call]] = {}
+            for kept, gradient in calls:
+                by_examples.setdefault(kept.shape[0], []).append((kept, gradient))
+            for same in by_examples.values():
+                self._take(name, same)
+
+
+class GatheringScorer(Scorer):
+    """Adds up, for each weight, one tensor and how many things it is a sum over.
+
+    `_gather` adds to the window, which is this rank's and this step's. `observe_step` joins the windows of all ranks
+    and adds them to the totals: after every step all ranks hold the same, so that any rank's state resumes them all.
+    `reduce` does so for what was gathered without steps (calibration).
+
+    Raises:
+        ConfigError: If a layer is neither linear nor convolutional.
+    """
+
+    def _set_up(self, generator: torch.Generator | None) -> None:
+        for name, module in self.modules.items():
+            check_layout(module, f"prune {self.criterion}: {name}")
+        super()._set_up(generator)
+
+    @property
+    def ready(self) -> bool:
+        """Whether any layer was seen, by any rank."""
+        return any(self._counts.values())
+
+    @property
+    def num_examples(self) -> dict[str, int]:
+        """How many things each weight's sum is over, on all ranks."""
+        return dict(self._counts)
+
+    def discard_step(self) -> None:
+        """Forget what hooks saw since the last `observe_step`."""
+        self._window: dict[str, Tensor] = {}
+        self._window_counts: dict[str, int] = {}
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Add what no `observe_step` has taken in yet, of all ranks; every rank must call it."""
+        self._commit(1.0)
+
+    def _observe(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], loss_scale: float) -> None:
+        self._commit(loss_scale)
+
+    def _gather(self, name: str, values: Tensor, count: int) -> None:
+        if name in self._window:
+            self._window[name].add_(values)
+        else:
+            self._window[name] = values
+        self._window_counts[name] = self._window_counts.get(name, 0) + count
+
+    def _rescale_(self, window: Tensor, count: int, loss_scale: float) -> None:
+        """Undo, in place, what the loss of this step was multiplied and divided by."""
+
+    def _like(self, name: str) -> Tensor:
+        """Return zeros as `_gather` gets of this weight."""
+        raise NotImplementedError
+
+    def _commit(self, loss_scale: float) -> None:
+        for name, window in self._window.items():
+            self._rescale_(window, self._window_counts[name], loss_scale)
+        counts = torch.tensor([self._window_counts.get(name, 0) for name in self.modules], dtype=torch.int64)
+        if world_size() > 1 and self.modules:
+            # where the weights are: NCCL takes no tensor of the CPU
+            weight: Any = next(iter(self.modules.values())).weight
+            counts = all_reduce_(counts.to(weight.device), "sum").cpu()
+        for name, count in zip(self.modules, counts.tolist(), strict=True):
+            if not count:
+                continue
+            window = self._window.pop(name) if name in self._window else self._like(name)
+            all_reduce_(window, "sum")
+            if name in self._totals:
+                self._totals[name] = self._totals[name].to(window.device).add_(window)
+            else:
+                self._totals[name] = window
+            self._counts[name] = self._counts.get(name, 0) + count
+        self._window, self._window_counts = {}, {}
+
+    def _total(self, name: str, weight: Tensor) -> Tensor | None:
+        total = self._totals.get(name)
+        if total is not None and total.device != weight.device:
+            total = self._totals[name] = total.to(weight.device)
+        return total
+
+    def _forget(self) -> None:
+        self.discard_step()
+        self._totals: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the totals beside what every scorer saves; a step that is not over is not among them."""
+        totals = {name: total.clone() for name, total in self._totals.items()}
+        return {**super().state_dict(), "totals": totals, "counts": dict(self._counts)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back the totals."""
+        super().load_state_dict(state)
+        self._forget()
+        shapes = {name: self._like(name).shape for name in state["totals"] if name in self.modules}
+        self._totals = saved_tensors(state, "totals", shapes, f"prune {self.criterion}")
+        self._counts = {name: int(state["counts"][name]) for name in self._totals}
+
+    def window_state(self) -> dict[str, Any]:
+        """Return the sums of the step that is not over, and what they are sums over."""
+        sums = {name: window.clone() for name, window in self._window.items()}
+        return {"sums": sums, "counts": dict(self._window_counts)} if sums else {}
+
+    def load_window_state(self, state: Mapping[str, Any]) -> None:
+        """Take back the sums."""
+        shapes = {name: self._like(name).shape for name in state["sums"] if name in self.modules}
+        sums = saved_tensors(state, "sums", shapes, f"prune {self.criterion}")
+        self._window = {name: total.to(self._like(name).device) for name, total in sums.items()}
+        self._window_counts = {name: int(state["counts"][name]) for name in sums}
+
+
+class BackwardScorer(GatheringScorer):
+    """Gathers in the user's own backward, from what layers saw in forward and the gradients of their outputs."""
+
+    def _set_up(self, generator: torch.Generator | None) -> None:
+        self._watch = BackwardWatch(self.modules, self._keep, self._take, f"prune {self.criterion}")
+        super()._set_up(generator)
+
+    def attach(self) -> None:
+        """Register a hook on every layer."""
+        self._watch.attach()
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        self._watch.detach()
+        super().discard_step()
+
+    def discard_step(self) -> None:
+        """Forget the examples since the last `observe_step`."""
+        self._watch.clear()
+        super().discard_step()
+
+    def _keep(self, x: Tensor, output: Tensor) -> Tensor:
+        """Return what to hold of a layer's input and output until backward."""
+        raise NotImplementedError
+
+    def _take(self, name: str, calls: list[Call]) -> None:
+        """Gather from what was held and the gradients of the output."""
+        raise NotImplementedError
+
+    def window_state(self) -> dict[str, Any]:
+        """Return the sums of the step that is not over, and what they are sums over."""
+        self._watch.hand_over()
+        return super().window_state()
+
+    def _commit(self, loss_scale: float) -> None:
+        self._watch.flush()
+        super()._commit(loss_scale)

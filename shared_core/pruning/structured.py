@@ -1,0 +1,477 @@
+"""Output units: what of every tensor goes when a neuron, channel, head, filter or layer goes.
+
+Shapley values of a model's own units: what each adds to keeping the outputs of a micro-batch as they are.
+
+Pruning whole output units: found once, scored by what all their tensors hold, masked together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from eff_kernels.pruning import apply_mask_
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shared_core.channel_graph.groups import ChannelGroup, Kind, Slice, find_groups
+from shared_core.distributed.collectives import any_rank, broadcast_, from_main
+from shared_core.distributed.sharded_tensors import whole
+from shared_core.engine.technique import Context
+from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
+from shared_core.modules.calls import ExampleCalls, evaluated
+from shared_core.modules.matching import plain_name, stock_layers
+from shared_core.modules.weight_views import output_axis
+from shared_core.pruning.config import RELATIVE, TRACED, PruneConfig
+from shared_core.pruning.masks import MaskStore
+from shared_core.pruning.scorers import (
+    GroupTaylor,
+    Scorer,
+    UnitSlices,
+    gather_units,
+    group_scores,
+    relative_scores,
+    shapley_values,
+)
+from shared_core.pruning.scorers.gradient_scorers import NeuronTaylor
+from shared_core.pruning.scorers.scorer import all_finite
+from shared_core.pruning.selection import select_units
+from shared_core.pruning.targets import refuse_nothing
+
+_MASKED = ("out", "norm")
+
+
+def filter_groups(modules: Mapping[str, nn.Module]) -> list[ChannelGroup]:
+    """Return every output unit of every layer, each by itself: its row of the weight, and its bias.
+
+    Args:
+        modules: Weight name to the module that holds it as ``weight``.
+    """
+    return [_layer_group(name, module, "filter", whole_layer=False) for name, module in modules.items()]
+
+
+def layer_groups(modules: Mapping[str, nn.Module]) -> list[ChannelGroup]:
+    """Return every layer as a group of one unit: all of its weight, and its bias.
+
+    Args:
+        modules: Weight name to the module that holds it as ``weight``.
+    """
+    return [_layer_group(name, module, "layer", whole_layer=True) for name, module in modules.items()]
+
+
+def _layer_group(name: str, module: nn.Module, kind: Kind, *, whole_layer: bool) -> ChannelGroup:
+    weight = cast("Tensor", module.weight)
+    axis = output_axis(module)
+    outputs: NDArray[np.int64] = np.arange(weight.shape[axis])
+    tensors: list[tuple[str, int, NDArray[np.int64]]] = [(name, axis, outputs)]
+    bias = module._parameters.get("bias")
+    if bias is not None:
+        # a grouped transposed convolution holds outputs of one group in the weight and all of them in the bias
+        of_bias = np.arange(bias.numel()).reshape(-1, len(outputs)).T if bias.numel() != len(outputs) else outputs
+        tensors.append((f"{name.removesuffix('weight')}bias", 0, of_bias))
+    slices = tuple(
+        Slice(tensor, along, places.reshape(1 if whole_layer else len(outputs), -1), "out")
+        for tensor, along, places in tensors
+    )
+    return ChannelGroup(name=name, kind=kind, units=1 if whole_layer else len(outputs), slices=slices)
+
+
+def prunable_groups(groups: Iterable[ChannelGroup], granularity: str, chosen: Iterable[str]) -> Iterator[ChannelGroup]:
+    """Yield the groups of a granularity whose weights are all within reach.
+
+    Args:
+        groups: As traced.
+        granularity: ``neuron``, ``channel`` or ``head``.
+        chosen: Names of the weights that may be pruned.
+    """
+    reach = set(chosen)
+    for group in groups:
+        weights = {part.tensor for part in group.slices if part.role == "out" and not part.tensor.endswith("bias")}
+        if group.kind == granularity and group.reason_kept is None and group.units > 1 and weights and weights <= reach:
+            yield group
+
+
+def masked_slices(group: ChannelGroup) -> list[Slice]:
+    """Return what of a group is set to zero: outputs, their biases, and the scales and shifts of their norms."""
+    return [part for part in group.slices if part.role in _MASKED]
+
+
+@torch.no_grad()
+def masks_of_units(
+    groups: Iterable[ChannelGroup], keeps: Iterable[Tensor], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return by name which elements to keep, given which units of each group are kept.
+
+    Args:
+        groups: Whose slices may name the same tensor; an element goes if any of its units does.
+        keeps: One bool vector a group, True = keep.
+        tensors: By name what may be masked; slices of others (running statistics) are left alone.
+
+    Returns:
+        bool tensors, for every tensor that any group reaches.
+    """
+    masks: dict[str, Tensor] = {}
+    for group, keep in zip(groups, keeps, strict=True):
+        gone = (~keep).cpu().numpy()
+        for part in masked_slices(group):
+            if part.tensor not in tensors:
+                continue
+            tensor = tensors[part.tensor]
+            if part.tensor not in masks:
+                masks[part.tensor] = torch.ones(tensor.shape, dtype=torch.bool, device=tensor.device)
+            places = torch.from_numpy(np.asarray(part.positions)[gone].reshape(-1)).to(tensor.device)
+            masks[part.tensor].index_fill_(part.axis, places, False)
+    return masks
+
+
+@torch.no_grad()
+def kept_units(group: ChannelGroup, masks: Mapping[str, Tensor]) -> Tensor:
+    """Return which units of a group whole masks keep: those that keep any element of any output.
+
+    Example:
+        >>> group = filter_groups({"weight": nn.Linear(2, 2, bias=False)})[0]
+        >>> kept_units(group, {"weight": torch.tensor([[True, False], [False, False]])})
+        tensor([ True, False])
+    """
+    keep = torch.zeros(group.units, dtype=torch.bool)
+    for part in masked_slices(group):
+        if part.tensor in masks:
+            mask = masks[part.tensor].movedim(part.axis, 0).cpu()
+            places = torch.from_numpy(np.asarray(part.positions))
+            keep |= mask[places].reshape(group.units, -1).any(1)
+    return keep
+
+
+VALUE = "minus the squared change of the model's outputs on one micro-batch, relative to their square"
+
+
+@torch.no_grad()
+def shapley_of_units(
+    model: nn.Module,
+    groups: Sequence[ChannelGroup],
+    live: Sequence[Tensor],
+    tensors: Mapping[str, Tensor],
+    replay: Callable[[], Any],
+    *,
+    permutations: int,
+    generator: torch.Generator,
+) -> list[Tensor]:
+    """Return one score a unit, a vector a group; 0 for units that are not live.
+
+    The value of a set of units is ``-Σ(y - y_all)² / Σ y_all²`` with y the floating-point outputs when all others are
+    masked (a set that changes nothing is worth 0), in eval mode. With several processes it is rank 0's micro-batch.
+
+    Args:
+        model: Runs ``permutations·units`` times.
+        groups: Whose units play.
+        live: One bool vector a group: which units are not pruned yet.
+        tensors: By name what masks reach; restored bit for bit.
+        replay: Runs the micro-batch and returns its outputs.
+        permutations: Orders to draw, at least 2.
+        generator: The same on every process.
+    """
+    sizes = [group.units for group in groups]
+    players = torch.cat(list(live)).nonzero().view(-1)
+    with evaluated(model):
+        reference = _outputs(replay())
+        square = sum(float(output.double().square().sum()) for output in reference) or 1.0
+
+        def value(kept: Tensor) -> float:
+            keep = torch.cat(list(live))
+            keep[players] = kept
+            masks = masks_of_units(groups, torch.split(keep, sizes), tensors)
+            before = {name: tensors[name].detach().clone() for name in masks}
+            try:
+                apply_mask_([tensors[name] for name in masks], list(masks.values()))
+                found = _outputs(replay())
+            finally:
+                for name, saved in before.items():
+                    tensors[name].detach().copy_(saved)
+            pairs = zip(found, reference, strict=True)
+            return -sum(float((output.double() - whole.double()).square().sum()) for output, whole in pairs) / square
+
+        values, _ = shapley_values(value, len(players), permutations=permutations, generator=generator)
+    scores = torch.zeros(sum(sizes), dtype=torch.float64)
+    scores[players] = values
+    return list(torch.split(broadcast_(scores), sizes))
+
+
+def _outputs(out: Any) -> list[Tensor]:
+    """Return the floating-point tensors of an output: of a mapping with logits, those alone."""
+    if isinstance(out, list) and out and all(hasattr(each, "logits") for each in out):
+        out = [each.logits for each in out]
+    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+_NAMED = 3
+
+
+class UnitPruning:
+    """The units of a model that one granularity prunes, and the masks that say which are left.
+
+    Filters and layers are known at once. Neurons, channels and heads are found by tracing the user's own first
+    micro-batch, so that everything that depends on a unit is masked with it and `shrink` can remove it.
+
+    Args:
+        config: Granularity, criterion and scope.
+        modules: Weight name to the module that holds it as ``weight``: what may be pruned.
+    """
+
+    def __init__(self, config: PruneConfig, modules: Mapping[str, nn.Module]) -> None:
+        self._config, self._modules = config, dict(modules)
+        self._calls: ExampleCalls | None = None
+        self._shown: Callable[[], Any] | None = None
+        self._tensors: dict[str, Tensor] = {}
+        self._taylor: GroupTaylor | None = None
+        self._saved_taylor: Mapping[str, Any] = {}
+        self.left_out: dict[str, str] = {}
+        """Groups that were found and cannot be pruned, with the reason."""
+        self.groups: list[ChannelGroup] = []
+        self.found = config.granularity not in TRACED
+        if self.found:
+            make = filter_groups if config.granularity == "filter" else layer_groups
+            self._take(make(self._modules))
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return by name every parameter that a mask may reach: weights, biases, scales and shifts of norms."""
+        self._tensors = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+        return self._tensors
+
+    def listen(self, model: nn.Module) -> None:
+        """Keep the arguments of the next micro-batch, if units are to be found by tracing."""
+        if not self.found or self._config.criterion == "shapley":
+            self._calls = ExampleCalls(model, set(self._modules.values()))
+
+    def find(self, model: nn.Module) -> None:
+        """Trace the micro-batch that was kept.
+
+        Raises:
+            MatchError: If no unit of the granularity is within reach.
+            CompatibilityError: If processes found different units.
+        """
+        if not self.found and self._calls is not None and self._calls.calls:
+            self._trace(model, self._calls.replay)
+
+    def show(self, model: nn.Module, replay: Callable[[], Any]) -> None:
+        """Take a micro-batch that runs whenever `replay` is called, in place of one that was listened for.
+
+        Raises:
+            MatchError: If no unit of the granularity is within reach.
+            CompatibilityError: If processes found different units.
+        """
+        self._shown = replay
+        if not self.found:
+            self._trace(model, replay)
+
+    def _trace(self, model: nn.Module, replay: Callable[[], Any]) -> None:
+        granularity = self._config.granularity
+        with stock_layers(model):  # rounding depends on whole tensors, and changes no unit
+            traced = find_groups(model, replay)
+        if self._config.criterion != "shapley":
+            self.close()
+        groups = list(prunable_groups(traced, granularity, self._modules))
+        self.left_out = {
+            group.name: group.reason_kept or "another granularity, or left out by include, skip or min_size"
+            for group in traced
+            if group not in groups
+        }
+        if not groups:
+            raise MatchError(_found_none(traced, granularity, self._modules))
+        found = repr([(group.name, group.units, [part.tensor for part in masked_slices(group)]) for group in groups])
+        # on every process, where one that differs would not come to the next collective
+        if any_rank(from_main(found) != found, next(iter(self._tensors.values())).device):
+            raise CompatibilityError(
+                f"prune: every process must find the same {granularity}s, but their first micro-batches took different "
+                "paths through the model; use granularity filter"
+            )
+        self._take(groups)
+
+    def _take(self, groups: list[ChannelGroup]) -> None:
+        refuse_nothing(self._config, [group.units for group in groups], f"{self._config.granularity}s")
+        self.groups, self.found = groups, True
+        if self._config.criterion == "taylor":
+            members = {
+                group.name: [UnitSlices(part.tensor, part.axis, part.positions) for part in masked_slices(group)]
+                for group in groups
+            }
+            self._taylor = GroupTaylor(members)
+            if self._saved_taylor:
+                self._taylor.load_state_dict(self._saved_taylor)
+
+    @property
+    def ready(self) -> bool:
+        """Whether units are known and scored by something."""
+        return self.found and (self._taylor is None or self._taylor.num_observed > 0)
+
+    def end_step(self) -> None:
+        """The step is over: a later update looks at a later micro-batch."""
+        if self._calls and self.found:
+            self._calls.expire()
+
+    def observe_step(self) -> None:
+        """Take in the gradients of one complete step, if the criterion is about units' gradients."""
+        if self._taylor is None:
+            return
+        gradients = {name: tensor.grad for name, tensor in self._tensors.items() if tensor.grad is not None}
+        if all_finite(gradients.values()):
+            self._taylor.observe_step(self._tensors, gradients)
+
+    def masks(self, context: Context, scorer: Scorer, store: MaskStore, sparsity: float) -> dict[str, Tensor]:
+        """Return the masks of every tensor that a group reaches; pruned units stay pruned.
+
+        Args:
+            context: Of the session.
+            scorer: What gathered gradients or activations, for criteria that need them.
+            store: The masks so far.
+            sparsity: Share of the units to prune.
+        """
+        before = dict(store)
+        everything = [torch.ones(group.units, dtype=torch.bool) for group in self.groups]
+        live = [kept_units(group, before) for group in self.groups] if before else everything
+        if self._config.criterion == "shapley":
+            scores = self._shapley(context, live)
+        else:
+            scores = [self._scores(group, scorer).float().cpu() for group in self.groups]
+        if self._config.layers_differ and self._config.criterion in RELATIVE:
+            scores = [relative_scores(found, kept) for found, kept in zip(scores, live, strict=True)]
+        scores = [found / self._cost(group, scorer) for group, found in zip(self.groups, scores, strict=True)]
+        for found, kept in zip(scores, live, strict=True):
+            found[~kept] = -torch.inf
+        keeps = select_units(self._config, scores, sparsity)
+        if self._taylor:
+            self._taylor.reset()
+        return masks_of_units(self.groups, keeps, self._tensors)
+
+    def _scores(self, group: ChannelGroup, scorer: Scorer) -> Tensor:
+        criterion = self._config.criterion
+        scores: Tensor
+        if criterion == "random":
+            scores = scorer.scores(f"group {self.groups.index(group)}", torch.zeros(group.units))
+        elif self._taylor:
+            scores = self._taylor.scores(group.name)
+        elif isinstance(scorer, NeuronTaylor):
+            scores = self._added(group, lambda part: scorer.unit_scores(part.tensor, self._tensors[part.tensor]), 0)
+        elif criterion == "fisher":
+            scores = self._added(group, lambda part: scorer.scores(part.tensor, self._tensors[part.tensor]), None)
+        else:
+            # magnitude is that of all weights of a unit: those that make it, scale it in a norm, and read it
+            slices = group.slices if criterion == "magnitude" else masked_slices(group)
+            parts = [part for part in slices if part.tensor in self._tensors]
+            if criterion == "bn_scale":
+                parts = [part for part in parts if part.role == "norm" and part.tensor.endswith("weight")]
+                if not parts:
+                    raise MatchError(
+                        f"prune: criterion bn_scale must find a norm's scale in every group, got none in {group.name}; "
+                        "take another criterion, or skip its layers"
+                    )
+            else:
+                roles = ("out", "norm", "in") if criterion == "magnitude" else ("out",)
+                parts = [part for part in parts if part.role in roles and not part.tensor.endswith("bias")]
+            weights = [
+                gather_units(whole(self._tensors[part.tensor].detach()), part.axis, part.positions) for part in parts
+            ]
+            scores = group_scores(criterion, weights)
+        return scores
+
+    def _shapley(self, context: Context, live: list[Tensor]) -> list[Tensor]:
+        replay = self._shown or (self._calls.replay if self._calls and self._calls.calls else None)
+        if replay is None:
+            raise TrainingError(
+                "prune shapley: a micro-batch must have been seen since the last step, got none; let the last update "
+                "fall on a step of the run"
+            )
+        found = shapley_of_units(
+            context.model, self.groups, live, self._tensors, replay,
+            permutations=self._config.permutations, generator=context.generator,
+        )  # fmt: skip
+        return [scores.float() for scores in found]
+
+    def _added(self, group: ChannelGroup, scores: Callable[[Slice], Tensor], axis: int | None) -> Tensor:
+        parts = [part for part in masked_slices(group) if part.tensor in self._modules]
+        rows = [gather_units(scores(part), part.axis if axis is None else axis, part.positions) for part in parts]
+        return torch.stack([row.sum(1).cpu() for row in rows]).sum(0)
+
+    def _cost(self, group: ChannelGroup, scorer: Scorer) -> float:
+        """Return what one unit costs, 1 without costs: the weights that go with it, each at its layer's cost.
+
+        A layer that nothing has reached yet (an expert's) costs nothing, so that units of such layers alone go last.
+        """
+        if scorer.costs is None:
+            return 1.0
+        parts = [part for part in masked_slices(group) if part.tensor in self._modules]
+        tensors = self._tensors
+        sizes = [tensors[part.tensor].numel() // tensors[part.tensor].shape[part.axis] for part in parts]
+        costs = [scorer.costs.get(part.tensor, 0.0) * part.positions.shape[1] for part in parts]
+        return float(sum(size * cost for size, cost in zip(sizes, costs, strict=True))) or 1e-30
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._calls:
+            self._calls.close()
+            self._calls = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the units that were traced, and what was gathered of them."""
+        traced = self._config.granularity in TRACED and self.found
+        found = {"groups": list(map(_saved, self.groups)), "left_out": dict(self.left_out)} if traced else {}
+        return found | ({"taylor": self._taylor.state_dict()} if self._taylor else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back a saved state; units too, as another micro-batch may lead to others, unless options have changed.
+
+        Raises:
+            CheckpointError: If it is not one that was saved.
+        """
+        self._saved_taylor = state.get("taylor", {})
+        try:
+            saved, left_out = [*map(_restored, state.get("groups", ()))], dict(state.get("left_out", {}))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"prune: state must hold units that prune saved, got {error!r}") from error
+        groups = [*prunable_groups(saved, self._config.granularity, self._modules)]
+        if groups and len(groups) == len(saved):
+            self.left_out = left_out
+            self._take(groups)
+        elif self._taylor and self._saved_taylor:
+            self._taylor.load_state_dict(self._saved_taylor)
+
+    def pruned(self, masks: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+        """Return by the name of each group how many units it has, and how many of them whole masks prune."""
+        return {
+            group.name: (group.units, group.units - int(kept_units(group, masks).sum()) if masks else 0)
+            for group in self.groups
+        }
+
+    def report(self, store: MaskStore) -> dict[str, Any]:
+        """Return how many units each group has lost, and the groups that could not be pruned."""
+        units = [
+            {"group": group.name, "kind": group.kind, "units": group.units, "pruned": pruned}
+            for group, (_, pruned) in zip(self.groups, self.pruned(dict(store)).values(), strict=True)
+        ]
+        told = {"value": VALUE, "permutations": self._config.permutations}
+        shapley = {"shapley": told} if self._config.criterion == "shapley" else {}
+        return {"units": units, "groups_left_out": dict(self.left_out), **shapley}
+
+
+def _saved(group: ChannelGroup) -> dict[str, Any]:
+    parts = [{**vars(part), "positions": torch.from_numpy(part.positions)} for part in group.slices]
+    return {"name": group.name, "kind": group.kind, "units": group.units, "slices": parts}
+
+
+def _restored(saved: Mapping[str, Any]) -> ChannelGroup:
+    slices = (Slice(**{**part, "positions": part["positions"].numpy()}) for part in saved["slices"])
+    return ChannelGroup(**{**saved, "slices": tuple(slices)})
+
+
+def _found_none(traced: list[ChannelGroup], granularity: str, modules: Mapping[str, nn.Module]) -> str:
+    able = [other for other in TRACED if any(prunable_groups(traced, other, modules))]
+    found = f"its units in reach are of granularity {' and '.join(able)}" if able else "none are in reach"
+    kept = [f"{group.name}: {group.reason_kept}" for group in traced if group.reason_kept and group.kind == granularity]
+    more = [f"{len(kept) - _NAMED} more"] if len(kept) > _NAMED else []
+    why = f" ({'; '.join(kept[:_NAMED] + more)})" if kept else ""
+    return (
+        f"prune: must find at least one {granularity} to prune, got none: {found}{why}; give another granularity "
+        "(filter takes the outputs of any layer)"
+    )

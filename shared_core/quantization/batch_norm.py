@@ -1,0 +1,575 @@
+"""Batch norm inside the quantised weight: in training the folded weight is what is quantised.
+
+Batch norm folded into the layer before it, for quantisation after training.
+
+Which batch norms quantised layers compute themselves, so that what is quantised is the weight that inference has.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from eff_kernels.quantization.affine import compute_dtype
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shared_core.errors import CompatibilityError, MatchError, TrainingError
+from shared_core.modules.calls import call_model
+from shared_core.modules.matching import plain_name
+from shared_core.modules.weight_views import compute, num_outputs, scaled_outputs
+from shared_core.quantization.layer_graph import LAYERS, Flow, Node, evaluating, output_tensor, sole_user, trace
+from shared_core.quantization.layers.plain_state import PlainState
+
+
+class FoldQuantizer(Protocol):
+    """What fake-quantises a folded layer."""
+
+    def input(self, module: nn.Module, x: Tensor) -> Tensor:
+        """Return the layer's input, fake-quantised."""
+        ...
+
+    def weight(self, module: nn.Module, weight: Tensor) -> Tensor:
+        """Return the folded weight, fake-quantised."""
+        ...
+
+
+def fold_batch_norm(
+    layer: nn.Module,
+    mean: Tensor,
+    deviation: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the weight and bias of the one layer that computes `layer` followed by batch norm.
+
+    ``w' = w·γ/σ`` for each output channel, ``b' = β + (b − μ)·γ/σ``. Gradients reach every tensor.
+
+    Args:
+        layer: A Linear, Conv or transposed Conv layer; its weight and bias are read.
+        mean: μ, of shape (channels,).
+        deviation: ``σ = √(variance + ε)``, of shape (channels,).
+        gamma: Of shape (channels,); None: one.
+        beta: Of shape (channels,); None: zero.
+
+    Returns:
+        Both in the widest type of the arguments; (shape of the weight) and (channels,).
+
+    Source: Jacob et al. 2018, arXiv:1712.05877, section 3.2.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> _ = layer.weight.data.fill_(3.0), layer.bias.data.fill_(1.0)
+        >>> one = torch.ones(1)
+        >>> [value.item() for value in fold_batch_norm(layer, 5 * one, 2 * one, 4 * one, one)]
+        [6.0, -7.0]
+    """
+    weight: Tensor = layer.weight  # type: ignore[assignment]
+    bias: Tensor | None = layer.bias  # type: ignore[assignment]
+    factor = 1 / deviation if gamma is None else gamma / deviation
+    shift = (-mean if bias is None else bias - mean) * factor
+    return scaled_outputs(weight, layer, factor), shift if beta is None else shift + beta
+
+
+class Fold:
+    """What a folded layer knows of its batch norm.
+
+    Attributes:
+        batch_norm: The module whose parameters, buffers and mode are used. It stays where it is in the model, so
+            that both modules keep their keys; here it is held aside, not registered a second time.
+        quantizer: Fake-quantises input and folded weight; None: nothing is quantised.
+        frozen: Use running statistics, and leave them, in training too.
+    """
+
+    def __init__(self, batch_norm: nn.Module, quantizer: FoldQuantizer | None) -> None:
+        self.batch_norm: Any = batch_norm
+        self.quantizer = quantizer
+        self.frozen = False
+        self._is_mean = self.batch_norm.momentum is None
+
+    @property
+    def uses_running_statistics(self) -> bool:
+        """Whether statistics rest: frozen, unless somebody re-estimates them as a mean over batches, as a soup does."""
+        return self.frozen and (self._is_mean or self.batch_norm.momentum is not None)
+
+
+class FoldedLayer(PlainState):
+    """A layer that computes itself and the batch norm behind it with one folded weight.
+
+    While statistics of the batch (``μ_B, σ_B``) are used, with ``σ`` of the running variance,
+
+    ``y = (x ∗ Q(w·γ/σ)) · σ/σ_B + β + (b − μ_B)·γ/σ_B``:
+
+    the weight is quantised as inference will see it, so that its codes do not jitter from batch to batch, and the
+    output is normalised by the batch, as training needs it. Once frozen, and in evaluation,
+    ``y = x ∗ Q(w·γ/σ) + β + (b − μ)·γ/σ``. Until then a training step computes the layer twice, once without
+    weight quantisation for its statistics; afterwards once.
+
+    Statistics follow the batch norm module: its mode, momentum, ε and buffers, which are updated as it would.
+    As there, a forward that is computed again under activation checkpointing updates them again.
+
+    Source: Krishnamoorthi 2018, arXiv:1806.08342, section 3.2.2 (correction and freezing).
+    """
+
+    fold: Fold
+    weight: Tensor
+    training: bool
+
+    def forward(self, input: Tensor, *args: Any) -> Tensor:
+        """Return the normalised output; arguments are those of the layer."""
+        layer: Any = self
+        norm, quantizer = self.fold.batch_norm, self.fold.quantizer
+        x = input if quantizer is None else quantizer.input(layer, input)
+        wide = compute_dtype(norm.running_var.dtype)
+        batch = None
+        if norm.training and not self.fold.uses_running_statistics:
+            batch = _batch_statistics(layer, compute(layer, x, self.weight, None, *args), wide)
+            _update_running(norm, *batch)
+        deviation = torch.sqrt(norm.running_var.to(wide) + norm.eps)
+        weight, shift = fold_batch_norm(layer, norm.running_mean.to(wide), deviation, norm.weight, norm.bias)
+        weight = weight.to(self.weight.dtype)
+        if quantizer is not None:
+            weight = quantizer.weight(layer, weight)
+        if batch is None:
+            return compute(layer, x, weight, shift.to(self.weight.dtype), *args)
+        mean, variance, _ = batch
+        batch_deviation = torch.sqrt(variance + norm.eps)
+        _, shift = fold_batch_norm(layer, mean, batch_deviation, norm.weight, norm.bias)
+        y = compute(layer, x, weight, None, *args)
+        shape = [1, -1, *[1] * (y.dim() - 2)]
+        return (y * (deviation / batch_deviation).reshape(shape) + shift.reshape(shape)).to(y.dtype)
+
+
+def _batch_statistics(layer: Any, y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+    """Return mean and biased variance of each channel of ``y + b``, and the number of values a channel."""
+    spatial = 0 if isinstance(layer, nn.Linear) else len(layer.kernel_size)
+    if y.dim() != 2 + spatial:
+        raise TrainingError(
+            f"batch_norm_folding: output of {type(layer).__name__} must have {2 + spatial} dimensions, a batch of "
+            f"channels, got {tuple(y.shape)}; leave this pair unfolded"
+        )
+    count = y.numel() // max(y.shape[1], 1)
+    if count < 2:
+        raise TrainingError(
+            f"batch_norm_folding: batch must have more than 1 value per channel in training, got {tuple(y.shape)}; "
+            "raise the batch size or drop the last, smaller batch"
+        )
+    axes = [0, *range(2, y.dim())]
+    variance, mean = torch.var_mean(y.to(dtype), axes, correction=0)
+    # b cancels in the output and has a gradient of zero, as in batch norm; it must still be part of the graph for DDP
+    return mean if layer.bias is None else mean + layer.bias, variance, count
+
+
+@torch.no_grad()
+def _update_running(norm: Any, mean: Tensor, variance: Tensor, count: int) -> None:
+    norm.num_batches_tracked.add_(1)
+    momentum = norm.momentum if norm.momentum is not None else 1 / norm.num_batches_tracked.to(mean.dtype)
+    for running, new in ((norm.running_mean, mean), (norm.running_var, variance * (count / (count - 1)))):
+        running.copy_((1 - momentum) * running + momentum * new.detach())
+
+
+class FoldedLinear(FoldedLayer, nn.Linear):
+    """`torch.nn.Linear` with the batch norm behind it."""
+
+
+class FoldedConv1d(FoldedLayer, nn.Conv1d):
+    """`torch.nn.Conv1d` with the batch norm behind it."""
+
+
+class FoldedConv2d(FoldedLayer, nn.Conv2d):
+    """`torch.nn.Conv2d` with the batch norm behind it."""
+
+
+class FoldedConv3d(FoldedLayer, nn.Conv3d):
+    """`torch.nn.Conv3d` with the batch norm behind it."""
+
+
+class FoldedConvTranspose1d(FoldedLayer, nn.ConvTranspose1d):
+    """`torch.nn.ConvTranspose1d` with the batch norm behind it."""
+
+
+class FoldedConvTranspose2d(FoldedLayer, nn.ConvTranspose2d):
+    """`torch.nn.ConvTranspose2d` with the batch norm behind it."""
+
+
+class FoldedConvTranspose3d(FoldedLayer, nn.ConvTranspose3d):
+    """`torch.nn.ConvTranspose3d` with the batch norm behind it."""
+
+
+class _PassedOn:
+    def forward(self, input: Tensor) -> Tensor:
+        return input
+
+
+class FoldedBatchNorm1d(_PassedOn, nn.BatchNorm1d):
+    """Holds the parameters and statistics of a batch norm that the layer before it computes."""
+
+
+class FoldedBatchNorm2d(_PassedOn, nn.BatchNorm2d):
+    """Holds the parameters and statistics of a batch norm that the layer before it computes."""
+
+
+class FoldedBatchNorm3d(_PassedOn, nn.BatchNorm3d):
+    """Holds the parameters and statistics of a batch norm that the layer before it computes."""
+
+
+FOLDED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: FoldedLinear,
+    nn.Conv1d: FoldedConv1d,
+    nn.Conv2d: FoldedConv2d,
+    nn.Conv3d: FoldedConv3d,
+    nn.ConvTranspose1d: FoldedConvTranspose1d,
+    nn.ConvTranspose2d: FoldedConvTranspose2d,
+    nn.ConvTranspose3d: FoldedConvTranspose3d,
+    nn.BatchNorm1d: FoldedBatchNorm1d,
+    nn.BatchNorm2d: FoldedBatchNorm2d,
+    nn.BatchNorm3d: FoldedBatchNorm3d,
+}
+STOCK: dict[type[nn.Module], type[nn.Module]] = {folded: stock for stock, folded in FOLDED.items()}
+
+
+def fold_pair_(layer: nn.Module, batch_norm: nn.Module, quantizer: FoldQuantizer | None = None) -> Fold:
+    """Let `layer` compute the batch norm behind it, by a change of both classes; keys and parameters stay.
+
+    Args:
+        layer: A stock Linear, Conv or transposed Conv layer.
+        batch_norm: The stock batch norm that alone reads the layer's output.
+        quantizer: Fake-quantises input and folded weight; None: the pair computes what it did before.
+
+    Returns:
+        The handle of the pair; set ``frozen`` on it at the step where statistics freeze.
+
+    Raises:
+        CompatibilityError: If a class cannot be folded, widths differ, or there are no running statistics.
+
+    Example:
+        >>> net = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4))
+        >>> fold_pair_(net[0], net[1]).frozen
+        False
+        >>> list(net.state_dict())[:3]
+        ['0.weight', '1.weight', '1.bias']
+    """
+    check_pair(layer, batch_norm, "fold_pair_")
+    fold = Fold(batch_norm, quantizer)
+    layer.fold = fold  # type: ignore[assignment]
+    layer.__class__, batch_norm.__class__ = FOLDED[type(layer)], FOLDED[type(batch_norm)]
+    return fold
+
+
+def unfold_pair_(layer: nn.Module) -> None:
+    """Give a folded layer and its batch norm their stock classes back; a layer that is stock stays so.
+
+    Args:
+        layer: Of a pair that `fold_pair_` has folded, or any other.
+    """
+    if type(layer) in STOCK:
+        norm: Any = layer.fold.batch_norm  # type: ignore[union-attr]
+        layer.__class__, norm.__class__ = STOCK[type(layer)], STOCK[type(norm)]
+        del layer.fold
+
+
+def check_pair(layer: nn.Module, batch_norm: nn.Module, where: str) -> None:
+    """Raise `CompatibilityError` unless the batch norm can be folded into the layer, if it follows it."""
+    if type(layer) not in FOLDED or isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        raise CompatibilityError(
+            f"{where}: layer must be a stock Linear, Conv or transposed Conv, got {type(layer).__name__}"
+        )
+    if type(batch_norm) not in FOLDED or not isinstance(batch_norm, nn.modules.batchnorm._BatchNorm):
+        raise CompatibilityError(
+            f"{where}: batch_norm must be a stock BatchNorm1d, 2d or 3d, got {type(batch_norm).__name__}"
+        )
+    if batch_norm.running_mean is None or batch_norm.running_var is None:
+        raise CompatibilityError(
+            f"{where}: batch_norm must have running statistics, got track_running_stats=False; they are what is folded"
+        )
+    if batch_norm.num_features != num_outputs(layer):
+        raise CompatibilityError(
+            f"{where}: batch_norm must have the layer's {num_outputs(layer)} channels, got {batch_norm.num_features}"
+        )
+
+
+_RELU = frozenset({"ReLU", "ReLU6", "relu", "relu_", "relu6"})
+
+
+@dataclass(frozen=True)
+class BatchNormPair:
+    """A layer whose output only a batch norm reads; names are those of `named_modules`.
+
+    Attributes:
+        layer: The Linear, Conv or transposed Conv.
+        batch_norm: The batch norm behind it.
+        activation: The ReLU or ReLU6 that alone reads the batch norm (a module's name or a function's), or None.
+            A quantiser need not round in front of it.
+    """
+
+    layer: str
+    batch_norm: str
+    activation: str | None
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """What `fuse_batch_norm` did.
+
+    Attributes:
+        fused: The pairs, in the order of execution.
+        refused: Batch norm → why it stays.
+        vanished_keys: Keys of the state dict that no longer exist.
+        new_keys: Keys that did not exist: biases of layers that had none.
+    """
+
+    fused: tuple[BatchNormPair, ...]
+    refused: dict[str, str]
+    vanished_keys: tuple[str, ...]
+    new_keys: tuple[str, ...]
+
+
+def find_batch_norms(
+    model: nn.Module, example_inputs: Any = None, *, where: str = "fuse_batch_norm"
+) -> tuple[list[BatchNormPair], dict[str, str]]:
+    """Return (pairs that can be folded, batch norm → why it cannot).
+
+    Args:
+        model: Searched through, not changed.
+        example_inputs: As `trace` takes them; without, torch.fx traces the model.
+        where: Who asks, for errors.
+
+    Raises:
+        CompatibilityError: If the model has batch norms and cannot be traced.
+
+    Example:
+        >>> find_batch_norms(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.ReLU()))[0]
+        [BatchNormPair(layer='0', batch_norm='1', activation='2')]
+    """
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    if not norms:
+        return [], {}
+    flow = trace(model, example_inputs, where=where)
+    pairs: list[BatchNormPair] = []
+    refused = {name: "no forward reached it" for name in norms if name not in flow.calls}
+    for name in (name for name in flow.calls if name in norms):
+        node = flow.calls[name][0]
+        reason = _why_not(flow, node, where)
+        if reason is not None:
+            refused[name] = reason
+            continue
+        reader = sole_user(node)[0]
+        follows = reader.label if reader is not None and reader.kind in _RELU else None
+        pairs.append(BatchNormPair(node.inputs[0].label, name, follows))
+    return pairs, refused
+
+
+def _why_not(flow: Flow, node: Node, where: str) -> str | None:
+    reason = flow.why_not(node)
+    if reason is not None:
+        return reason
+    layer = node.inputs[0] if node.inputs else None
+    if layer is None or type(layer.module) not in LAYERS:
+        return f"it follows {layer}, no Linear or Conv layer"
+    reason = flow.why_not(layer) or (sole_user(layer)[1] or None)
+    if reason is not None:
+        return f"layer {layer.label!r}: {reason}"
+    if isinstance(layer.module, nn.Linear) and layer.shape is not None and len(layer.shape) != 2:
+        return f"it normalises axis 1 of {tuple(layer.shape)}, which are not the channels of the Linear layer"
+    try:
+        check_pair(layer.module, node.module, where)  # type: ignore[arg-type]
+    except CompatibilityError as error:
+        return str(error).removeprefix(f"{where}: ")
+    return None
+
+
+def fuse_batch_norm(model: nn.Module, example_inputs: Any = None) -> FusionReport:
+    """Fold every batch norm into the layer before it, in place, and return what was fused.
+
+    ``w' = w·γ/√(σ² + ε)``, ``b' = β + (b − μ)·γ/√(σ² + ε)``, computed in float64 and rounded once; outputs in
+    evaluation stay equal up to float rounding. Layers keep their classes and get a bias if they have none; a
+    batch norm becomes `torch.nn.Identity`. A model without batch norms is left as it is.
+
+    Args:
+        model: In evaluation mode.
+        example_inputs: A tensor, a tuple of arguments or a mapping of keyword arguments: the flow is read from one
+            forward, and outputs before and after are compared. None: torch.fx traces the model. Pass it
+            for a model that torch.fx cannot trace, and where a Linear layer reads sequences.
+
+    Returns:
+        The pairs, the batch norms that stay and why, and the keys that vanished and appeared.
+
+    Raises:
+        CompatibilityError: If the model is in training mode or cannot be traced, or if outputs would change; the
+            model is as it was.
+
+    Source: Jacob et al. 2018, arXiv:1712.05877, section 3.2.
+
+    Example:
+        >>> net = nn.Sequential(nn.Conv1d(2, 4, 3, bias=False), nn.BatchNorm1d(4), nn.ReLU()).eval()
+        >>> report = fuse_batch_norm(net)
+        >>> report.fused[0].activation, report.new_keys, report.vanished_keys[0]
+        ('2', ('0.bias',), '1.weight')
+        >>> net[1]
+        Identity()
+    """
+    where = "fuse_batch_norm"
+    norms = model.named_modules()
+    training = [name for name, module in norms if isinstance(module, _BatchNorm) and module.training]
+    if training:
+        raise CompatibilityError(
+            f"{where}: model must be in evaluation mode, got {training[0]!r} in training; call model.eval() first"
+        )
+    pairs, refused = find_batch_norms(model, example_inputs, where=where)
+    if example_inputs is not None and pairs:
+        trial = copy.deepcopy(model)  # so that a model that would change is left as it is
+        _fuse(trial, pairs)
+        check_same_function(run(model, example_inputs), run(trial, example_inputs), where)
+    keys = list(model.state_dict())
+    _fuse(model, pairs)
+    after = list(model.state_dict())
+    return FusionReport(tuple(pairs), refused, _missing(keys, after), _missing(after, keys))
+
+
+def _fuse(model: nn.Module, pairs: list[BatchNormPair]) -> None:
+    modules = dict(model.named_modules())
+    for pair in pairs:
+        fuse_pair_(model, modules[pair.layer], modules[pair.batch_norm])
+
+
+def _missing(keys: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
+    known = set(others)
+    return tuple(key for key in keys if key not in known)
+
+
+@torch.no_grad()
+def fuse_pair_(model: nn.Module, layer: nn.Module, batch_norm: nn.Module) -> None:
+    """Fold one batch norm into `layer` and put an Identity in its place, wherever `model` holds it.
+
+    Args:
+        model: Holds both.
+        layer: A stock Linear, Conv or transposed Conv layer whose output only `batch_norm` reads.
+        batch_norm: A stock batch norm with running statistics.
+    """
+    check_pair(layer, batch_norm, "fuse_pair_")
+    norm: Any = batch_norm
+    weight: Tensor = layer.weight  # type: ignore[assignment]
+    deviation = torch.sqrt(norm.running_var.double() + norm.eps)
+    folded, bias = fold_batch_norm(layer, norm.running_mean.double(), deviation, norm.weight, norm.bias)
+    weight.copy_(folded)
+    if layer.bias is None:
+        layer.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=weight.requires_grad)
+    else:
+        layer.bias.copy_(bias)  # type: ignore[operator]
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is batch_norm:
+                parent._modules[name] = nn.Identity().train(batch_norm.training)
+
+
+def run(model: nn.Module, inputs: Any, where: str = "model: inputs") -> Tensor:
+    """Return the output tensor of `model` in evaluation, without a graph; `where` as in `call_model`."""
+    with evaluating(model), torch.no_grad():
+        return output_tensor(call_model(model, inputs, where)).clone()
+
+
+def check_same_function(before: Tensor, after: Tensor, where: str) -> None:
+    """Raise `CompatibilityError` if outputs differ by more than float rounding.
+
+    The bound is ``√ε·max|y|`` for the ε of the type: rounding of a deep net stays far below, an error does not.
+    """
+    wide = compute_dtype(before.dtype)
+    error = (after.to(wide) - before.to(wide)).abs()
+    bound = torch.finfo(before.dtype).eps ** 0.5 * before.to(wide).abs().max() if before.numel() else 0.0
+    if before.numel() and not bool((error <= bound).all()):
+        raise CompatibilityError(
+            f"{where}: outputs must stay equal on example_inputs, got a difference of {error.max().item():.3g} where "
+            f"the largest output is {before.abs().max().item():.3g}; the model uses a layer in a way that its "
+            "flow does not show, and was left as it was"
+        )
+
+
+def find_folds(model: nn.Module, where: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return (layer → the batch norm behind it, batch norm → why it is not folded).
+
+    A model whose forward cannot be traced is searched part by part: a LightningModule has none, and those of large
+    models look at values, but a block of convolution and batch norm does not.
+
+    Args:
+        model: Searched through, not changed.
+        where: Who asks.
+
+    Example:
+        >>> find_folds(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)), "qat")
+        ({'0': '1'}, {})
+    """
+    norms = {name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)}
+    if not norms:
+        return {}, {}
+    try:
+        with evaluating(model):
+            pairs, refused = find_batch_norms(model, where=where)
+        return {pair.layer: pair.batch_norm for pair in pairs}, refused
+    except CompatibilityError as error:
+        folds: dict[str, str] = {}
+        left = {name: str(error).removeprefix(f"{where}: ") for name in norms}
+        for name, child in model.named_children():
+            if name in norms:
+                continue
+            found, refused = find_folds(child, where)
+            folds |= {f"{name}.{layer}": f"{name}.{norm}" for layer, norm in found.items()}
+            left |= {f"{name}.{norm}": reason for norm, reason in refused.items()}
+        return folds, {name: reason for name, reason in left.items() if name not in folds.values()}
+
+
+def channel_factor(fold: Fold, dtype: torch.dtype) -> Tensor:
+    """Return ``γ/σ`` of each output channel, with the running statistics."""
+    norm = fold.batch_norm
+    deviation = torch.sqrt(norm.running_var.to(dtype) + norm.eps)
+    return 1 / deviation if norm.weight is None else norm.weight.to(dtype) / deviation
+
+
+def folded_weight(module: nn.Module, weight: Tensor) -> Tensor:
+    """Return a folded layer's weight as inference has it, that of any other layer as it is."""
+    fold: Any = getattr(module, "fold", None)
+    if fold is None:
+        return weight
+    factor = channel_factor(fold, fold.batch_norm.running_var.dtype)
+    return scaled_outputs(weight, module, factor.to(weight.device)).to(weight.dtype)
+
+
+def unfolded_weight(module: nn.Module, folded: Tensor, weight: Tensor) -> Tensor:
+    """Return the weight whose fold is `folded`; where γ = 0 no weight matters, and `weight` stays."""
+    fold: Any = module.fold
+    factor = channel_factor(fold, torch.float64).to(weight.device)
+    inverse = torch.where(factor == 0, torch.ones_like(factor), 1 / factor)
+    unfolded = scaled_outputs(folded.double(), module, inverse).to(weight.dtype)
+    dead = scaled_outputs(torch.ones_like(weight, dtype=torch.float64), module, (factor == 0).double())
+    return torch.where(dead.bool(), weight, unfolded)
+
+
+def relative(layer: str, batch_norm: str) -> str:
+    """Return a batch norm's name seen from the layer, ``..`` being the module above: prefixes may come and go.
+
+    Example:
+        >>> relative("net.conv", "net.norm"), relative("0", "1")
+        ('..norm', '..1')
+    """
+    ours, theirs = layer.split("."), batch_norm.split(".")
+    shared = 0
+    while shared < min(len(ours), len(theirs)) - 1 and ours[shared] == theirs[shared]:
+        shared += 1
+    return ".." * (len(ours) - shared) + ".".join(theirs[shared:])
+
+
+def batch_norm_of(model: nn.Module, layer: str, name: str, where: str) -> nn.Module:
+    """Return the batch norm that `relative` named.
+
+    Raises:
+        MatchError: If the model has none there.
+    """
+    above = (len(name) - len(name.lstrip("."))) // 2
+    parts = layer.split(".")
+    full = ".".join([*parts[: max(len(parts) - above, 0)], name.lstrip(".")])
+    found = {plain_name(own): module for own, module in model.named_modules()}.get(full)
+    if not isinstance(found, nn.modules.batchnorm._BatchNorm):
+        raise MatchError(f"{where}: batch_norm of {layer} must be a batch norm of the model, got {full!r}")
+    return found

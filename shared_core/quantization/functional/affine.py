@@ -1,0 +1,465 @@
+"""Scales from values, and fake quantisation: what a value becomes when it is stored as a small integer.
+
+Ranges of their own for groups, tokens, output channels and rows: fake quantisation, and the codes it stands for.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from eff_kernels.quantization import affine as kernels
+from eff_kernels.quantization import group as grouped
+from torch import Tensor
+
+from shared_core.errors import ConfigError
+from shared_core.modules.weight_views import output_channels_first
+
+
+def fake_quantize(
+    x: Tensor,
+    scale: float | Tensor,
+    zero_point: int | Tensor,
+    qmin: int,
+    qmax: int,
+    *,
+    axis: int | None = None,
+    gate: Literal["unrounded", "rounded"] = "unrounded",
+    rounding: Literal["nearest", "stochastic"] = "nearest",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Return `x` rounded to the values that integer codes can hold, with a straight-through gradient.
+
+    ``q = clamp(ne(x/s) + z, qmin, qmax)`` with ``ne`` rounding halves to even; the result is ``s·(q − z)``.
+    The gradient passes where ``qmin <= x/s + z <= qmax`` and is zero elsewhere; scale and zero point get
+    none. NaN stays NaN. The arithmetic is float32 for float16 and bfloat16.
+
+    Stochastic rounding takes ``⌊x/s⌋ + 1`` with the probability ``x/s − ⌊x/s⌋``, else ``⌊x/s⌋``: the mean of the
+    result is `x` wherever `x` is in range.
+
+    Args:
+        x: Values of any shape and floating type.
+        scale: Step between neighbouring values (divides); positive, finite; with `axis` one for each channel.
+        zero_point: The code of 0, a whole number in [qmin, qmax]; with `axis` one for each channel or one for
+            all.
+        qmin: Smallest code, inclusive.
+        qmax: Largest code, inclusive.
+        axis: Channels lie along this axis of `x`; None: one scale for all.
+        gate: ``"rounded"`` lets the gradient pass where the rounded code is in range, as torch's own ops do.
+        rounding: To the nearest code or, without bias, to one of the two around `x`.
+        generator: Source of the randomness, on the device of `x`; torch's global one if None. Activation
+            checkpointing computes twice and restores the global one alone.
+
+    Returns:
+        Of the shape and type of `x`.
+
+    Raises:
+        ConfigError: If an argument breaks its rule.
+
+    Source: Jacob et al. 2018, arXiv:1712.05877; the gate: Bengio et al. 2013, arXiv:1308.3432; rounding: ONNX
+    QuantizeLinear.
+
+    Example:
+        >>> fake_quantize(torch.tensor([-1.0, 0.26, 0.75, 9.0]), 0.5, 0, -8, 7)
+        tensor([-1.0000,  0.5000,  1.0000,  3.5000])
+    """
+    where = "fake_quantize"
+    check_floats(where, x)
+    check_codes(where, qmin, qmax)
+    check_gate(where, gate)
+    dtype = kernels.compute_dtype(x.dtype)
+    scales = torch.as_tensor(scale, dtype=dtype, device=x.device).detach()
+    zeros = torch.as_tensor(zero_point, device=x.device).detach()
+    if axis is None:
+        if scales.numel() != 1 or zeros.numel() != 1:
+            raise ConfigError(
+                f"{where}: scale and zero_point must be one number each without an axis, got shapes "
+                f"{tuple(scales.shape)} and {tuple(zeros.shape)}; pass axis for one a channel"
+            )
+        scales, zeros = scales.reshape(()), zeros.reshape(())
+    else:
+        check_axis(where, x, axis)
+        channels = x.shape[axis]
+        if scales.shape != (channels,) or zeros.shape not in ((channels,), ()):
+            raise ConfigError(
+                f"{where}: scale and zero_point must have one value for each of the {channels} channels "
+                f"along axis {axis}, got shapes {tuple(scales.shape)} and {tuple(zeros.shape)}"
+            )
+        scales = kernels.along(scales, x.dim(), axis)
+        zeros = kernels.along(zeros, x.dim(), axis) if zeros.dim() else zeros
+    # A compiled graph cannot look at values; there the caller's own first, eager call has checked them.
+    if not torch.compiler.is_compiling():
+        _check_values(where, scales, zeros, qmin, qmax)
+    noise = rounding_noise(where, x, rounding, generator)
+    return kernels.fake_quantize(x, scales, zeros, qmin, qmax, gate == "rounded", noise)
+
+
+def choose_qparams_symmetric(weight: Tensor, axis: int | None = 0, qmax: int = 127) -> Tensor:
+    """Return the scale that puts the largest magnitude on the largest code, ``s = max|w| / qmax``.
+
+    A channel that is all zero has scale 1. Where the quotient was rounded down the next number is taken, so
+    that ``max|w| / s <= qmax`` holds in floating point and the largest weight keeps its gradient.
+
+    Args:
+        weight: Values of any shape and floating type, finite.
+        axis: One scale for each channel along this axis; None: one for all.
+        qmax: Largest code, at least 1; the smallest is ``-qmax``.
+
+    Returns:
+        Of shape (channels,) or (), float64 for float64 weights and float32 for all others.
+
+    Raises:
+        ConfigError: If an argument breaks its rule or a value is not finite.
+
+    Example:
+        >>> choose_qparams_symmetric(torch.tensor([[0.5, -2.54], [0.0, 0.0]]))
+        tensor([0.0200, 1.0000])
+    """
+    where = "choose_qparams_symmetric"
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.numel() == 0:
+        raise ConfigError(f"{where}: weight must be a floating-point tensor with elements, got {weight!r:.80}")
+    check_axis(where, weight, axis, "weight")
+    check_codes(where, -qmax, qmax)
+    scale = kernels.symmetric_scale(weight.detach(), axis, qmax)
+    if not bool(torch.isfinite(scale).all()):
+        raise ConfigError(f"{where}: weight must be finite, got NaN or infinity; look for the step that diverged")
+    return scale
+
+
+def choose_qparams_affine(
+    minimum: float | Tensor, maximum: float | Tensor, qmin: int, qmax: int
+) -> tuple[Tensor, Tensor]:
+    """Return (scale, zero point) of the range [minimum, maximum], widened to contain 0.
+
+    ``s = (max − min)/(qmax − qmin)``, 1 if that is 0; ``z = clamp(ne(qmin − min/s), qmin, qmax)``. Zero has a
+    code of its own, so that padding and ReLU stay exact.
+
+    Args:
+        minimum: Smallest value, or a tensor of them.
+        maximum: Largest value, not below `minimum`; the same shape.
+        qmin: Smallest code, inclusive.
+        qmax: Largest code, inclusive.
+
+    Returns:
+        Scale (float64 for float64 input, else float32) and zero point (int32).
+
+    Raises:
+        ConfigError: If a bound is not finite or they are the wrong way round.
+
+    Source: Jacob et al. 2018, arXiv:1712.05877, section 2.1; zero point as ONNX QuantizeLinear counts it.
+
+    Example:
+        >>> choose_qparams_affine(0.0, 2.55, -128, 127)
+        (tensor(0.0100), tensor(-128, dtype=torch.int32))
+    """
+    where = "choose_qparams_affine"
+    check_codes(where, qmin, qmax)
+    low, high = torch.as_tensor(minimum), torch.as_tensor(maximum)
+    if not low.is_floating_point():
+        low = low.to(torch.float32)
+    high = high.to(low)
+    if low.shape != high.shape:
+        raise ConfigError(f"{where}: maximum must have the shape of minimum, got {high.shape} and {low.shape}")
+    if not bool((torch.isfinite(low) & torch.isfinite(high) & (low <= high)).all()):
+        raise ConfigError(
+            f"{where}: minimum and maximum must be finite and in this order, got {minimum!r:.80} and {maximum!r:.80}"
+        )
+    return kernels.affine_qparams(low, high, qmin, qmax)
+
+
+class ActivationQParams(NamedTuple):
+    """How activations become codes: scale, zero point (int32), and the smallest and largest code."""
+
+    scale: Tensor
+    zero_point: Tensor
+    qmin: int
+    qmax: int
+
+
+def choose_qparams_activation(
+    minimum: float | Tensor, maximum: float | Tensor, bits: int = 8, *, clip: float | None = None
+) -> ActivationQParams:
+    """Return how activations of the range [minimum, maximum] are stored.
+
+    Where no value is negative (a ReLU, a softmax) the codes are unsigned, ``0 … 2^b − 1``, with zero point 0: none
+    is spent on values that do not occur, and integer products need no correction for the zero point. Otherwise they
+    are signed, ``−2^(b−1) … 2^(b−1) − 1``, with the zero point of `choose_qparams_affine`.
+
+    With `clip` the maximum is at most that. A GELU gives values from −0.17 up; clipped at 10 its step stays small
+    enough at 8 bits that the negative ones keep codes of their own.
+
+    Args:
+        minimum: Smallest value, or a tensor of them; then all share one choice of codes.
+        maximum: Largest value, not below `minimum`; the same shape.
+        bits: Width of a code, 2 to 8.
+        clip: Largest value to represent, above 0; None: `maximum`.
+
+    Raises:
+        ConfigError: If an argument breaks its rule.
+
+    Source: Wu et al. 2020, arXiv:2004.09602 (GELU10); Jacob et al. 2018, arXiv:1712.05877.
+
+    Example:
+        >>> choose_qparams_activation(0.0, 2.55)
+        ActivationQParams(scale=tensor(0.0100), zero_point=tensor(0, dtype=torch.int32), qmin=0, qmax=255)
+        >>> choose_qparams_activation(-0.17, 40.0, clip=10.0).scale
+        tensor(0.0399)
+    """
+    where = "choose_qparams_activation"
+    check_bits(where, bits)
+    low, high = torch.as_tensor(minimum), torch.as_tensor(maximum)
+    if clip is not None:
+        if not 0 < clip < math.inf:
+            raise ConfigError(f"{where}: clip must be positive and finite, got {clip}; GELU outputs take 10")
+        # both: a range that lies beyond the clip as a whole would be turned round
+        low, high = low.clamp(max=clip), high.clamp(max=clip)
+    qmin, qmax = (0, 2**bits - 1) if bool((low >= 0).all()) else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    return ActivationQParams(*choose_qparams_affine(low, high, qmin, qmax), qmin, qmax)
+
+
+def rounding_noise(where: str, x: Tensor, rounding: str, generator: torch.Generator | None) -> Tensor | None:
+    """Return what stochastic rounding of `x` draws, or None for rounding to nearest."""
+    if rounding not in ("nearest", "stochastic"):
+        raise ConfigError(f"{where}: rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+    if rounding == "nearest":
+        if generator is not None:
+            raise ConfigError(f"{where}: generator must be None where rounding is 'nearest', which draws nothing")
+        return None
+    if generator is not None and generator.device.type != x.device.type:
+        raise ConfigError(f"{where}: generator must be on the device of x, {x.device}, got {generator.device}")
+    return torch.rand(x.shape, dtype=kernels.compute_dtype(x.dtype), device=x.device, generator=generator)
+
+
+def check_floats(where: str, x: Tensor, name: str = "x") -> None:
+    """Refuse what is no floating-point tensor."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ConfigError(f"{where}: {name} must be a floating-point tensor, got {got}; quantise values, not codes")
+
+
+def check_axis(where: str, x: Tensor, axis: int | None, name: str = "x") -> None:
+    """Refuse an axis that the tensor does not have; None is none."""
+    if axis is not None and not -x.dim() <= axis < x.dim():
+        raise ConfigError(f"{where}: axis must name one of the {x.dim()} axes of {name}, got {axis}")
+
+
+def check_gate(where: str, gate: str) -> None:
+    """Refuse a gate that is not known."""
+    if gate not in ("unrounded", "rounded"):
+        raise ConfigError(f"{where}: gate must be 'unrounded' or 'rounded', got {gate!r}")
+
+
+def check_bits(where: str, bits: int) -> None:
+    """Refuse a width that is no whole number from 2 to 8."""
+    if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
+        raise ConfigError(f"{where}: bits must be a whole number from 2 to 8, got {bits!r}")
+
+
+def check_codes(where: str, qmin: int, qmax: int) -> None:
+    """Refuse codes that are no whole numbers or the wrong way round."""
+    for name, value in (("qmin", qmin), ("qmax", qmax)):
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) > 2**16:
+            raise ConfigError(f"{where}: {name} must be a whole number of at most 16 bits, got {value!r}")
+    if not qmin < qmax:
+        raise ConfigError(f"{where}: qmin must be below qmax, got {qmin} and {qmax}")
+
+
+def _check_values(where: str, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> None:
+    if scale.numel() and not bool(((scale > 0) & (scale < math.inf)).all()):
+        raise ConfigError(f"{where}: scale must be positive and finite, got {scale.min().item()} as the smallest")
+    if not bool(((zero_point >= qmin) & (zero_point <= qmax) & (zero_point == zero_point.round())).all()):
+        raise ConfigError(
+            f"{where}: zero_point must be a whole number in [{qmin}, {qmax}], got {zero_point.flatten()[:8].tolist()}"
+        )
+
+
+Rounding = Literal["nearest", "stochastic"]
+
+
+def fake_quantize_groups(
+    x: Tensor,
+    group_size: int,
+    bits: int = 4,
+    *,
+    symmetric: bool = False,
+    rounding: Rounding = "nearest",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Return `x` rounded to integer codes under one range for each group along the last axis.
+
+    Symmetric: codes ±(2^(b−1) − 1), ``s = max|x|/(2^(b−1) − 1)``. Affine: codes −2^(b−1) … 2^(b−1) − 1 over the
+    group's range widened to contain 0, ``s = (max − min)/(2^b − 1)``, ``z = clamp(ne(qmin − min/s))``. A group of
+    zeros has scale 1. No value lies outside its group's range, but for half a step where z was rounded, so the
+    gradient passes everywhere. A group that holds a value that is not finite becomes NaN.
+
+    A group size that does not divide the last axis is refused: a ragged last group has no place in the layouts that
+    integer kernels read.
+
+    Args:
+        x: (..., K), a weight with its inputs along the last axis, of any floating type.
+        group_size: Values to a group; divides K.
+        bits: Width of a code, 2 to 8.
+        symmetric: Zero point 0.
+        rounding: To the nearest code or, without bias, to one of the two around the value (the last half step of an
+            affine range excepted, where the zero point was rounded).
+        generator: Source of the randomness, on the device of `x`; torch's global one if None.
+
+    Returns:
+        Of the shape and type of `x`; the arithmetic is float32 for float16 and bfloat16.
+
+    Raises:
+        ConfigError: If an argument breaks its rule.
+
+    Source: Jacob et al. 2018, arXiv:1712.05877; groups: Shen et al. 2019, arXiv:1909.05840.
+
+    Example:
+        >>> fake_quantize_groups(torch.tensor([[1.5, 0.04, 7.0, 1.4]]), 2, symmetric=True)
+        tensor([[1.5000, 0.0000, 7.0000, 1.0000]])
+    """
+    where = "fake_quantize_groups"
+    _check_groups(where, x, group_size, bits)
+    return grouped.fake_quantize_groups(x, group_size, bits, symmetric, rounding_noise(where, x, rounding, generator))
+
+
+def fake_quantize_tokens(
+    x: Tensor,
+    bits: int = 8,
+    *,
+    symmetric: bool = True,
+    rounding: Rounding = "nearest",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Return activations rounded to integer codes under one range for each token, found as they pass.
+
+    As `fake_quantize_groups` with the whole last axis as the group.
+
+    Args:
+        x: (..., features) of any floating type.
+        bits: Width of a code, 2 to 8.
+        symmetric: Zero point 0.
+        rounding: To the nearest code or, without bias, to one of the two around the value.
+        generator: Source of the randomness, on the device of `x`; torch's global one if None.
+
+    Raises:
+        ConfigError: If an argument breaks its rule.
+
+    Source: Yao et al. 2022 (ZeroQuant), arXiv:2206.01861.
+
+    Example:
+        >>> fake_quantize_tokens(torch.tensor([[127.0, 1.4], [0.127, 0.0014]]))
+        tensor([[1.2700e+02, 1.0000e+00],
+                [1.2700e-01, 1.0000e-03]])
+    """
+    where = "fake_quantize_tokens"
+    check_floats(where, x)
+    size = x.shape[-1] if x.dim() else 1
+    _check_groups(where, x, size, bits)
+    return grouped.fake_quantize_groups(x, size, bits, symmetric, rounding_noise(where, x, rounding, generator))
+
+
+def quantize_groups(
+    x: Tensor, group_size: int, bits: int = 4, *, symmetric: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, scales and zero points, which stand bit for bit for what `fake_quantize_groups` gives.
+
+    Args:
+        x: (..., K) of any floating type, finite.
+        group_size: Values to a group; divides K.
+        bits: Width of a code, 2 to 8; codes of fewer than 8 take a byte each.
+        symmetric: Zero point 0.
+
+    Returns:
+        Codes (..., K) in int8; scales (..., K / group_size) in float32, float64 for float64; zero points like the
+        scales in int8.
+
+    Raises:
+        ConfigError: If an argument breaks its rule or a value is not finite.
+
+    Example:
+        >>> quantize_groups(torch.tensor([[1.5, 0.0]]), 2)
+        (tensor([[ 7, -8]], dtype=torch.int8), tensor([[0.1000]]), tensor([[-8]], dtype=torch.int8))
+    """
+    where = "quantize_groups"
+    _check_groups(where, x, group_size, bits)
+    x = x.detach()
+    scale, zero_point = grouped.group_qparams(x, group_size, bits, symmetric)
+    if not bool(torch.isfinite(scale).all()):
+        raise ConfigError(f"{where}: x must be finite, got NaN or infinity; an integer code cannot stand for either")
+    codes = grouped.group_codes(x, scale, None if symmetric else zero_point, group_size, bits)
+    return codes.flatten(-2).to(torch.int8), scale, zero_point.to(torch.int8)
+
+
+def dequantize_groups(codes: Tensor, scale: Tensor, zero_point: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the values that grouped codes stand for, ``s·(q − z)``.
+
+    Args:
+        codes: (..., K), whole numbers.
+        scale: (..., groups); the number of groups divides K.
+        zero_point: Of the shape of `scale`.
+        dtype: Type of the result.
+
+    Raises:
+        ConfigError: If the shapes do not fit.
+
+    Example:
+        >>> dequantize_groups(torch.tensor([[7, -8]]), torch.tensor([[0.5]]), torch.tensor([[-8]]))
+        tensor([[7.5000, 0.0000]])
+    """
+    fits = codes.dim() > 0 and codes.shape[:-1] == scale.shape[:-1] and scale.shape == zero_point.shape
+    if not fits or scale.shape[-1] == 0 or codes.shape[-1] % scale.shape[-1]:
+        raise ConfigError(
+            "dequantize_groups: scale and zero_point must have one value for each group along the last axis, got "
+            f"shapes {tuple(scale.shape)} and {tuple(zero_point.shape)} for codes of {tuple(codes.shape)}"
+        )
+    groups = codes.reshape(*scale.shape, codes.shape[-1] // scale.shape[-1]).to(scale.dtype)
+    return ((groups - zero_point.unsqueeze(-1)) * scale.unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def fake_quantize_weight(weight: Tensor, bits: int = 8, *, transposed: bool = False, groups: int = 1) -> Tensor:
+    """Return a layer's weight rounded to symmetric codes, one scale for each output channel; gradient 1.
+
+    ``s = max|w|/(2^(b−1) − 1)`` over everything that one output is computed from: rows of a Linear or Conv weight, rows
+    of an Embedding, and for a transposed convolution the slices of `output_channels_first`.
+
+    Args:
+        weight: Of Linear, Embedding, Conv1d/2d/3d, or ConvTranspose1d/2d/3d.
+        bits: Width of a code, 2 to 8.
+        transposed: Whether it is that of a transposed convolution: (in, out / groups, ...).
+        groups: The layer's groups; they matter to a transposed convolution alone.
+
+    Returns:
+        Of the shape and type of `weight`; NaN in a channel that holds a value that is not finite.
+
+    Raises:
+        ConfigError: If an argument breaks its rule.
+
+    Source: Krishnamoorthi 2018, arXiv:1806.08342.
+
+    Example:
+        >>> weight = torch.tensor([[[3.0]], [[1.4]]])  # two inputs, one output
+        >>> fake_quantize_weight(weight, 3, transposed=True).flatten()
+        tensor([3., 1.])
+    """
+    where = "fake_quantize_weight"
+    check_floats(where, weight, "weight")
+    check_bits(where, bits)
+    if weight.dim() < 2 or weight.numel() == 0:
+        raise ConfigError(f"{where}: weight must have at least two axes and an element, got {tuple(weight.shape)}")
+    qmax = 2 ** (bits - 1) - 1
+    if not transposed:
+        return kernels.fake_quantize_symmetric(weight, 0, qmax)
+    rows = kernels.fake_quantize_symmetric(output_channels_first(weight, groups), 0, qmax)
+    return output_channels_first(rows, groups)
+
+
+def _check_groups(where: str, x: Tensor, group_size: int, bits: int) -> None:
+    check_floats(where, x)
+    check_bits(where, bits)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ConfigError(f"{where}: x must have values along its last axis, got shape {tuple(x.shape)}")
+    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1 or x.shape[-1] % group_size:
+        raise ConfigError(
+            f"{where}: group_size must be a whole number that divides the last axis, {x.shape[-1]}, got "
+            f"{group_size!r}; take a divisor, or quantise per channel"
+        )

@@ -1,0 +1,188 @@
+"""Fake quantisation in the block formats: their round trip, with a straight-through gradient.
+
+Fake quantisation to FP8: what a value becomes when it is stored as a float of eight bits.
+
+Weights of three values and of two, and activations of two, with straight-through gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from eff_kernels.quantization import group as group_kernels
+from eff_kernels.quantization import low_bit as low_bit_kernels
+from torch import Tensor
+
+from shared_core.errors import ConfigError, did_you_mean
+from shared_core.numerics.block_formats import mx_round_to, nvfp4_round_to
+from shared_core.quantization.functional.affine import check_axis, check_floats
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, nvfp4: bool) -> Tensor:
+        return nvfp4_round_to(x, per_tensor_scale=None, dtype=x.dtype) if nvfp4 else mx_round_to(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def mxfp4_fake_quantize(x: Tensor) -> Tensor:
+    """Return `x` rounded to MXFP4 in blocks of 32 along the last axis, see `mx_round_to`; gradient 1.
+
+    Args:
+        x: At least one axis, floating point.
+
+    Source: Rouhani et al. 2023, arXiv:2310.10537.
+
+    Example:
+        >>> mxfp4_fake_quantize(torch.tensor([1.0, 0.3, 7.0, -0.1])).tolist()
+        [1.0, 0.5, 6.0, -0.0]
+    """
+    return _StraightThrough.apply(x, False)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def nvfp4_fake_quantize(x: Tensor) -> Tensor:
+    """Return `x` rounded to NVFP4 in blocks of 16 along the last axis, scaled by its own amax; gradient 1.
+
+    Args:
+        x: At least one axis, floating point.
+
+    Source: NVIDIA 2025, arXiv:2509.25149.
+
+    Example:
+        >>> nvfp4_fake_quantize(torch.tensor([6.0, 1.25])).tolist()
+        [6.0, 1.0]
+    """
+    return _StraightThrough.apply(x, True)  # type: ignore[no-untyped-call, no-any-return]
+
+
+_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+def fp8_fake_quantize(
+    x: Tensor, format: Literal["fp8_e4m3", "fp8_e5m2"] = "fp8_e4m3", axis: int | None = None
+) -> Tensor:
+    """Return `x` rounded to FP8 under a scale that puts the largest magnitude on the largest value.
+
+    ``s = max(max|x|, 2⁻¹²⁶·M)/M`` with M the format's largest value, ``x̂ = s·cast(x/s)``, halves to even. No value lies
+    outside, so the gradient passes everywhere. What shares a scale with a value that is not finite becomes NaN: the
+    format saturates, and an overflow would not be seen.
+
+    Args:
+        x: Any shape and floating type, with elements; computed in float32.
+        format: ``"fp8_e4m3"`` for weights and activations, ``"fp8_e5m2"`` for gradients.
+        axis: One scale for each channel along this axis; None: one for all.
+
+    Returns:
+        Of the shape and type of `x`.
+
+    Raises:
+        ConfigError: If an argument breaks its rule.
+
+    Source: Micikevicius et al. 2022, arXiv:2209.05433.
+
+    Example:
+        >>> fp8_fake_quantize(torch.tensor([448.0, 17.0, 1.0]))
+        tensor([448.,  16.,   1.])
+    """
+    where = "fp8_fake_quantize"
+    check_floats(where, x)
+    check_axis(where, x, axis)
+    if x.numel() == 0:
+        raise ConfigError(f"{where}: x must have elements, got shape {tuple(x.shape)}")
+    if format not in _DTYPES:
+        raise ConfigError(
+            f"{where}: format must be one of {sorted(_DTYPES)}, got {format!r}{did_you_mean(format, _DTYPES)}"
+        )
+    return group_kernels.fake_quantize_fp8(x, _DTYPES[format], axis)
+
+
+def ternarize(weight: Tensor, axis: int | None = 0, *, threshold: float = 0.7) -> Tensor:
+    """Return `weight` on the values −α, 0 and α.
+
+    ``Δ = 0.7·E|w|``; ``ŵ = α·sign(w)`` where ``|w| > Δ`` and 0 elsewhere; α is the mean of ``|w|`` over those that
+    survive, which makes ``‖w − ŵ‖`` least for that Δ. The gradient passes straight through. A channel of zeros stays
+    zero; one that holds a value that is not finite becomes NaN.
+
+    Args:
+        weight: Any shape and floating type, with elements.
+        axis: Δ and α for each channel along this axis; None: for the whole tensor.
+        threshold: Δ over the mean magnitude, in [0, 1).
+
+    Returns:
+        Of the shape and type of `weight`; the arithmetic is float32 for float16 and bfloat16.
+
+    Raises:
+        ConfigError: If an argument breaks its rule.
+
+    Source: Li and Liu 2016, arXiv:1605.04711.
+
+    Example:
+        >>> import torch
+        >>> ternarize(torch.tensor([[1.0, -3.0, 0.2]]))
+        tensor([[ 2., -2.,  0.]])
+    """
+    _check("ternarize", weight, axis)
+    if not 0 <= threshold < 1:
+        raise ConfigError(f"ternarize: threshold must be in [0, 1), got {threshold}; from 1 on nothing may survive")
+    return low_bit_kernels.ternarize(weight, axis, float(threshold))
+
+
+def binarize(weight: Tensor, axis: int | None = 0) -> Tensor:
+    """Return `weight` on the values −α and α, ``ŵ = α·sign(w)`` with ``sign(0) = +1`` and ``α = E|w|``.
+
+    The gradient, with α taken as a constant of the step, passes straight through where ``|w| <= 1`` and is zero
+    elsewhere: keep weights in [−1, 1], as the source does by clipping them after each step. A channel that holds a
+    NaN becomes NaN.
+
+    Args:
+        weight: Any shape and floating type, with elements.
+        axis: One α for each channel along this axis; None: for the whole tensor.
+
+    Returns:
+        Of the shape and type of `weight`; the arithmetic is float32 for float16 and bfloat16.
+
+    Raises:
+        ConfigError: If an argument breaks its rule.
+
+    Source: Rastegari et al. 2016, arXiv:1603.05279; the gate: Courbariaux et al. 2016, arXiv:1602.02830.
+
+    Example:
+        >>> import torch
+        >>> binarize(torch.tensor([[0.5, -1.0, 0.0]]))
+        tensor([[ 0.5000, -0.5000,  0.5000]])
+    """
+    _check("binarize", weight, axis)
+    return low_bit_kernels.binarize(weight, axis, True)
+
+
+def binarize_activation(x: Tensor) -> Tensor:
+    """Return the signs of `x`, −1 and +1, with ``sign(0) = +1``; the gradient passes where ``|x| <= 1``.
+
+    NaN stays NaN.
+
+    Args:
+        x: Any shape and floating type.
+
+    Raises:
+        ConfigError: If it is no floating-point tensor.
+
+    Source: Courbariaux et al. 2016, arXiv:1602.02830.
+
+    Example:
+        >>> import torch
+        >>> binarize_activation(torch.tensor([-0.3, 0.0, 2.0]))
+        tensor([-1.,  1.,  1.])
+    """
+    check_floats("binarize_activation", x)
+    return low_bit_kernels.binarize(x, None, False)
+
+
+def _check(where: str, weight: Tensor, axis: int | None) -> None:
+    check_floats(where, weight, "weight")
+    check_axis(where, weight, axis, "weight")
+    if weight.numel() == 0:
+        raise ConfigError(f"{where}: weight must have elements, got shape {tuple(weight.shape)}")

@@ -1,0 +1,248 @@
+"""Layers that compute on integers: the reference for what an int8 runtime returns.
+
+An embedding whose vectors are stored as int8 codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from eff_kernels.quantization import affine as kernels
+from torch import Tensor, nn
+
+from shared_core.errors import CompatibilityError
+from shared_core.quantization.schemes import LayerScheme
+
+
+def weight_qmin(scheme: LayerScheme, learned: Mapping[str, Any]) -> int:
+    """Return the smallest code of a weight; learned scales go one further down."""
+    return -scheme.weight_qmax - int("weight_scale" in learned)
+
+
+def channel_codes(weight: Tensor, scheme: LayerScheme, learned: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return (int8 codes, scale of each channel) of a weight whose values are those of its codes.
+
+    Args:
+        weight: Baked, output channels first.
+        scheme: With a scale for each channel.
+        learned: The layer's saved range; its ``weight_scale`` is taken where there is one.
+
+    Raises:
+        CompatibilityError: If the weight is not finite.
+
+    Example:
+        >>> channel_codes(torch.tensor([[0.5, 1.27]]), LayerScheme(), {})
+        (tensor([[ 50, 127]], dtype=torch.int8), tensor([0.0100]))
+    """
+    scale = kernels.symmetric_scale(weight, 0, scheme.weight_qmax)
+    if "weight_scale" in learned:
+        scale = torch.tensor(learned["weight_scale"], dtype=scale.dtype, device=scale.device).view_as(scale)
+    if not bool(torch.isfinite(scale).all()):
+        raise CompatibilityError("convert: weights must be finite, got NaN or infinity; look for the diverged step")
+    codes = (weight.to(scale.dtype) / kernels.along(scale, weight.dim(), 0)).round()
+    return codes.clamp_(weight_qmin(scheme, learned), scheme.weight_qmax).to(torch.int8), scale
+
+
+class CodeModule(nn.Module):
+    """A module of codes and scales, which casting the model leaves as they are.
+
+    Buffers: ``weight_codes`` int8, output channels first, ``weight_scale`` (channels,).
+    """
+
+    weight_codes: Tensor
+    weight_scale: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight that the codes stand for, ``s_w·q_w``, for code that asks a layer for its weight."""
+        scale = kernels.along(self.weight_scale, self.weight_codes.dim(), 0)
+        return self.weight_codes.to(scale.dtype) * scale
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        dtypes = {name: value.dtype for name, value in self._buffers.items() if value is not None}
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, dtype in dtypes.items():
+            after = self._buffers[name]
+            kept = before[name]
+            if after is not None and kept is not None and after.dtype != dtype:
+                self._buffers[name] = kept.to(after.device)
+        return self
+
+
+class IntegerLayer(CodeModule):
+    """Base of the integer layers: weight codes, scales, the float bias, and how an input becomes codes.
+
+    ``y = s_x·s_w·Σ(q_x − z)·q_w + b``. The sum is a 32-bit integer; it is computed in float64, where every
+    partial sum below 2^53 is exact, because torch has integer convolutions on no device. The rest is computed
+    in float64 too and rounded once to the type of the input.
+
+    Buffers: ``weight_codes`` int8, ``weight_scale`` float32 (channels,), ``input_scale`` float32 (),
+    ``input_zero_point`` int32 (), ``bias`` (channels,) or None. Casting the model leaves them as they are.
+    """
+
+    input_scale: Tensor
+    input_zero_point: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self, stock: Any, bounds: tuple[float, float], scheme: LayerScheme, learned: Mapping[str, Any]
+    ) -> None:
+        super().__init__()
+        weight = stock.weight.detach()
+        self.weight_bits, self.activation_bits = scheme.weight_bits, scheme.activation_bits
+        self.qmin, self.qmax = scheme.input_range
+        codes, scale = channel_codes(weight, scheme, learned)
+        terms = weight[0].numel()
+        if terms * -weight_qmin(scheme, learned) * (self.qmax - self.qmin) >= 2**31:
+            raise CompatibilityError(
+                f"convert: a layer must sum fewer products than overflow 32 bits, got {terms} per "
+                "output; skip it in qat"
+            )
+        minimum, maximum = torch.tensor(bounds, dtype=torch.float32, device=weight.device)
+        input_scale, zero_point = kernels.affine_qparams(minimum, maximum, self.qmin, self.qmax)
+        if "scale" in learned:
+            input_scale.fill_(float(learned["scale"]))
+            zero_point.fill_(int(learned["zero_point"]))
+        self.register_buffer("weight_codes", codes)
+        self.register_buffer("weight_scale", scale)
+        self.register_buffer("input_scale", input_scale)
+        self.register_buffer("input_zero_point", zero_point)
+        bias = None if stock.bias is None else stock.bias.detach().clone()
+        self.register_buffer("bias", bias)
+
+    def quantize_input(self, x: Tensor) -> Tensor:
+        """Return the codes of `x` as int8."""
+        centred = kernels.quantize(x, self.input_scale, self.input_zero_point, self.qmin, self.qmax)
+        return (centred + self.input_zero_point).to(torch.int8)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output in the type of `input`.
+
+        A NaN has no code, so rows that hold one come out as NaN rather than as a number.
+        """
+        centred = kernels.quantize(input, self.input_scale, self.input_zero_point, self.qmin, self.qmax).double()
+        # rounding makes the sum whole again if a device's library took a transform (FFT, Winograd) to compute
+        # it
+        total = self._accumulate(centred, self.weight_codes.double()).round_()
+        axis = total.dim() - self._channel_axis_from_end
+        scale = self.input_scale.double() * self.weight_scale.double()
+        y = total * kernels.along(scale, total.dim(), axis)
+        if self.bias is not None:
+            y = y + kernels.along(self.bias.double(), total.dim(), axis)
+        return y.to(input.dtype)
+
+    _channel_axis_from_end: int = 1
+
+    def _accumulate(self, x: Tensor, weight: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """Return shape and widths."""
+        shape = tuple(self.weight_codes.shape)
+        return f"{shape}, weight_bits={self.weight_bits}, activation_bits={self.activation_bits}"
+
+
+class IntLinear(IntegerLayer):
+    """A linear layer on integer codes."""
+
+    def _accumulate(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight)
+
+
+class _IntConv(IntegerLayer):
+    _convolve: ClassVar[Callable[..., Tensor]]
+
+    def __init__(
+        self, stock: Any, bounds: tuple[float, float], scheme: LayerScheme, learned: Mapping[str, Any]
+    ) -> None:
+        super().__init__(stock, bounds, scheme, learned)
+        self.stride, self.padding, self.dilation, self.groups = (
+            stock.stride,
+            stock.padding,
+            stock.dilation,
+            stock.groups,
+        )
+        self.padding_mode = stock.padding_mode
+        self._pad = tuple(stock._reversed_padding_repeated_twice)
+        self._channel_axis_from_end = len(stock.kernel_size) + 1
+
+    def _accumulate(self, x: Tensor, weight: Tensor) -> Tensor:
+        # Codes are centred, so that padding with 0 is padding with the zero point, which is exactly 0.0.
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            x, padding = F.pad(x, self._pad, mode=self.padding_mode), 0
+        return type(self)._convolve(x, weight, None, self.stride, padding, self.dilation, self.groups)
+
+
+class IntConv1d(_IntConv):
+    """A 1-d convolution on integer codes."""
+
+    _convolve = staticmethod(F.conv1d)
+
+
+class IntConv2d(_IntConv):
+    """A 2-d convolution on integer codes."""
+
+    _convolve = staticmethod(F.conv2d)
+
+
+class IntConv3d(_IntConv):
+    """A 3-d convolution on integer codes."""
+
+    _convolve = staticmethod(F.conv3d)
+
+
+INTEGER: dict[type[nn.Module], type[IntegerLayer]] = {
+    nn.Linear: IntLinear,
+    nn.Conv1d: IntConv1d,
+    nn.Conv2d: IntConv2d,
+    nn.Conv3d: IntConv3d,
+}
+
+
+class IntEmbedding(CodeModule):
+    """Looks up int8 codes and returns ``s·q``, one scale a vector; bit for bit the baked embedding.
+
+    Args:
+        stock: The embedding, in float.
+        scheme: How it is quantised: per channel, which is a vector.
+        learned: A saved entry; its ``weight_scale`` is used if there is one.
+
+    Raises:
+        CompatibilityError: If a weight is not finite.
+
+    Example:
+        >>> layer = IntEmbedding(nn.Embedding(9, 4), LayerScheme(input="none"), {})
+        >>> layer.weight_codes.dtype, layer(torch.tensor([[2, 3]])).shape
+        (torch.int8, torch.Size([1, 2, 4]))
+    """
+
+    def __init__(self, stock: nn.Embedding, scheme: LayerScheme, learned: Mapping[str, Any]) -> None:
+        super().__init__()
+        weight = stock.weight.detach()
+        scale = kernels.symmetric_scale(weight, 0, scheme.weight_qmax)
+        if "weight_scale" in learned:
+            scale = torch.tensor(learned["weight_scale"], dtype=scale.dtype, device=scale.device)
+        if not bool(torch.isfinite(scale).all()):
+            raise CompatibilityError("convert: weights must be finite, got NaN or infinity; look for the diverged step")
+        self.num_embeddings, self.embedding_dim, self.dtype = stock.num_embeddings, stock.embedding_dim, weight.dtype
+        self.register_buffer("weight_codes", (weight.to(scale.dtype) / scale[:, None]).round().to(torch.int8))
+        self.register_buffer("weight_scale", scale)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight that the codes stand for, for code that asks an embedding for it."""
+        return super().weight.to(self.dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the vectors of the indices, in the type that the embedding had."""
+        scale = self.weight_scale[input].unsqueeze(-1)
+        return (self.weight_codes[input].to(scale.dtype) * scale).to(self.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the shape."""
+        return f"{self.num_embeddings}, {self.embedding_dim}"

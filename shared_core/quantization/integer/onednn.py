@@ -1,0 +1,278 @@
+"""Converted layers on oneDNN's int8 kernels, which torch brings along on CPUs: what they have in common.
+
+Converted 2-d convolutions on oneDNN's int8 kernels, which torch brings along on CPUs.
+
+Converted linear layers on oneDNN's int8 kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from eff_kernels.quantization.affine import scale_of_largest
+from eff_kernels.quantization.group import group_codes, group_qparams
+from eff_kernels.quantization.integer_linear import integer_linear, pack
+from torch import Tensor
+
+from shared_core.quantization.integer.layers import CodeModule, IntConv2d, IntLinear
+
+_PART = 1 << 21
+LOWEST = -128  # moves signed codes to unsigned ones, for which the instructions are made
+
+
+class OneDnnLayer(CodeModule):
+    """Base of layers that keep their weight's codes in oneDNN's layout too, as long as these are on a CPU."""
+
+    kind: ClassVar[str]
+    """The stock layer's name."""
+    kernel: str
+    """What `conversion_report` says of it."""
+    _packed: Any
+
+    @classmethod
+    def take(cls, module: Any, kernel: str) -> Self:
+        """Change a converted layer's class to this one, and return it; its buffers stay as they are.
+
+        Args:
+            module: One whose class this one derives from, and which oneDNN can compute.
+            kernel: See there.
+        """
+        module.__class__ = cls
+        taken: Self = module
+        taken.kernel = kernel
+        taken._pack()
+        return taken
+
+    def _pack(self) -> None:
+        raise NotImplementedError
+
+    def _runs(self, input: Tensor) -> bool:
+        return self._packed is not None and input.device.type == "cpu" and input.numel() > 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_packed": None}  # oneDNN's layout can be neither copied nor saved
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._pack()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._pack()
+
+
+def in_parts(x: Tensor) -> tuple[Tensor, ...]:
+    """Return the rows of a tensor, those along its last axis, in parts of at most 8 MiB in float32.
+
+    A larger temporary tensor is memory that is asked of the system anew in every forward, and its first touch takes
+    longer than the arithmetic on it. One part where a compiler fuses that anyway.
+
+    Example:
+        >>> [*map(len, in_parts(torch.zeros(3, 2000, 1000)))]
+        [2097, 2097, 1806]
+    """
+    if torch.compiler.is_compiling() or x.numel() <= _PART:
+        return (x,)
+    rows: tuple[Tensor, ...] = torch.split(x.reshape(-1, x.shape[-1]), max(1, _PART // x.shape[-1]))
+    return rows
+
+
+def joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """Return what was computed of `in_parts` as one tensor of a shape."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts]).view(shape)
+
+
+def static_codes(
+    x: Tensor,
+    scale: float,
+    zero_point: int,
+    qmin: int,
+    qmax: int,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> Tensor:
+    """Return ``clamp(ne(x/s) + z, qmin, qmax)`` of a float32 tensor, which stays as it is, as uint8, 128 more.
+
+    Example:
+        >>> static_codes(torch.tensor([0.5, 1.2, 9.0]), 1.0, 2, -8, 7).tolist()
+        [130, 131, 135]
+    """
+    return unsigned((x / scale).round_().add_(zero_point).clamp_(qmin, qmax), memory_format)
+
+
+def unsigned(codes: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+    """Return whole numbers from -128 to 127 as uint8, 128 more.
+
+    Example:
+        >>> unsigned(torch.tensor([-128.0, 0.0, 127.0])).tolist()
+        [0, 128, 255]
+    """
+    # torch converts to int8 five times as fast as to uint8 (2.13)
+    return codes.to(torch.int8, memory_format=memory_format).view(torch.uint8).bitwise_xor_(-LOWEST)
+
+
+def keep_nan_(output: Tensor, input: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Return an output, NaN where the input holds one: a NaN has no code.
+
+    Args:
+        output: Changed in place.
+        input: What it was computed of.
+        dims: Those of the input over which one NaN reaches all of the output.
+    """
+    nan = input.amax(dims, keepdim=True).isnan()
+    if torch.compiler.is_compiling() or bool(nan.any()):
+        output.add_(torch.where(nan, torch.nan, 0.0))
+    return output
+
+
+class OneDnnConv2d(OneDnnLayer, IntConv2d):
+    """An `IntConv2d` that hands codes to oneDNN: int8 products, sums in 32-bit integers, output in float.
+
+    Sums are the same integers as those of the reference, so outputs differ by float rounding alone. An example that
+    holds NaN comes out as NaN. On other devices than the CPU it computes what the reference computes.
+
+    `take` makes one of an `IntConv2d`.
+    """
+
+    kind = "Conv2d"
+
+    @staticmethod
+    def why_not(module: IntConv2d) -> str:
+        """Return why oneDNN cannot compute a convolution; empty if it can."""
+        if not hasattr(torch.ops.onednn, "qconv2d_pointwise"):
+            return "this torch was built without oneDNN"
+        if module.padding_mode != "zeros" or isinstance(module.padding, str):
+            return f"oneDNN pads with zeros by numbers, not {module.padding_mode} by {module.padding}"
+        return ""
+
+    def _pack(self) -> None:
+        # plain values: reading a buffer in each forward would cost a synchronisation under torch.compile
+        self._scale, self._zero_point = float(self.input_scale), int(self.input_zero_point)
+        self._zero_points = torch.zeros(len(self.weight_scale), dtype=torch.int32)
+        self._bias = None if self.bias is None else self.bias.float()
+        self._packed = None
+        if self.weight_codes.device.type == "cpu":
+            self._packed = torch.ops.onednn.qconv_prepack(
+                self.weight_codes, self.weight_scale, self._scale, self._zero_point - LOWEST,
+                self.stride, self.padding, self.dilation, self.groups, None,
+            )  # fmt: skip
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output in the type of `input`."""
+        if input.dim() != 4 or not self._runs(input):
+            return super().forward(input)
+        x = input.float()
+        codes = static_codes(x, self._scale, self._zero_point, self.qmin, self.qmax, torch.channels_last)
+        y: Tensor = torch.ops.onednn.qconv2d_pointwise(
+            codes, self._scale, self._zero_point - LOWEST,
+            self._packed, self.weight_scale, self._zero_points, self._bias, self.stride, self.padding, self.dilation,
+            self.groups, 1.0, 0, torch.float32, "none", [], "",
+        )  # fmt: skip
+        return keep_nan_(y, x, (1, 2, 3)).to(input.dtype)
+
+
+class _OneDnnLinear(OneDnnLayer):
+    kind = "Linear"
+    bias: Tensor | None
+
+    def _pack(self) -> None:
+        self._bias = None if self.bias is None else self.bias.float()
+        self._packed = pack(self.weight_codes) if self.weight_codes.device.type == "cpu" else None
+
+
+class OneDnnLinear(_OneDnnLinear, IntLinear):
+    """An `IntLinear` that hands codes to oneDNN: int8 products, sums in 32-bit integers, output in float.
+
+    Sums are the same integers as those of the reference, so outputs differ by float rounding alone. A row that holds
+    NaN comes out as NaN. On other devices than the CPU it computes what the reference computes.
+
+    `take` makes one of an `IntLinear`.
+    """
+
+    def _pack(self) -> None:
+        super()._pack()
+        # plain values: reading a buffer in each forward would cost a synchronisation under torch.compile
+        self._scale, self._zero_point = float(self.input_scale), int(self.input_zero_point)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output in the type of `input`."""
+        if not self._runs(input):
+            return super().forward(input)
+        x = input.float()
+        codes = self._codes(x)
+        y = integer_linear(codes, self._scale, self._zero_point - LOWEST, self._packed, self.weight_scale, self._bias)
+        return keep_nan_(y, x, (-1,)).to(input.dtype)
+
+    def _codes(self, x: Tensor) -> Tensor:
+        parts = [static_codes(part, self._scale, self._zero_point, self.qmin, self.qmax) for part in in_parts(x)]
+        return joined(parts, x.shape)
+
+
+class OneDnnTokenLinear(_OneDnnLinear):
+    """A linear layer on oneDNN whose rows have a scale each, ``max|x| / (2^(b-1) - 1)``, found when they are seen.
+
+    ``y = s_x·s_w·Σ q_x·q_w + b``, the sum an exact 32-bit integer. A row that holds NaN or infinity comes out as NaN.
+    Elsewhere than on a CPU the same is computed in float64.
+
+    Args:
+        codes: int8, (outputs, inputs).
+        scale: float32, (outputs,).
+        bias: In float, or None.
+        activation_bits: b, up to 8.
+        kernel: What `conversion_report` says of it.
+    """
+
+    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None, activation_bits: int, kernel: str) -> None:
+        super().__init__()
+        self.activation_bits, self.kernel = activation_bits, kernel
+        self.register_buffer("weight_codes", codes)
+        self.register_buffer("weight_scale", scale)
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+        self._pack()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the layer's output in the type of `input`."""
+        if not input.numel():
+            return input.new_zeros(*input.shape[:-1], len(self.weight_codes))
+        input = input.detach()  # a gradient through the scales alone would mislead
+        if self._runs(input):
+            codes, scale = self._rows(input)
+            y = integer_linear(codes, 1.0, -LOWEST, self._packed, self.weight_scale, self._bias, scale)
+        else:
+            scale, _ = group_qparams(input, input.shape[-1], self.activation_bits, True)
+            codes = group_codes(input, scale, None, input.shape[-1], self.activation_bits).flatten(-2)
+            scale = _nan_if_not_finite(scale)
+            total = F.linear(codes.double(), self.weight_codes.double()).round_()
+            y = total * self.weight_scale.double() * scale
+            y = y if self.bias is None else y + self.bias
+        return y.to(input.dtype)
+
+    def _rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        largest_code = 2 ** (self.activation_bits - 1) - 1
+        codes, scales = zip(*(row_codes(part, largest_code) for part in in_parts(x)), strict=True)
+        return joined(codes, x.shape), joined(scales, (*x.shape[:-1], 1))
+
+    def extra_repr(self) -> str:
+        """Return shape and width."""
+        return f"{tuple(self.weight_codes.shape)}, activation_bits={self.activation_bits}"
+
+
+def row_codes(x: Tensor, largest_code: int) -> tuple[Tensor, Tensor]:
+    """Return symmetric codes as uint8, 128 more, and each row's scale; NaN where a value of the row is not finite.
+
+    Example:
+        >>> codes, scale = row_codes(torch.tensor([[2.54, -1.0], [torch.inf, 0.0]]), 127)
+        >>> codes[0].tolist(), scale.tolist()
+        ([255, 78], [[0.019999999552965164], [nan]])
+    """
+    x = x.float()
+    values = x.abs()
+    scale = scale_of_largest(values.amax(-1, keepdim=True), largest_code)
+    codes = unsigned(torch.div(x, scale, out=values).round_())
+    return codes, _nan_if_not_finite(scale)
+
+
+def _nan_if_not_finite(scale: Tensor) -> Tensor:
+    return torch.add(scale, scale, alpha=0)  # 0 times infinity is NaN; one operation, where rows are few

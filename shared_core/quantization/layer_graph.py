@@ -1,0 +1,324 @@
+"""Which layer follows which: the flow of values through a model, traced by torch.fx or observed in one run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.modules.calls import call_model
+
+LAYERS: tuple[type[nn.Module], ...] = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+"""The layers that chains consist of; subclasses do not count, for their forward is not known."""
+
+# they read how a tensor is stored, not what is in it
+_METADATA = frozenset(
+    """
+    size dim ndim shape device dtype numel is_floating_point is_cuda layout requires_grad grad_fn stride names
+    is_contiguous is_sparse is_quantized is_nested is_meta is_complex element_size ndimension get_device __len__
+    __hash__ __repr__ __format__ _version data_ptr storage_offset is_leaf is_inference is_mps is_xpu is_cpu
+    """.split()  # noqa: SIM905
+)
+
+
+@dataclass
+class Node:
+    """One call in the flow.
+
+    Attributes:
+        label: The module's name, the function's name, ``"input"`` or ``"output"``.
+        module: The module that was called; None for a function.
+        args: Positional arguments other than tensors, for a function.
+        kwargs: Keyword arguments other than tensors, for a function.
+        inputs: Nodes whose values it reads, in order.
+        users: Nodes that read its value, one entry a reading.
+        shape: Of its value, where a run was observed.
+    """
+
+    label: str
+    module: nn.Module | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    inputs: list[Node] = field(default_factory=list, repr=False)
+    users: list[Node] = field(default_factory=list, repr=False)
+    shape: torch.Size | None = None
+
+    @property
+    def kind(self) -> str:
+        """The type of the module, or the name of the function."""
+        return self.label if self.module is None else type(self.module).__name__
+
+    def __str__(self) -> str:
+        return self.label if self.module is None else f"{type(self.module).__name__} {self.label!r}"
+
+
+class Flow:
+    """The calls of one forward in order, and which modules are used in ways that a chain cannot describe.
+
+    Args:
+        model: Whose modules are named.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.nodes: list[Node] = []
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.calls: dict[str, list[Node]] = {}
+        self.read_outside: dict[str, str] = {}
+        self._tied: dict[str, str] = {}
+        owners: dict[int, str] = {}
+        for name, module in model.named_modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    other = owners.setdefault(id(parameter), name)
+                    if other != name:
+                        self._tied[name], self._tied[other] = other, name
+        self._owners = owners
+
+    def add(self, label: str, inputs: list[Node], module: nn.Module | None = None, **details: Any) -> Node:
+        """Append a call that reads `inputs`."""
+        node = Node(label, module, inputs=inputs, **details)
+        for source in inputs:
+            source.users.append(node)
+        self.nodes.append(node)
+        if module is not None:
+            self.calls.setdefault(label, []).append(node)
+        return node
+
+    def read(self, parameter_id: int, reader: str) -> None:
+        """Note that code outside a module reads one of its parameters."""
+        if parameter_id in self._owners:
+            self.read_outside[self._owners[parameter_id]] = reader
+
+    def why_not(self, node: Node) -> str | None:
+        """Return why a layer's or batch norm's parameters must stay as they are; None if they may be changed."""
+        if node.module is None:
+            return f"{node} is a function"
+        name, module = node.label, node.module
+        if len(self.calls[name]) > 1:
+            return f"it is a shared module, called {len(self.calls[name])} times in one forward"
+        if name in self._tied:
+            return f"its parameters are tied to those of {self._tied[name]!r}"
+        if name in self.read_outside:
+            return f"{self.read_outside[name]} reads its parameters without calling it"
+        if module._forward_hooks or module._forward_pre_hooks:
+            return "a forward hook may change what goes in or comes out"
+        weight = module._parameters.get("weight")
+        if isinstance(module, LAYERS) and weight is None:
+            return "its weight is computed by other code (a parametrisation, torch.nn.utils.prune)"
+        if weight is not None and not weight.is_floating_point():
+            return f"its weight is {weight.dtype}, not floating point"
+        return None
+
+
+def sole_user(node: Node) -> tuple[Node | None, str]:
+    """Return (the only reader of a value, "") or (None, why there is no such reader)."""
+    if len(node.users) == 1:
+        return node.users[0], ""
+    if not node.users:
+        return None, "nothing reads its output"
+    readers = ", ".join(str(user) for user in node.users)
+    return None, f"its output is tapped (a residual or a second branch): {readers} read it"
+
+
+def output_tensor(output: Any) -> Tensor:
+    """Return the tensor of a model's output: itself, its ``logits``, or the first tensor in it.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    for found in (output, getattr(output, "logits", None), *tree_leaves(output)):
+        if isinstance(found, Tensor):
+            return found
+    raise ConfigError(f"output: must hold a tensor, got {type(output).__name__}; wrap the model in one that returns it")
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every module into evaluation mode; afterwards each has its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def trace(model: nn.Module, example_inputs: Any = None, *, where: str = "trace") -> Flow:
+    """Return the flow of values through `model`.
+
+    With example inputs one forward is observed: every model that runs can be read, and the flow is that of the
+    branches which these inputs take. Without them torch.fx traces the code symbolically, which fails where
+    the code looks at values or shapes, as Hugging Face models do. torch.export is not used: it flattens
+    modules into aten calls on lifted parameters and refuses more models than one run does.
+
+    Args:
+        model: Any module; it is not changed.
+        example_inputs: A tensor, a tuple of arguments, or a mapping of keyword arguments; None: torch.fx.
+        where: Who asks, for errors.
+
+    Raises:
+        CompatibilityError: If torch.fx cannot trace the model, or it cannot be run on the inputs.
+
+    Example:
+        >>> flow = trace(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
+        >>> [str(node) for node in flow.nodes]
+        ['input', "Linear '0'", "ReLU '1'", 'output']
+    """
+    if example_inputs is None:
+        return _trace_symbolically(model, where)
+    return _observe(model, example_inputs, where)
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    if hasattr(module, "get_base_layer"):  # peft's, whose forward looks at values
+        return True
+    return type(module).__module__.startswith("torch.nn") and not isinstance(
+        module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    )
+
+
+class _LeafTracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return _is_leaf(m)
+
+
+def _trace_symbolically(model: nn.Module, where: str) -> Flow:
+    # the tracer would look inside a root that is a layer
+    root = nn.Sequential(model) if _is_leaf(model) else model
+    try:
+        graph = _LeafTracer().trace(root)
+    except Exception as error:  # tracing runs the user's code, which may raise anything
+        raise CompatibilityError(
+            f"{where}: model must be traceable by torch.fx, but {type(model).__name__} is not "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); pass example_inputs"
+        ) from error
+    flow, made = Flow(model), dict[fx.Node, Node]()
+    modules = dict(root.named_modules(remove_duplicate=False))
+    parameters = dict(root.named_parameters(remove_duplicate=False))
+    for entry in graph.nodes:
+        sources = [made[source] for source in _fx_sources(entry) if source in made]
+        label = "input" if entry.op == "placeholder" else _function_name(entry.target)
+        if entry.op == "get_attr":
+            if entry.target in parameters:
+                readers = ", ".join(_function_name(user.target) for user in entry.users)
+                flow.read(id(parameters[entry.target]), readers or "the model")
+            continue
+        if entry.op == "call_module":
+            module = modules[entry.target]
+            made[entry] = flow.add(flow.names[id(module)], sources, module)
+        elif label not in _METADATA and not (label == "getattr" and entry.args[1] in _METADATA):
+            arguments = tuple(value for value in entry.args if not isinstance(value, fx.Node))
+            options = {key: value for key, value in entry.kwargs.items() if not isinstance(value, fx.Node)}
+            made[entry] = flow.add(label, sources, args=arguments, kwargs=options)
+    return flow
+
+
+def _fx_sources(entry: fx.Node) -> list[fx.Node]:
+    """List every reading: fx itself keeps ``x + x`` as one."""
+    found: list[fx.Node] = []
+    fx.map_arg((entry.args, entry.kwargs), lambda node: found.append(node))
+    return found
+
+
+def _function_name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes calls of leaf modules and, outside of those, every torch function on tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.flow = Flow(model)
+        self._made: dict[int, Node] = {}
+        self._alive: list[Tensor] = []  # so that no id is used twice
+        self._inside = 0
+        self._parameters = {id(parameter) for parameter in model.parameters()}
+
+    def produce(self, value: Any, node: Node) -> None:
+        for tensor in _tensors(value):
+            if id(tensor) not in self._parameters:
+                self._made[id(tensor)] = node
+                self._alive.append(tensor)
+                node.shape = tensor.shape
+
+    def sources(self, value: Any) -> list[Node]:
+        return [self._made[id(tensor)] for tensor in _tensors(value) if id(tensor) in self._made]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        label = _function_name(func)
+        if label == "__get__":
+            label = _function_name(getattr(func, "__self__", label))
+        if self._inside or label in _METADATA:
+            return result
+        sources = self.sources((args, kwargs))
+        for tensor in _tensors((args, kwargs)):
+            self.flow.read(id(tensor), label)
+        if sources:
+            arguments = tuple(value for value in args if not isinstance(value, Tensor))
+            options = {key: value for key, value in kwargs.items() if not isinstance(value, Tensor)}
+            self.produce(result, self.flow.add(label, sources, args=arguments, kwargs=options))
+        return result
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._inside += 1
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._inside -= 1
+        if not self._inside:
+            node = self.flow.add(self.flow.names[id(module)], self.sources((args, kwargs)), module)
+            self.produce(output, node)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += _tensors(vars(leaf))
+    return found
+
+
+def _observe(model: nn.Module, example_inputs: Any, where: str) -> Flow:
+    recorder = _Recorder(model)
+    recorder.produce(example_inputs, recorder.flow.add("input", []))
+    hooks = []
+    for module in model.modules():
+        if _is_leaf(module):
+            hooks.append(module.register_forward_pre_hook(recorder.enter, with_kwargs=True))
+            hooks.append(module.register_forward_hook(recorder.leave, with_kwargs=True))
+    try:
+        with evaluating(model), torch.no_grad(), recorder:
+            output = call_model(model, example_inputs)
+    except Exception as error:  # the user's code may raise anything
+        raise CompatibilityError(
+            f"{where}: model must run on example_inputs, but it raised {type(error).__name__}: {error}; pass a tensor, "
+            "a tuple of arguments or a mapping of keyword arguments"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    recorder.flow.add("output", recorder.sources(output))
+    return recorder.flow

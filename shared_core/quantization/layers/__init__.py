@@ -1,0 +1,1 @@
+"""Layers that quantize while they train."""

@@ -1,0 +1,256 @@
+"""Layers that fake-quantise weight and input: a stock layer becomes one by a change of class, and back.
+
+Quantised weights in place, and what the quantisation costs them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shared_core.distributed.sharded_tensors import fill_, is_sharded, whole
+from shared_core.engine.claims import Grid, Where
+from shared_core.modules.matching import change_class, conv1d_of, is_transformers_conv1d, own_class
+from shared_core.modules.weight_views import as_rows, compute, weights_of
+from shared_core.quantization.batch_norm import STOCK as STOCK_OF_FOLDED
+from shared_core.quantization.batch_norm import fold_pair_, unfold_pair_
+from shared_core.quantization.layers.layer_quantizer import LayerQuantizer
+from shared_core.quantization.layers.plain_state import LEARNED, PlainState
+from shared_core.quantization.schemes import LayerScheme
+
+
+class _FakeQuant(PlainState):
+    quantizer: LayerQuantizer
+
+    def forward(self: Any, input: Tensor, *args: Any) -> Tensor:
+        """Return what the stock layer computes of the fake-quantised input with the fake-quantised weight."""
+        x = self.quantizer.input(self, input)
+        return compute(self, x, self.quantizer.weight(self, self.weight), self.bias, *args)
+
+
+class FakeQuantLinear(_FakeQuant, nn.Linear):
+    """`torch.nn.Linear` on fake-quantised weight and input."""
+
+
+class FakeQuantConv1d(_FakeQuant, nn.Conv1d):
+    """`torch.nn.Conv1d` on fake-quantised weight and input."""
+
+
+class FakeQuantConv2d(_FakeQuant, nn.Conv2d):
+    """`torch.nn.Conv2d` on fake-quantised weight and input."""
+
+
+class FakeQuantConv3d(_FakeQuant, nn.Conv3d):
+    """`torch.nn.Conv3d` on fake-quantised weight and input."""
+
+
+class FakeQuantConvTranspose1d(_FakeQuant, nn.ConvTranspose1d):
+    """`torch.nn.ConvTranspose1d` on fake-quantised weight and input."""
+
+
+class FakeQuantConvTranspose2d(_FakeQuant, nn.ConvTranspose2d):
+    """`torch.nn.ConvTranspose2d` on fake-quantised weight and input."""
+
+
+class FakeQuantConvTranspose3d(_FakeQuant, nn.ConvTranspose3d):
+    """`torch.nn.ConvTranspose3d` on fake-quantised weight and input."""
+
+
+class FakeQuantEmbedding(_FakeQuant, nn.Embedding):
+    """`torch.nn.Embedding` whose vectors are fake-quantised; those alone that are looked up."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the fake-quantised vectors of the indices."""
+        if self.quantizer.scheme.weight == "nvfp4":  # its tensor scale is of the whole weight
+            weight = self.quantizer.weight(self, self.weight)
+            return F.embedding(input, weight, self.padding_idx, None, self.norm_type, self.scale_grad_by_freq, False)
+        found = nn.Embedding.forward(self, input)
+        if not found.numel():
+            return found
+        return self.quantizer.weight(self, found.reshape(-1, self.embedding_dim)).view(found.shape)
+
+
+class _FakeQuantRecurrent(_FakeQuant):
+    # cuDNN and oneDNN take the whole sequence at once, and dynamo cannot look into them either
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self: Any, input: Any, hx: Any = None) -> Any:
+        flat = self._flat_weights
+        try:
+            self._flat_weights = [
+                self.quantizer.weight(self, weight) if name.startswith("weight_") else weight
+                for name, weight in zip(self._flat_weights_names, flat, strict=True)
+            ]
+            if isinstance(input, Tensor):
+                input = self.quantizer.input(self, input)
+            else:  # a PackedSequence
+                input = input._replace(data=self.quantizer.input(self, input.data))
+            return STOCK[own_class(self)].forward(self, input, hx)
+        finally:
+            self._flat_weights = flat
+
+
+class FakeQuantLSTM(_FakeQuantRecurrent, nn.LSTM):
+    """`torch.nn.LSTM` on fake-quantised weights and input; states between steps stay in float."""
+
+
+class FakeQuantGRU(_FakeQuantRecurrent, nn.GRU):
+    """`torch.nn.GRU` on fake-quantised weights and input; states between steps stay in float."""
+
+
+FAKE_QUANT: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: FakeQuantLinear,
+    nn.Conv1d: FakeQuantConv1d,
+    nn.Conv2d: FakeQuantConv2d,
+    nn.Conv3d: FakeQuantConv3d,
+    nn.ConvTranspose1d: FakeQuantConvTranspose1d,
+    nn.ConvTranspose2d: FakeQuantConvTranspose2d,
+    nn.ConvTranspose3d: FakeQuantConvTranspose3d,
+    nn.Embedding: FakeQuantEmbedding,
+    nn.LSTM: FakeQuantLSTM,
+    nn.GRU: FakeQuantGRU,
+}
+STOCK: dict[type[nn.Module], type[nn.Module]] = {fake: stock for stock, fake in FAKE_QUANT.items()}
+
+
+def know_conv1d(model: nn.Module) -> None:
+    """Add transformers' Conv1D, GPT-2's linear layer, to the layers known if a model has it: it is not imported."""
+    for kind in conv1d_of(model):
+        if kind not in FAKE_QUANT:
+            about = {"__doc__": "transformers' Conv1D on fake-quantised weight and input.", "__module__": __name__}
+            FAKE_QUANT[kind] = type("FakeQuantConv1D", (_FakeQuant, kind), about)
+            STOCK[FAKE_QUANT[kind]] = kind
+
+
+def conv1d_as_linear(model: nn.Module) -> nn.Module:
+    """Return a model whose layers of transformers' Conv1D are linear layers, (out, in), for integer kernels; in place.
+
+    Layers that share a weight go on sharing it.
+    """
+    know_conv1d(model)
+    weights: dict[int, nn.Parameter] = {}
+    made: dict[int, nn.Module] = {}
+    for module in [*model.modules()]:
+        if not is_transformers_conv1d(module) or not (type(module) in FAKE_QUANT or is_quantized(module)):
+            continue
+        layer: Any = nn.Linear(module.nx, module.nf, device="meta")  # type: ignore[arg-type]
+        layer.__class__ = FakeQuantLinear if is_quantized(module) else nn.Linear
+        vars(layer).update({name: value for name, value in vars(module).items() if name not in ("nx", "nf")})
+        layer._parameters = dict(module._parameters)
+        old: Any = module.weight
+        if id(old) not in weights:
+            weights[id(old)] = nn.Parameter(old.detach().t().contiguous(), old.requires_grad)
+        layer._parameters["weight"] = weights[id(old)]
+        made[id(module)] = layer
+    for parent in [*model.modules()]:
+        for name, child in parent._modules.items():
+            if id(child) in made:
+                parent._modules[name] = made[id(child)]
+    return made.get(id(model), model)
+
+
+def swap(module: nn.Module, quantizer: LayerQuantizer) -> None:
+    """Make a stock layer fake-quantise; its parameters and keys stay as they are."""
+    module.quantizer = quantizer  # type: ignore[assignment]
+    kind = own_class(module)
+    change_class(module, kind, FAKE_QUANT[kind])
+
+
+def fold_and_swap(module: nn.Module, batch_norm: nn.Module, quantizer: LayerQuantizer) -> None:
+    """Make a stock layer compute itself and the batch norm behind it with one fake-quantised weight."""
+    module.quantizer = quantizer  # type: ignore[assignment]
+    fold_pair_(module, batch_norm, quantizer)
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Return whether a layer has a quantiser."""
+    return own_class(module) in STOCK or (type(module) in STOCK_OF_FOLDED and "quantizer" in vars(module))
+
+
+def restore(module: nn.Module) -> None:
+    """Make a layer stock again, and the batch norm that it computes; one that is stock stays so."""
+    if is_quantized(module):
+        unfold_pair_(module)
+        kind = own_class(module)
+        change_class(module, kind, STOCK.get(kind, kind))
+        del module.quantizer
+        for name in LEARNED:
+            module._parameters.pop(name, None)
+
+
+def layer_entry(module: nn.Module) -> dict[str, Any] | None:
+    """Return a layer's scheme and range, from its quantiser or as training left them; None if it has none."""
+    if not is_quantized(module):
+        return getattr(module, "quantized_range", None)
+    quantizer: LayerQuantizer = module.quantizer  # type: ignore[assignment]
+    return quantizer.entry(module)
+
+
+@torch.no_grad()
+def bake_(module: nn.Module, baked: set[int]) -> None:
+    """Overwrite a fake-quantising layer's weights with the values that their codes stand for.
+
+    A weight that FSDP2 shards is gathered for it, one at a time; then every process must call it.
+
+    Args:
+        module: The layer.
+        baked: Identities of weights that another layer shares and has baked; those of this one are added.
+    """
+    for weight in weights_of(module).values():
+        if id(weight) not in baked:
+            baked.add(id(weight))
+            fill_(weight, module.quantizer.baked_weight(module, whole(weight)))  # type: ignore[operator, union-attr]
+
+
+@torch.no_grad()
+def weight_report(module: nn.Module, *, gather: bool = False) -> dict[str, float | int]:
+    """Return a fake-quantising layer's size, its weights' SQNR in dB, and the largest error over the largest weight.
+
+    Of weights that FSDP2 shards the size alone, unless they are to be gathered; then every process must call it.
+    """
+    weights = list(weights_of(module).values())
+    numel = sum(weight.numel() for weight in weights)
+    if not gather and any(map(is_sharded, weights)):
+        return {"weights": numel}
+    signal, noise, peak, largest = 0.0, 0.0, 0.0, 0.0
+    for exact in filter(Tensor.numel, map(whole, weights)):
+        error = exact.double() - module.quantizer.baked_weight(module, exact).double()  # type: ignore[operator, union-attr]
+        signal, noise = signal + exact.double().square().sum().item(), noise + error.square().sum().item()
+        peak, largest = max(peak, exact.abs().max().item()), max(largest, error.abs().max().item())
+    return {
+        "weights": numel,
+        "sqnr_db": 10 * math.log10(signal / noise) if noise and signal else math.inf,
+        "largest_relative_error": largest / peak if peak else 0.0,
+    }
+
+
+def grid_of(module: nn.Module, scheme: LayerScheme, entry: Mapping[str, Any]) -> Grid:
+    """Return what a baked weight must look like.
+
+    Args:
+        module: The layer, which says how its channels lie.
+        scheme: How its weights are quantised.
+        entry: What its deployment needs, learned scales among it.
+    """
+    kind = scheme.weight
+    group = {"group": scheme.group_size, "mxfp4": 32, "nvfp4": 16}.get(kind, 0)
+    levels = {"fp8": 255, "mxfp4": 15, "nvfp4": 15, "ternary": 3}.get(kind, 2**scheme.weight_bits)
+    largest = {"channel": scheme.weight_qmax, "fp8": 448}.get(kind)
+    # of a folded layer the weight is unfolded again: its rows are multiples of other steps than the folded weight's
+    is_folded = "batch_norm" in entry
+    scale = None if is_folded else entry.get("weight_scale")
+    return Grid(
+        functools.partial(as_rows, module),
+        levels,
+        group,
+        largest,
+        None if scale is None else tuple(scale),
+        torch.float8_e4m3fn if kind == "fp8" else None,
+        any_step=is_folded,
+        holds=Where.SAVED,
+    )

@@ -1,0 +1,488 @@
+"""Bias correction: the shift that quantised weights give a layer's mean output is taken out of its bias.
+
+Cross-layer equalisation: neighbouring layers share their ranges out, the function stays the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError, nearest
+from shared_core.modules.calls import call_model
+from shared_core.modules.weight_views import (
+    by_channel,
+    channel_sums,
+    is_depthwise,
+    largest_by_input,
+    largest_by_output,
+    num_inputs,
+    num_outputs,
+    scale_inputs_,
+    scale_outputs_,
+)
+from shared_core.quantization.batch_norm import check_same_function, run
+from shared_core.quantization.layer_graph import LAYERS, Flow, Node, evaluating, sole_user, trace
+
+
+@dataclass(frozen=True)
+class BiasCorrectionReport:
+    """What `correct_bias` did.
+
+    Attributes:
+        corrected: Layer → root mean square of the correction over its channels, in the order of execution.
+        without_bias: Layers that have no bias and got none.
+        new_keys: Keys of the state dict that appeared, where biases were added.
+    """
+
+    corrected: dict[str, float]
+    without_bias: tuple[str, ...]
+    new_keys: tuple[str, ...]
+
+
+def correct_bias(
+    quantized: nn.Module,
+    reference: nn.Module,
+    batches: Iterable[Any],
+    *,
+    layers: Sequence[str] | None = None,
+    add_missing: bool = False,
+) -> BiasCorrectionReport:
+    """Add ``E[y_float − y_quantised]`` of each output channel to the biases of `quantized`, in place.
+
+    Layers are corrected in the order of execution, and each is measured with those before it corrected already, so
+    that no shift is taken out twice: one pass over the batches for the float model and one for each layer.
+
+    Args:
+        quantized: The model with quantised weights, activations in float or quantised.
+        reference: The float model, with the same module names.
+        batches: Calibration batches, at least one; a tensor, a tuple of arguments or a mapping of keyword arguments
+            each. Read several times, so a list or a loader without shuffling, not an iterator.
+        layers: Names to correct; None: every Linear, Conv and transposed Conv layer of `reference` that
+            `quantized` has too, whatever its class there.
+        add_missing: Give a layer without bias one; it appears in the state dict. Otherwise it is left alone.
+
+    Returns:
+        What was corrected and by how much.
+
+    Raises:
+        ConfigError: If `batches` can be read only once, or is empty.
+        MatchError: If there is no layer to correct.
+        CompatibilityError: If a layer is called more than once in a forward: its calls have means of their own.
+        TrainingError: If a mean is not finite.
+
+    Source: Nagel et al. 2019, arXiv:1906.04721, section 4.2 and appendix D; Banner et al. 2019, arXiv:1810.05723.
+
+    Example:
+        >>> reference, quantized = nn.Linear(1, 1), nn.Linear(1, 1)
+        >>> _ = quantized.load_state_dict(reference.state_dict()), quantized.weight.data.add_(0.5)
+        >>> report = correct_bias(quantized, reference, [torch.tensor([[2.0], [4.0]])])
+        >>> round((quantized.bias - reference.bias).item(), 4)
+        -1.5
+    """
+    where = "correct_bias"
+    if isinstance(batches, Iterator):
+        raise ConfigError(f"{where}: batches must be readable several times, got an iterator; pass a list")
+    reference_layers, quantized_layers = _pair(reference, quantized, layers)
+    means = _means(reference, reference_layers, batches)
+    without = [name for name in means if getattr(quantized_layers[name], "bias", None) is None]
+    keys = set(quantized.state_dict())
+    corrected: dict[str, float] = {}
+    for name, mean in means.items():
+        module = quantized_layers[name]
+        if name in without and not add_missing:
+            continue
+        found = _means(quantized, {name: module}, batches, like=reference_layers)
+        if name not in found:
+            raise MatchError(f"{where}: {name!r} must be reached in the quantised model too; correct the other layers")
+        correction = mean - found[name].to(mean)
+        _add(module, correction)
+        corrected[name] = correction.square().mean().sqrt().item()
+    return BiasCorrectionReport(
+        corrected,
+        () if add_missing else tuple(without),
+        tuple(key for key in quantized.state_dict() if key not in keys),
+    )
+
+
+def _pair(
+    reference: nn.Module, quantized: nn.Module, layers: Sequence[str] | None
+) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    there = dict(quantized.named_modules())
+    able = {name: module for name, module in reference.named_modules() if isinstance(module, LAYERS) and name in there}
+    for name in layers or ():
+        if name not in able:
+            raise MatchError(
+                f"correct_bias: {name!r} must be a Linear or Conv layer of both models{nearest(name, able)}"
+            )
+    chosen = able if layers is None else {name: able[name] for name in layers}
+    if not chosen:
+        raise MatchError("correct_bias: must match at least one Linear or Conv layer that both models have, got none")
+    return chosen, {name: there[name] for name in chosen}
+
+
+def _means(
+    model: nn.Module, layers: dict[str, nn.Module], batches: Iterable[Any], like: dict[str, nn.Module] | None = None
+) -> dict[str, Tensor]:
+    """Return the mean of each output channel of the layers, in the order of execution."""
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+    calls: dict[str, int] = {}
+    shapes = layers if like is None else like
+    num_batches = 0
+    with _watch(layers) as outputs, evaluating(model), torch.no_grad():
+        for batch in batches:
+            call_model(model, batch)
+            num_batches += 1
+            for name, output in outputs:
+                total, count = channel_sums(output, shapes[name])
+                sums[name] = sums[name] + total if name in sums else total
+                counts[name] = counts.get(name, 0) + count
+                calls[name] = calls.get(name, 0) + 1
+            outputs.clear()
+    if not num_batches:
+        raise ConfigError("correct_bias: batches must hold at least one batch, got none")
+    for name, total in sums.items():
+        if calls[name] > num_batches:
+            raise CompatibilityError(f"correct_bias: {name!r} must be called once in a forward; leave it out of layers")
+        if not bool(torch.isfinite(total).all()):
+            raise TrainingError(f"correct_bias: outputs of {name!r} must be finite, got NaN or infinity in a batch")
+    return {name: total / max(counts[name], 1) for name, total in sums.items()}
+
+
+@contextmanager
+def _watch(layers: dict[str, nn.Module]) -> Iterator[list[tuple[str, Tensor]]]:
+    seen: list[tuple[str, Tensor]] = []
+    hooks = [
+        module.register_forward_hook(lambda _, __, output, name=name: seen.append((name, output)))
+        for name, module in layers.items()
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def _add(module: nn.Module, correction: Tensor) -> None:
+    bias: Any = getattr(module, "bias", None)
+    if bias is not None:
+        bias.copy_(bias.double() + correction)
+        return
+    weight = next((value for value in module.parameters(recurse=False) if value.is_floating_point()), None)
+    dtype = torch.float32 if weight is None else weight.dtype
+    module.bias = nn.Parameter(correction.to(dtype), requires_grad=weight is not None and weight.requires_grad)
+
+
+# f(sx) = s·f(x) for s > 0, value by value
+_HOMOGENEOUS = frozenset(
+    """
+    Identity ReLU LeakyReLU PReLU Dropout Dropout1d Dropout2d Dropout3d relu relu_ leaky_relu leaky_relu_ prelu dropout
+    dropout_
+    """.split()  # noqa: SIM905
+)
+# the same within one channel of a convolution; behind a Linear layer they would mix channels
+_POOLING = frozenset(
+    f"{prefix}{name}"
+    for dims in "123"
+    for prefix, name in (
+        ("MaxPool", f"{dims}d"),
+        ("AvgPool", f"{dims}d"),
+        ("AdaptiveAvgPool", f"{dims}d"),
+        ("AdaptiveMaxPool", f"{dims}d"),
+        ("max_pool", f"{dims}d"),
+        ("avg_pool", f"{dims}d"),
+        ("adaptive_avg_pool", f"{dims}d"),
+        ("adaptive_max_pool", f"{dims}d"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Link:
+    """Two layers between which nothing but ``f(sx) = s·f(x)`` happens.
+
+    Attributes:
+        first: The layer whose outputs are scaled down.
+        second: The layer whose inputs are scaled up.
+        channels: Of the flattened map that a Linear `second` reads; None: its features are the channels.
+    """
+
+    first: str
+    second: str
+    channels: int | None = None
+
+
+@dataclass(frozen=True)
+class EqualizationReport:
+    """What `equalize` did.
+
+    Attributes:
+        chains: Names of layers equalised together: two, or three around a depthwise convolution.
+        refused: Layer → why what follows it was left alone.
+        iterations: Sweeps over all chains.
+        converged: Whether the last sweep changed every scale by less than the tolerance.
+        spread: Layer → (before, after): largest over smallest range of its output channels, zeros left out.
+    """
+
+    chains: tuple[tuple[str, ...], ...]
+    refused: dict[str, str]
+    iterations: int
+    converged: bool
+    spread: dict[str, tuple[float, float]]
+
+
+def find_links(model: nn.Module, example_inputs: Any = None) -> tuple[dict[str, Link], dict[str, str]]:
+    """Return (first layer → link, layer → why there is none).
+
+    Args:
+        model: Searched through, not changed.
+        example_inputs: As `trace` takes them; without, torch.fx traces the model.
+
+    Example:
+        >>> links, refused = find_links(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 3), nn.GELU()))
+        >>> links["0"].second, refused["2"]
+        ('2', "GELU '3' follows it, for which f(sx) = s·f(x) does not hold")
+    """
+    flow = trace(model, example_inputs, where="equalize")
+    links: dict[str, Link] = {}
+    refused: dict[str, str] = {}
+    for name, calls in flow.calls.items():
+        if type(calls[0].module) not in LAYERS:
+            continue
+        found = flow.why_not(calls[0]) or _follow(flow, calls[0])
+        if isinstance(found, Link):
+            links[name] = found
+        elif found is not None:
+            refused[name] = found
+    return links, refused
+
+
+def _follow(flow: Flow, start: Node) -> Link | str | None:
+    node, flat, pooled = start, False, isinstance(start.module, nn.Linear)
+    while True:
+        following, reason = sole_user(node)
+        if following is None:
+            return reason
+        node = following
+        if node.label == "output" and node.module is None:
+            return None
+        if type(node.module) in LAYERS:
+            return _refusal(flow, node) or _join(start, node, flat)
+        if _is_flatten(node):
+            flat = True
+        elif node.kind in _POOLING and not pooled and not flat:
+            continue
+        elif "BatchNorm" in node.kind or node.kind == "batch_norm":
+            return f"{node} follows it; fuse batch norm first"
+        elif node.kind not in _HOMOGENEOUS:
+            return f"{node} follows it, for which f(sx) = s·f(x) does not hold"
+
+
+def _refusal(flow: Flow, node: Node) -> str | None:
+    reason = flow.why_not(node)
+    return None if reason is None else f"{node} follows it: {reason}"
+
+
+def _join(start: Node, end: Node, flat: bool) -> Link | str:
+    first, second = start.module, end.module
+    if first is None or second is None:
+        return "it is a function"
+    channels, inputs = num_outputs(first), num_inputs(second)
+    link = Link(start.label, end.label)
+    if isinstance(first, nn.Linear) or not isinstance(second, nn.Linear):
+        same_kind = isinstance(first, nn.Linear) == isinstance(second, nn.Linear)
+        if same_kind and channels == inputs and (not flat or isinstance(first, nn.Linear)):
+            return link
+    elif flat and inputs % channels == 0:
+        return Link(start.label, end.label, channels)
+    return f"its {channels} channels are not those that {end} reads"
+
+
+def _is_flatten(node: Node) -> bool:
+    if isinstance(node.module, nn.Flatten):
+        return node.module.start_dim == 1 and node.module.end_dim == -1
+    settings = dict(zip(("start_dim", "end_dim"), node.args, strict=False)) | node.kwargs
+    return node.kind == "flatten" and settings.get("start_dim") == 1 and settings.get("end_dim", -1) == -1
+
+
+def _chains(links: dict[str, Link], modules: dict[str, nn.Module]) -> list[tuple[Link, ...]]:
+    chains: list[tuple[Link, ...]] = []
+    joined: set[str] = set()
+    for name, link in links.items():
+        if name in joined:
+            continue
+        behind = links.get(link.second)
+        if behind is not None and is_depthwise(modules[link.second]):
+            joined.add(link.second)
+            chains.append((link, behind))
+        else:
+            chains.append((link,))
+    return chains
+
+
+class _Weights:
+    """Float64 copies of the layers' weights and biases, so that any number of sweeps is rounded once."""
+
+    def __init__(self, modules: dict[str, nn.Module], links: list[Link]) -> None:
+        channels = {link.second: link.channels for link in links}
+        names = {name: None for link in links for name in (link.first, link.second)}
+        self.modules = {name: modules[name] for name in names}
+        self.weights: dict[str, Tensor] = {
+            name: module.weight.detach().to(torch.float64, copy=True)  # type: ignore[operator, union-attr]
+            for name, module in self.modules.items()
+        }
+        self.views = {
+            name: by_channel(self.weights[name], module, channels.get(name)) for name, module in self.modules.items()
+        }
+        self.divisors: dict[str, Tensor] = {}
+        for name, weight in self.weights.items():
+            if not bool(torch.isfinite(weight).all()):
+                raise CompatibilityError(f"equalize: weights of {name!r} must be finite, got NaN or infinity")
+
+    def divide(self, link: Link, scale: Tensor) -> None:
+        """Divide outputs of the first layer, multiply inputs of the second."""
+        scale_outputs_(self.views[link.first], 1 / scale)
+        scale_inputs_(self.views[link.second], scale)
+        self.divisors[link.first] = self.divisors.get(link.first, torch.ones_like(scale)) * scale
+
+    def spread(self, name: str) -> float:
+        ranges = largest_by_output(self.views[name])
+        ranges = ranges[ranges > 0]
+        return (ranges.max() / ranges.min()).item() if ranges.numel() else 1.0
+
+    @torch.no_grad()
+    def write(self) -> list[tuple[Tensor, Tensor]]:
+        """Round into the model; return the tensors and what they held."""
+        new: list[tuple[Tensor, Tensor]] = []
+        for name, module in self.modules.items():
+            new.append((module.weight, self.weights[name]))  # type: ignore[arg-type]
+            if module.bias is not None and name in self.divisors:
+                new.append((module.bias, module.bias.double() / self.divisors[name]))  # type: ignore[arg-type, operator]
+        for old, value in new:
+            if not bool(torch.isfinite(value.to(old.dtype)).all()):
+                raise CompatibilityError(f"equalize: equalised values must fit into {old.dtype}; equalise in float32")
+        before = [(old, old.clone()) for old, _ in new]
+        for old, value in new:
+            old.copy_(value)
+        return before
+
+
+def equalize(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    pairs: Sequence[tuple[str, str]] | None = None,
+    max_iterations: int = 100,
+    tolerance: float = 1e-4,
+) -> EqualizationReport:
+    """Equalise the ranges of neighbouring layers in place; the function stays equal up to float rounding.
+
+    For each channel i between two layers, ``s_i = √(r1_i·r2_i)/r2_i`` with r = max|w| of the channel, 1 where a
+    range is 0: ``w1/s``, ``b1/s``, ``w2·s``. Around a depthwise convolution ``p = ∛(r1·r2·r3)``, ``s1 = r1/p``,
+    ``s2 = p/r3``. Swept over all chains until no scale moves.
+
+    Only ReLU, LeakyReLU, PReLU, identity, dropout in evaluation, and between convolutions pooling may lie in between;
+    from a convolution to a Linear layer ``flatten(1)``. ReLU6, hardtanh, hardswish, GELU, residual taps, shared and
+    tied layers are left alone and named in the report.
+
+    Args:
+        model: Batch norms must be fused before.
+        example_inputs: As `trace` takes them: the flow is read from one forward, and outputs before and after are
+            compared. None: torch.fx traces the model.
+        pairs: Names of neighbours to equalise, (first, second); None: all that can be.
+        max_iterations: Most sweeps, at least 1.
+        tolerance: Converged when every ``|ln s|`` of a sweep is below this; above 0.
+
+    Returns:
+        Which layers were equalised, which were not and why.
+
+    Raises:
+        ConfigError: If an option breaks its rule.
+        MatchError: If there is nothing to equalise.
+        CompatibilityError: If a pair asked for by name cannot be equalised, weights are not finite, or outputs changed.
+
+    Source: Nagel et al. 2019, arXiv:1906.04721, sections 4.1 and appendix A.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
+        >>> _ = net[0].weight.data.fill_(8.0), net[2].weight.data.fill_(2.0)
+        >>> equalize(net).chains
+        (('0', '2'),)
+        >>> net[0].weight.item(), net[2].weight.item()
+        (4.0, 4.0)
+    """
+    if isinstance(max_iterations, bool) or not isinstance(max_iterations, int) or max_iterations < 1:
+        raise ConfigError(f"equalize: max_iterations must be a whole number of at least 1, got {max_iterations!r}")
+    if not 0 < tolerance < math.inf:
+        raise ConfigError(f"equalize: tolerance must be above 0 and finite, got {tolerance!r}")
+    links, refused = find_links(model, example_inputs)
+    if pairs is not None:
+        links = {first: _asked_for(first, second, links, refused) for first, second in pairs}
+    if not links:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(refused.items())[:3])
+        raise MatchError(f"equalize: must match at least two layers, one behind the other; {reasons or 'none found'}")
+    modules = dict(model.named_modules())
+    weights = _Weights(modules, list(links.values()))
+    chains = _chains(links, modules)
+    before = {name: weights.spread(name) for name in links}
+    iterations, moved = 0, math.inf
+    while iterations < max_iterations and moved >= tolerance:
+        moved = max(_sweep(weights, chain) for chain in chains)
+        iterations += 1
+    expected = None if example_inputs is None else run(model, example_inputs)
+    held = weights.write()
+    if expected is not None:
+        try:
+            check_same_function(expected, run(model, example_inputs), "equalize")
+        except CompatibilityError:
+            with torch.no_grad():
+                for parameter, value in held:
+                    parameter.copy_(value)
+            raise
+    return EqualizationReport(
+        tuple((chain[0].first, *(link.second for link in chain)) for chain in chains),
+        refused,
+        iterations,
+        moved < tolerance,
+        {name: (before[name], weights.spread(name)) for name in links},
+    )
+
+
+def _asked_for(first: str, second: str, links: dict[str, Link], refused: dict[str, str]) -> Link:
+    link = links.get(first)
+    if link is None or link.second != second:
+        reason = refused.get(first) or (
+            f"{link.second!r} follows it" if link is not None else "no such layer was reached"
+        )
+        raise CompatibilityError(
+            f"equalize: pairs must be neighbours that can be equalised, got {first!r}, {second!r}: {reason}"
+        )
+    return link
+
+
+def _sweep(weights: _Weights, chain: tuple[Link, ...]) -> float:
+    """Equalise one chain; return the largest ``|ln s|``."""
+    first = largest_by_output(weights.views[chain[0].first])
+    last = largest_by_input(weights.views[chain[-1].second])
+    if len(chain) == 1:
+        scales = [torch.sqrt(first / last)]  # √(r1·r2)/r2 without the product, which may overflow
+        live = (first > 0) & (last > 0)
+    else:
+        middle = largest_by_output(weights.views[chain[0].second])
+        mean = first.pow(1 / 3) * middle.pow(1 / 3) * last.pow(1 / 3)
+        scales = [first / mean, mean / last]
+        live = (first > 0) & (middle > 0) & (last > 0)
+    largest = 0.0
+    for link, scale in zip(chain, scales, strict=True):
+        scale = torch.where(live, scale, 1.0)
+        weights.divide(link, scale)
+        largest = max(largest, scale.log().abs().max().item())
+    return largest

@@ -1,0 +1,372 @@
+"""Quantisation of a trained model: ranges from a few batches, no training.
+
+How large a quantised model is once its weights are stored as codes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from eff_kernels.quantization import affine as kernels
+from torch import Tensor, nn
+
+from shared_core.engine import coverage
+from shared_core.engine.technique import Context
+from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
+from shared_core.modules.calls import call_model
+from shared_core.modules.matching import check_model
+from shared_core.modules.weight_views import as_rows, weights_of
+from shared_core.numerics.block_formats import NVFP4_GROUP
+from shared_core.quantization.batch_norm import folded_weight, fuse_batch_norm
+from shared_core.quantization.config import QatConfig
+from shared_core.quantization.layer_graph import evaluating
+from shared_core.quantization.layers.fake_quant_layers import layer_entry
+from shared_core.quantization.post_training import equalization
+from shared_core.quantization.post_training import equalization as bias_correction
+from shared_core.quantization.post_training.output_noise import output_noise
+from shared_core.quantization.ranges.learned_scales import WeightScale
+from shared_core.quantization.ranges.observers import EstimatorBank
+from shared_core.quantization.ranges.saved_ranges import apply_ranges, saved_scheme
+from shared_core.quantization.schemes import LayerScheme
+from shared_core.quantization.technique import QuantizationAwareTraining
+
+WHERE = "quantize"
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """What `quantize` did to a model.
+
+    Args:
+        layers: One entry a quantised layer: scheme, range, what its weights lose, and, if asked for, what its output
+            loses on the inputs that it has in float (``output_sqnr_db``; None where no batch reached it).
+        left_out: Layer → why it stays in float.
+        batches: Calibration batches that were run.
+        ranges: Layer → scheme and range, as `apply_ranges` and ``eff_deployment.json`` hold them.
+        notes: What was fused, equalised and corrected, and what could not be.
+        output_sqnr_db: Signal to quantisation noise of the model's output on the calibration batches, in dB; None if it
+            was not asked for or there are no batches.
+    """
+
+    layers: list[dict[str, Any]]
+    left_out: dict[str, str]
+    batches: int
+    ranges: dict[str, dict[str, Any]]
+    notes: list[str] = field(default_factory=list)
+    output_sqnr_db: float | None = None
+
+
+def quantize(
+    model: nn.Module,
+    config: QatConfig | Mapping[str, Any] | str,
+    calibration: Iterable[Any] | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Return a quantised copy of a trained model, in evaluation mode; `model` stays as it is.
+
+    Its weights hold the values of their codes and its layers quantise their inputs as an integer runtime would:
+    evaluate it, then `convert` or `export_onnx` it.
+
+    Args:
+        model: Trained, in float.
+        config: A scheme such as ``"int8_weight"``, options as a recipe's ``qat`` section has them, or a `QatConfig`.
+            A scheme or options without ``range`` search static ranges by least squared error (``range="mse"``), which
+            also searches the scales of weights of fewer than 8 bits; ``range="minmax"`` clips nothing.
+        calibration: Batches of inputs, for schemes with static ranges, fusion and equalisation of models that torch.fx
+            cannot trace, and bias correction: each a tensor, a tuple of arguments or a mapping of keyword arguments.
+        **options: As in `quantize_with_report`.
+
+    Raises:
+        ConfigError: If an option breaks its rule, or calibration is missing or not what the model takes.
+        CompatibilityError: If a weight is not finite.
+        MatchError: If no layer can be quantised.
+        TrainingError: If a layer saw no finite input.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 1, bias=False))
+        >>> _ = net[0].weight.data.copy_(torch.tensor([[0.5, 1.27]]))
+        >>> quantize(net, "int8_weight")(torch.ones(1, 2)).item() == net(torch.ones(1, 2)).item()
+        True
+    """
+    return quantize_with_report(model, config, calibration, **options)[0]
+
+
+def quantize_with_report(
+    model: nn.Module,
+    config: QatConfig | Mapping[str, Any] | str,
+    calibration: Iterable[Any] | None = None,
+    *,
+    num_batches: int = 100,
+    fuse: bool | None = None,
+    equalize: bool = False,
+    correct_bias: bool = False,
+    measure_outputs: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[nn.Module, QuantizationReport]:
+    """Return (quantised copy, report); see `quantize`.
+
+    Args:
+        model: Trained, in float.
+        config: What is quantised how.
+        calibration: Batches of inputs.
+        num_batches: How many of them are run, at most.
+        fuse: Make one layer of a layer and the batch norm behind it, whose keys then vanish. By default only done
+            for `equalize` and `correct_bias`: the quantised weight has batch norms folded in all the same.
+        equalize: Even out the ranges of channels across layers first (Nagel et al. 2019, arXiv:1906.04721).
+        correct_bias: Subtract the mean error that quantisation brings into each channel (the same, section 4.2).
+        measure_outputs: Run the batches through both models afterwards, for the report: what the outputs of the model
+            and of its layers lose.
+        progress: Called with (batches run, batches) after each batch whose ranges are observed, to show a bar.
+
+    Raises:
+        ConfigError: If an option breaks its rule, or calibration is missing or not what the model takes.
+        CompatibilityError: If a weight is not finite.
+        MatchError: If no layer can be quantised.
+        TrainingError: If a layer saw no finite input.
+    """
+    check_model(model, WHERE)
+    # a kept quantiser would not be baked; `apply_ranges` makes the layers anew
+    config = dataclasses.replace(as_config(config), keep=False)
+    if config.range in ("lsq", "lsq_plus", "pact"):
+        raise ConfigError(f"{WHERE}: range must be observed, got {config.range!r}, which training learns; use mse")
+    if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 1:
+        raise ConfigError(f"{WHERE}: num_batches must be a whole number of at least 1, got {num_batches!r}")
+    batches = None if calibration is None else list(itertools.islice(calibration, num_batches))
+    if batches is not None and not batches:
+        raise ConfigError(f"{WHERE}: calibration must hold batches, got none")
+    if correct_bias and batches is None:
+        raise ConfigError(f"{WHERE}: calibration must be given for correct_bias, got none")
+    quantized, notes = copy.deepcopy(model).eval(), list[str]()
+    example = batches[0] if batches else None
+    if equalize or correct_bias if fuse is None else fuse:
+        _try("batch norms", notes, lambda: _fused(quantized, example))
+    if equalize:
+        _try("equalisation", notes, lambda: _equalized(quantized, example))
+    compares = batches is not None and (correct_bias or measure_outputs)
+    reference = copy.deepcopy(quantized) if compares else None
+    technique = QuantizationAwareTraining(config, trains=False)
+    context = Context(model=quantized)
+    counted = coverage.count(quantized)
+    technique.attach(quantized, context)
+    notes += coverage.lines(coverage.of_run(counted, {"qat": technique}, quantized, allow_partial=True))
+    _check_finite(technique)
+    used = _calibrate(quantized, technique, batches, notes, progress)
+    if config.range == "mse":
+        _search_weights(technique)
+    report = _finish(quantized, technique, context)
+    layers, whole = report["per_layer"], None
+    if reference is not None and batches is not None:
+        if correct_bias:
+            _try("biases", notes, lambda: _corrected(quantized, reference, batches))
+        if measure_outputs:
+            whole, each = output_noise(reference, quantized, [entry["name"] for entry in layers], batches)
+            layers = [{**entry, "output_sqnr_db": each.get(entry["name"])} for entry in layers]
+    return quantized, QuantizationReport(layers, report["left_out"], used, technique.ranges(), notes, whole)
+
+
+def as_config(config: QatConfig | Mapping[str, Any] | str) -> QatConfig:
+    """Return a config from any of the forms that `quantize` takes."""
+    if isinstance(config, QatConfig):
+        return config
+    options = {"scheme": config} if isinstance(config, str) else dict(config)
+    # an average over the batches would depend on their order, and start from the first
+    if options.get("scheme") == "int8":
+        options.setdefault("range", "mse")
+    return QatConfig.from_dict(options)
+
+
+def _try(what: str, notes: list[str], change: Callable[[], str]) -> None:
+    try:
+        notes.append(change())
+    except (CompatibilityError, MatchError) as error:
+        notes.append(f"{what} left alone: {error}")
+
+
+def _fused(model: nn.Module, example: Any) -> str:
+    if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        return "no batch norms"
+    report = fuse_batch_norm(model, example)
+    return f"{len(report.fused)} batch norms fused" + "".join(
+        f"; {name}: {why}" for name, why in report.refused.items()
+    )
+
+
+def _equalized(model: nn.Module, example: Any) -> str:
+    report = equalization.equalize(model, example)
+    return f"{len(report.chains)} chains of layers equalised"
+
+
+def _corrected(quantized: nn.Module, reference: nn.Module, batches: list[Any]) -> str:
+    report = bias_correction.correct_bias(quantized, reference, batches)
+    return f"biases of {len(report.corrected)} layers corrected, {len(report.without_bias)} have none"
+
+
+def _check_finite(technique: QuantizationAwareTraining) -> None:
+    for name, layer in technique.layers.items():
+        if not all(bool(torch.isfinite(weight).all()) for weight in weights_of(layer).values()):
+            raise CompatibilityError(
+                f"{WHERE}: weights of {name} must be finite, got NaN or infinity; look for the diverged step"
+            )
+
+
+def _calibrate(
+    model: nn.Module,
+    technique: QuantizationAwareTraining,
+    batches: list[Any] | None,
+    notes: list[str],
+    progress: Callable[[int, int], None] | None,
+) -> int:
+    bank = technique.bank
+    if not technique.static:
+        return 0
+    if batches is None:
+        raise ConfigError(
+            f"{WHERE}: calibration must be given for ranges of activations, got none; pass some batches of inputs, or "
+            "choose a scheme without ranges, such as int8_weight or int8_dynamic"
+        )
+    bank.move_(next(model.parameters()).device)
+    # histograms of all batches fit into one window, and ranges are derived from it once
+    at_once = isinstance(bank, EstimatorBank)
+    gelu = technique.gelu_inputs
+    with _observing(technique), evaluating(model), torch.no_grad():
+        for done, batch in enumerate(batches, 1):
+            with contextlib.nullcontext() if gelu is None else gelu.gradients(model):
+                call_model(model, batch, f"{WHERE}: calibration")
+            if gelu is not None:
+                gelu.settle(bank.device)
+            if not at_once:
+                bank.commit(bank.take_window())
+            if progress is not None:
+                progress(done, len(batches))
+    if at_once:
+        bank.commit(bank.take_window())
+    technique.read_known()
+    missing = [name for name, known in zip(technique.static, bank.known.tolist(), strict=True) if not known]
+    if missing:
+        raise TrainingError(
+            f"{WHERE}: calibration must reach every quantised layer with finite inputs, but {', '.join(missing[:5])} "
+            "saw none; skip them, or look for NaN"
+        )
+    odd = [name for name, count in zip(technique.static, bank.non_finite.tolist(), strict=True) if count]
+    if odd:
+        notes.append(f"calibration held NaN or infinity, left out of the ranges of {', '.join(odd[:5])}")
+    return len(batches)
+
+
+@contextlib.contextmanager
+def _observing(technique: QuantizationAwareTraining) -> Iterator[None]:
+    technique.bank.observing = technique.bank.observes_in_eval = True
+    try:
+        yield
+    finally:
+        technique.bank.observing = technique.bank.observes_in_eval = False
+
+
+def _search_weights(technique: QuantizationAwareTraining) -> None:
+    """Give weights of few bits the scale of least squared error, which bakes and deploys like a learned one."""
+    owners = Counter(id(weight) for layer in technique.layers.values() for weight in weights_of(layer).values())
+    for layer in technique.layers.values():
+        quantizer: Any = layer.quantizer
+        scheme = quantizer.scheme
+        # at 8 bits clipping gains nothing, and a shared weight is baked once, with the scale of one of its owners
+        if scheme.weight != "channel" or scheme.weight_bits == 8 or isinstance(layer, (nn.Embedding, nn.RNNBase)):
+            continue
+        weight: Any = layer.weight
+        if owners[id(weight)] == 1:
+            searched = WeightScale(layer, scheme, False, False)
+            searched.set(
+                layer,
+                least_error_scale(as_rows(layer, folded_weight(layer, weight.detach())), searched.qmin, searched.qmax),
+            )
+            quantizer.learned_weight = searched
+
+
+@torch.no_grad()
+def least_error_scale(rows: Tensor, qmin: int, qmax: int, candidates: int = 100) -> Tensor:
+    """Return each row's scale of least ``Σ (ŵ − w)²`` among ``k/candidates · max|w|/qmax``; 1 where all is zero.
+
+    Args:
+        rows: A weight (channels, elements).
+        qmin: Smallest code.
+        qmax: Largest code.
+        candidates: How many are tried; the largest clips nothing.
+
+    Example:
+        >>> least_error_scale(torch.tensor([[0.5, -0.5, 0.5, 0.5, 1.0, 0.5]]), -2, 1)
+        tensor([0.5800])
+    """
+    rows = rows.to(kernels.compute_dtype(rows.dtype))
+    peak = rows.abs().amax(1, keepdim=True) / qmax
+    peak = torch.where(peak > 0, peak, torch.ones_like(peak))
+    best, least = peak.clone(), torch.full_like(peak, torch.inf)
+    for k in range(candidates, 0, -1):
+        scale = peak * (k / candidates)
+        error = (rows - (rows / scale).round_().clamp_(qmin, qmax).mul_(scale)).square_().sum(1, keepdim=True)
+        better = error < least
+        best, least = torch.where(better, scale, best), torch.where(better, error, least)
+    return best.squeeze(1)
+
+
+def _finish(model: nn.Module, technique: QuantizationAwareTraining, context: Context) -> dict[str, Any]:
+    technique.finish(model, context)
+    apply_ranges(model, technique.ranges())  # `finish` leaves plain layers
+    return technique.report()
+
+
+_MX_GROUP = 32
+
+
+def code_bytes(channels: int, width: int, scheme: LayerScheme) -> int:
+    """Return the bytes of one weight's codes and scales, codes packed without gaps.
+
+    float32 scales for channels and groups (with a byte of zero point where groups are affine), one byte a block for MX
+    and NVFP4 and four for the whole tensor of the latter.
+
+    Args:
+        channels: Rows, each an output channel or an embedding vector.
+        width: Weights of a row.
+        scheme: How they are quantised.
+
+    Example:
+        >>> code_bytes(10, 64, LayerScheme(weight_bits=8)), code_bytes(10, 64, LayerScheme("group", 4, group_size=32))
+        (680, 400)
+    """
+    codes = -(-channels * width * scheme.weight_bits // 8)
+    if scheme.weight == "group":
+        return codes + channels * (width // scheme.group_size) * (5 if scheme.affine else 4)
+    if scheme.weight == "mxfp4":
+        return codes + channels * -(-width // _MX_GROUP)
+    if scheme.weight == "nvfp4":
+        return codes + channels * -(-width // NVFP4_GROUP) + 4
+    return codes + 4 * channels
+
+
+def quantized_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's state dict with the weights of its quantised layers as codes.
+
+    Args:
+        model: What `quantize` returned, or a model in or after quantization-aware training.
+
+    Example:
+        >>> from shared_core.quantization import quantize
+        >>> quantized_bytes(quantize(nn.Linear(64, 10), "int8_weight"))  # 640 codes, 10 scales, 10 biases
+        720
+    """
+    tensors = {value.data_ptr(): value.numel() * value.element_size() for value in model.state_dict().values()}
+    for module in model.modules():
+        entry = layer_entry(module)
+        if entry is None:
+            continue
+        scheme = saved_scheme(entry, "quantized_bytes")
+        for weight in weights_of(module).values():
+            rows = as_rows(module, weight.detach())
+            tensors[weight.data_ptr()] = code_bytes(rows.shape[0], rows.shape[1], scheme)
+    return sum(tensors.values())

@@ -1,0 +1,314 @@
+"""How much each layer's quantisation costs: by curvature, by the change of the output distribution, by its error."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
+from shared_core.modules.calls import call_model
+from shared_core.modules.matching import is_transformers_conv1d
+from shared_core.quantization.functional.quantizers import quantize_weight
+from shared_core.quantization.layer_graph import LAYERS, evaluating, output_tensor
+from shared_core.quantization.schemes import LayerScheme
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""The mean loss of a model on a batch, a scalar."""
+Quantize = Callable[[nn.Module, Tensor, int], Tensor]
+"""A layer, its weight and a width in bits → the weight that the codes stand for."""
+Metric = Literal["hessian", "kl", "rmse"]
+
+
+@dataclass(frozen=True)
+class TraceEstimate:
+    """Hutchinson's estimate of the trace of one layer's block of the Hessian.
+
+    Attributes:
+        trace: Mean of ``vᵀHv`` over the probes.
+        standard_error: Of that mean, the deviation of the probes over √probes.
+        probes: How many.
+        weights: n, elements of the weight.
+    """
+
+    trace: float
+    standard_error: float
+    probes: int
+    weights: int
+
+    @property
+    def average(self) -> float:
+        """``tr(H)/n``."""
+        return self.trace / self.weights
+
+
+def round_weight(module: nn.Module, weight: Tensor, bits: int) -> Tensor:
+    """Return a weight rounded to symmetric codes of `bits`, one scale for each output channel (row of an embedding).
+
+    Example:
+        >>> round_weight(nn.Linear(2, 1), torch.tensor([[3.0, 1.4]]), 3)
+        tensor([[3., 1.]])
+    """
+    return quantize_weight(module, weight, LayerScheme(weight_bits=bits))
+
+
+def hessian_trace(
+    model: nn.Module,
+    loss: Loss,
+    batches: Iterable[Any],
+    *,
+    layers: Sequence[str] | None = None,
+    probes: int = 50,
+    seed: int = 0,
+) -> dict[str, TraceEstimate]:
+    """Return the trace of each layer's block of the Hessian of the mean loss, with its error bar.
+
+    ``tr(H) = E[vᵀHv]`` with ``v`` of ±1 (Rademacher); one probe has signs for all layers together, so that it costs
+    one Hessian-vector product a batch however many layers there are. The other layers' share averages out and is
+    part of the error bar. Attention is computed by its plain formula, the only one that can be
+    differentiated twice. The model is in evaluation mode meanwhile; gradients and modes are as before afterwards. Every
+    process works alone: give all of them the same batches.
+
+    Args:
+        model: In float; every layer's own operations must be twice differentiable.
+        loss: Called as ``loss(model, batch)``; returns the mean loss, a scalar.
+        batches: At least one, of equal weight; held in memory.
+        layers: Names of Linear, Conv or Embedding layers; None: all that have a weight of their own.
+        probes: At least 2.
+        seed: Of the signs, drawn on the CPU: equal on every device and rank.
+
+    Raises:
+        ConfigError: If an option breaks its rule, or `batches` is empty.
+        MatchError: If there is no layer, or not one of that name.
+        TrainingError: If an estimate is not finite.
+
+    Source: Hutchinson 1990; Dong et al. 2020 (HAWQ-V2), arXiv:1911.03852, section 3.2.
+
+    Example:
+        >>> net = nn.Linear(2, 1, bias=False)
+        >>> estimate = hessian_trace(net, lambda model, x: model(x).square().mean(), [torch.eye(2)])[""]
+        >>> estimate.trace, estimate.standard_error, estimate.average
+        (2.0, 0.0, 1.0)
+    """
+    where = "hessian_trace"
+    if isinstance(probes, bool) or not isinstance(probes, int) or probes < 2:
+        raise ConfigError(f"{where}: probes must be a whole number of at least 2, for an error bar, got {probes!r}")
+    held = _held(batches, where)
+    modules = weighted_layers(model, layers, where)
+    weights: list[Tensor] = [module.weight for module in modules.values()]  # type: ignore[misc]
+    generator = torch.Generator().manual_seed(seed)
+    samples = torch.zeros(probes, len(weights), dtype=torch.float64)
+    with _twice_differentiable(model, weights):
+        for probe in range(probes):
+            signs = [_signs(weight, generator) for weight in weights]
+            for batch in held:
+                samples[probe] += _curvatures(loss(model, batch), weights, signs, where) / len(held)
+    if not bool(torch.isfinite(samples).all()):
+        worst = next(name for name, column in zip(modules, samples.T, strict=True) if not torch.isfinite(column).all())
+        raise TrainingError(f"{where}: curvature of {worst!r} must be finite, got NaN or infinity; use float32 weights")
+    error = samples.std(0) / math.sqrt(probes)
+    return {
+        name: TraceEstimate(samples[:, index].mean().item(), error[index].item(), probes, weights[index].numel())
+        for index, name in enumerate(modules)
+    }
+
+
+def _curvatures(value: Tensor, weights: list[Tensor], signs: list[Tensor], where: str) -> Tensor:
+    """Return ``vᵀHv`` of every layer; zero where the loss does not depend on it, or only linearly."""
+    if value.numel() != 1 or not value.requires_grad:
+        raise ConfigError(f"{where}: loss must return a scalar that depends on the weights, got {tuple(value.shape)}")
+    zeros = torch.zeros(len(weights), dtype=torch.float64)
+    gradients = torch.autograd.grad(value.reshape(()), weights, create_graph=True, allow_unused=True)
+    pairs = [(gradient, sign) for gradient, sign in zip(gradients, signs, strict=True) if gradient is not None]
+    pairs = [(gradient, sign) for gradient, sign in pairs if gradient.requires_grad]
+    if not pairs:
+        return zeros
+    products = torch.autograd.grad(
+        [gradient for gradient, _ in pairs], weights, [sign for _, sign in pairs], allow_unused=True
+    )
+    for index, (product, sign) in enumerate(zip(products, signs, strict=True)):
+        if product is not None:
+            zeros[index] = (product.double() * sign.double()).sum().item()
+    return zeros
+
+
+def _signs(weight: Tensor, generator: torch.Generator) -> Tensor:
+    bits = torch.randint(0, 2, weight.shape, generator=generator, dtype=torch.int8)
+    return (bits * 2 - 1).to(weight)
+
+
+@contextlib.contextmanager
+def _twice_differentiable(model: nn.Module, weights: list[Tensor]) -> Iterator[None]:
+    frozen = [weight for weight in weights if not weight.requires_grad]
+    # cuDNN's recurrent layers have no second derivative
+    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    cudnn = torch.backends.cudnn.flags(enabled=False) if recurrent else contextlib.nullcontext()
+    try:
+        for weight in frozen:
+            weight.requires_grad_()
+        with evaluating(model), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), cudnn:
+            yield
+    finally:
+        for weight in frozen:
+            weight.requires_grad_(False)
+
+
+def layer_sensitivity(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    metric: Metric = "hessian",
+    bits: Sequence[int] = (3, 4, 8),
+    loss: Loss | None = None,
+    layers: Sequence[str] | None = None,
+    traces: Mapping[str, TraceEstimate] | None = None,
+    quantize: Quantize = round_weight,
+    probes: int = 50,
+    seed: int = 0,
+) -> dict[str, dict[int, float]]:
+    """Return layer → bits → what it costs to quantise this layer's weight alone to so many bits.
+
+    - ``"hessian"``: ``tr(H)/n · ‖Q(w) − w‖²``; a negative estimate of the trace counts as 0;
+    - ``"kl"``: mean over the examples of ``KL(softmax y ‖ softmax ŷ)`` in nats, classes along the last axis;
+    - ``"rmse"``: ``√mean (ŷ − y)²`` over all outputs.
+
+    The model is in evaluation mode meanwhile and unchanged afterwards.
+
+    Args:
+        model: In float.
+        batches: A tensor, a tuple of arguments or a mapping of keyword arguments each; for ``"hessian"`` whatever
+            `loss` takes. At least one; held in memory.
+        metric: What a cost is.
+        bits: Widths to try, 2 to 8.
+        loss: As in `hessian_trace`; for ``"hessian"`` only, unless `traces` is given.
+        layers: As in `hessian_trace`.
+        traces: What `hessian_trace` returned, to spare it.
+        quantize: Rounds a weight; by default symmetric, per output channel.
+        probes: As in `hessian_trace`.
+        seed: As in `hessian_trace`.
+
+    Raises:
+        ConfigError: If an option breaks its rule.
+        MatchError: If there is no layer, or not one of that name.
+        TrainingError: If a cost is not finite.
+
+    Source: Dong et al. 2020 (HAWQ-V2), arXiv:1911.03852, equation 7.
+
+    Example:
+        >>> net = nn.Linear(2, 1, bias=False)
+        >>> _ = net.weight.data.copy_(torch.tensor([[3.0, 1.5]]))
+        >>> layer_sensitivity(net, [torch.tensor([[0.0, 2.0]])], metric="rmse", bits=[3])
+        {'': {3: 1.0}}
+    """
+    where = "layer_sensitivity"
+    if metric not in ("hessian", "kl", "rmse"):
+        raise ConfigError(f"{where}: metric must be 'hessian', 'kl' or 'rmse', got {metric!r}")
+    if not bits or any(isinstance(width, bool) or not isinstance(width, int) or not 2 <= width <= 8 for width in bits):
+        raise ConfigError(f"{where}: bits must be whole numbers from 2 to 8, got {list(bits)}")
+    held = _held(batches, where)
+    modules = weighted_layers(model, layers, where)
+    if metric == "hessian":
+        if traces is None:
+            if loss is None:
+                raise ConfigError(f"{where}: loss must be given for metric='hessian'; or pass traces")
+            traces = hessian_trace(model, loss, held, layers=list(modules), probes=probes, seed=seed)
+        missing = [name for name in modules if name not in traces]
+        if missing:
+            raise MatchError(f"{where}: traces must hold every layer, got none for {missing[0]!r}; pass layers too")
+        costs = {
+            name: {width: max(traces[name].average, 0.0) * _noise(module, quantize, width) for width in bits}
+            for name, module in modules.items()
+        }
+    else:
+        costs = _output_costs(model, modules, held, metric, bits, quantize)
+    for name, entry in costs.items():
+        if not all(math.isfinite(cost) for cost in entry.values()):
+            raise TrainingError(
+                f"{where}: costs of {name!r} must be finite, got {entry}; look for NaN in weights or data"
+            )
+    return costs
+
+
+@torch.no_grad()
+def _noise(module: nn.Module, quantize: Quantize, bits: int) -> float:
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return (quantize(module, weight, bits).double() - weight.double()).square().sum().item()
+
+
+@torch.no_grad()
+def _output_costs(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    batches: Sequence[Any],
+    metric: Metric,
+    bits: Sequence[int],
+    quantize: Quantize,
+) -> dict[str, dict[int, float]]:
+    costs = {name: dict.fromkeys(bits, 0.0) for name in modules}
+    count = 0  # of outputs, or of distributions
+    with evaluating(model):
+        for batch in batches:
+            exact = output_tensor(call_model(model, batch)).double()
+            count += exact.numel() if metric == "rmse" else exact.numel() // max(exact.shape[-1], 1)
+            for name, module in modules.items():
+                for width in bits:
+                    with _replaced(module, quantize, width):
+                        rounded = output_tensor(call_model(model, batch)).double()
+                    costs[name][width] += _distance(exact, rounded, metric)
+    # rounding can leave a divergence of zero a hair below it; NaN passes through both branches
+    mean = (lambda cost: max(cost / count, 0.0)) if metric == "kl" else (lambda cost: math.sqrt(cost / count))
+    return {name: {width: mean(cost) for width, cost in entry.items()} for name, entry in costs.items()}
+
+
+def _distance(exact: Tensor, rounded: Tensor, metric: Metric) -> float:
+    if metric == "rmse":
+        return (rounded - exact).square().sum().item()
+    target = F.log_softmax(exact, -1)
+    return F.kl_div(F.log_softmax(rounded, -1), target, reduction="sum", log_target=True).item()
+
+
+@contextlib.contextmanager
+def _replaced(module: nn.Module, quantize: Quantize, bits: int) -> Iterator[None]:
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    held = weight.detach().clone()
+    try:
+        weight.copy_(quantize(module, weight, bits))
+        yield
+    finally:
+        weight.copy_(held)
+
+
+def weighted_layers(model: nn.Module, layers: Sequence[str] | None, where: str) -> dict[str, nn.Module]:
+    """Return the named Linear, Conv and Embedding layers; None: all whose weight is a float parameter of their own.
+
+    Raises:
+        MatchError: If there is none, or not one of that name.
+    """
+    able: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        known = isinstance(module, (*LAYERS, nn.Embedding)) or is_transformers_conv1d(module)
+        if known and weight is not None and weight.is_floating_point() and weight.numel():
+            able[name] = module
+    for name in layers or ():
+        if name not in able:
+            raise MatchError(f"{where}: {name!r} must be a Linear, Conv or Embedding layer{nearest(name, able)}")
+    chosen = able if layers is None else {name: able[name] for name in layers}
+    if not chosen:
+        raise MatchError(f"{where}: must match at least one Linear, Conv or Embedding layer, got none")
+    return chosen
+
+
+def _held(batches: Iterable[Any], where: str) -> list[Any]:
+    """Return the batches as a list: a shuffling loader would give every probe and layer others."""
+    held = list(batches)
+    if not held:
+        raise ConfigError(f"{where}: batches must hold at least one batch, got none")
+    return held

@@ -1,0 +1,1 @@
+"""Ranges of values and how they are found."""

@@ -1,0 +1,186 @@
+"""Which quantised layers read the output of a GELU: seen in the first forward, for models that nothing can trace."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.distributed.collectives import all_reduce_
+from shared_core.errors import MatchError
+from shared_core.quantization.layers.layer_quantizer import LayerQuantizer
+
+# They hand values on, or drop some: a dropout on the CPU is a product with a mask, which has no gradient itself.
+_PASSES = frozenset(
+    """
+    NativeDropoutBackward0 MulBackward0 ToCopyBackward0 CloneBackward0 AliasBackward0 ViewBackward0 UnsafeViewBackward0
+    TransposeBackward0 PermuteBackward0 SqueezeBackward0 SqueezeBackward1 SqueezeBackward2 UnsqueezeBackward0
+    TBackward0 ReshapeAliasBackward0 ExpandBackward0 SliceBackward0 SelectBackward0 SplitBackward0 UnbindBackward0
+    IndexBackward0
+    """.split()  # noqa: SIM905
+)
+
+
+class GeluInputs:
+    """Finds the layers whose input is a GELU's output, and has the ranges of those inputs clipped.
+
+    A GELU gives values from −0.17 to whatever the largest input is; a range that reaches far leaves few codes, or none
+    of their own, to the negative ones. Wu et al. clip it at 10.
+
+    A layer is judged by the first step that reaches it: its input is the output of a module whose class is named after
+    GELU (``nn.GELU``, ``NewGELUActivation``), or the gradient goes from it to ``F.gelu``, maybe through dropout, a
+    constant factor, a cast or a change of shape. Without gradients (a frozen part of the model) and in compiled code
+    only modules are found.
+
+    Args:
+        model: Whose GELU modules are watched until every layer has been judged.
+        quantizers: Name → quantiser of a layer whose input has a range.
+        clip: Largest value of a GELU's output that gets a code.
+
+    Raises:
+        MatchError: If no layer has a range.
+
+    Source: Wu et al. 2020, arXiv:2004.09602, section 3.2.1 and table 6 (GELU10).
+    """
+
+    def __init__(self, model: nn.Module, quantizers: Mapping[str, LayerQuantizer], clip: float) -> None:
+        if not quantizers:
+            raise MatchError(
+                "qat: clip_gelu must find layers whose inputs have a range, found none; leave clip_gelu out"
+            )
+        self.quantizers, self._clip = dict(quantizers), clip
+        self._bank = next(iter(self.quantizers.values())).bank
+        self._judged: set[str] = set()
+        self._seen: set[str] = set()
+        self._late = False
+        self._outputs: dict[int, weakref.ref[Tensor]] = {}
+        self._sources: set[tuple[Any, int]] = set()
+        self._hooks = [module.register_forward_hook(self._remember) for module in model.modules() if _is_gelu(module)]
+        for quantizer in self.quantizers.values():
+            quantizer.gelu_inputs = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GeluInputs:
+        # in the middle of a step there are nodes of a graph, which cannot be copied
+        copied = memo[id(self)] = object.__new__(type(self))
+        vars(copied).update(copy.deepcopy({**vars(self), "_outputs": {}, "_sources": set()}, memo))
+        return copied
+
+    @property
+    def found(self) -> list[str]:
+        """Layers whose input is clipped."""
+        return [name for name, quantizer in self.quantizers.items() if quantizer.clip is not None]
+
+    @property
+    def searches(self) -> bool:
+        """Whether a layer is left that no step has reached."""
+        return len(self._judged) < len(self.quantizers)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _remember(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._bank.observing and isinstance(output, Tensor):
+            self._outputs[id(output)] = weakref.ref(output)
+            if output.grad_fn is not None:
+                self._sources.add((output.grad_fn, output.output_nr))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def look(self, quantizer: LayerQuantizer, x: Tensor) -> None:
+        """Judge a layer by its input."""
+        self._seen.update(name for name, mine in self.quantizers.items() if mine is quantizer)
+        if quantizer.clip is None and self._is_gelu_output(x):
+            quantizer.clip = self._clip
+            # reentrant checkpointing showed the layer its input before, without gradients
+            self._late |= torch._C._current_graph_task_id() != -1
+
+    def _is_gelu_output(self, x: Tensor) -> bool:
+        known = self._outputs.get(id(x))
+        if known is not None and known() is x:
+            return True
+        node: Any = x.grad_fn
+        number = x.output_nr
+        while node is not None:
+            if node.name() == "GeluBackward0" or (node, number) in self._sources:
+                return True
+            sources = [source for source in node.next_functions if source[0] is not None]
+            if node.name() not in _PASSES or len(sources) != 1:
+                return False
+            node, number = sources[0]
+        return False
+
+    def settle(self, device: torch.device) -> bool:
+        """Agree with the other ranks on the layers that were reached; every rank must call it before an optimizer step.
+
+        Returns:
+            Whether what was observed of this step must be forgotten: a layer saw values before it was judged.
+
+        Raises:
+            MatchError: If a step has passed and no layer reads a GELU's output.
+        """
+        if not self.searches:
+            return False
+        names = list(self.quantizers)
+        flags = [[name in self._seen, self.quantizers[name].clip is not None] for name in names]
+        agreed = all_reduce_(torch.tensor([*flags, [self._late, False]], dtype=torch.int32, device=device), "max")
+        *rows, (late, _) = agreed.tolist()
+        for name, (seen, clipped) in zip(names, rows, strict=True):
+            if seen:
+                self._judge(name, bool(clipped))
+        self._outputs.clear()
+        self._sources.clear()
+        self._late = False
+        if not self.searches:
+            self.close()
+        if self._judged and not self.found:
+            raise MatchError(
+                f"qat: clip_gelu must find a layer with a range that reads the output of a GELU, found none among "
+                f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''}; leave clip_gelu out"
+            )
+        return bool(late)
+
+    def _judge(self, name: str, clipped: bool) -> None:
+        self._judged.add(name)
+        quantizer = self.quantizers[name]
+        quantizer.clip, quantizer.gelu_inputs = self._clip if clipped else None, None
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for quantizer in self.quantizers.values():
+            quantizer.gelu_inputs = None
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """Return which layers were judged, and which of them are clipped."""
+        return {"judged": sorted(self._judged), "clipped": self.found}
+
+    def load_state_dict(self, state: Mapping[str, list[str]]) -> None:
+        """Take back a saved state."""
+        for name in state["judged"]:
+            self._judge(name, name in state["clipped"])
+        if not self.searches:
+            self.close()
+
+    @contextlib.contextmanager
+    def gradients(self, model: nn.Module) -> Iterator[None]:
+        """Let a forward without training keep its graph, which `look` reads, as long as a layer is left to judge."""
+        if not self.searches:
+            yield
+            return
+        frozen = [p for p in model.parameters() if p.is_floating_point() and not p.requires_grad]
+        try:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            with torch.enable_grad():
+                yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
+
+def _is_gelu(module: nn.Module) -> bool:
+    return "gelu" in type(module).__name__.lower() and next(module.parameters(), None) is None

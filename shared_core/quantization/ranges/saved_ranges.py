@@ -1,0 +1,174 @@
+"""Saved ranges put back into a plain model with baked weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from shared_core.errors import ConfigError, MatchError, nearest
+from shared_core.modules.fused_encoder import fast_paths_off
+from shared_core.modules.matching import plain_name
+from shared_core.quantization.batch_norm import batch_norm_of, folded_weight, fuse_pair_
+from shared_core.quantization.layers.fake_quant_layers import (
+    FAKE_QUANT,
+    STOCK,
+    fold_and_swap,
+    is_quantized,
+    know_conv1d,
+    layer_entry,
+    restore,
+    swap,
+)
+from shared_core.quantization.layers.layer_quantizer import LayerQuantizer
+from shared_core.quantization.ranges.observers import RangeBank
+from shared_core.quantization.schemes import Input, LayerScheme, Weight
+
+
+def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> nn.Module:
+    """Return `model`, changed in place so that its layers quantise their inputs as they did in training.
+
+    A model with baked weights and the ranges saved beside it computes, bit for bit, what the model in
+    quantization-aware training computed in evaluation.
+
+    Args:
+        model: The plain model with baked weights.
+        ranges: Module name → ``{"min", "max", "activation_bits", …}``, as `QuantizationAwareTraining.ranges`
+            returns it.
+
+    Raises:
+        MatchError: If a name is no layer that can be quantised.
+        ConfigError: If a range is empty or not finite, or a value is none that quantisation saves.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 1, bias=False))
+        >>> _ = net[0].weight.data.fill_(1.0)
+        >>> ranged = apply_ranges(net, {"0": {"min": 0.0, "max": 2.55, "activation_bits": 8}})
+        >>> round(ranged(torch.tensor([[0.011, 9.0]])).item(), 4)
+        2.56
+    """
+    layers = find_layers(model, ranges, "apply_ranges")
+    schemes = {name: saved_scheme(ranges[name], f"apply_ranges: {name}") for name in layers}
+    static = [name for name in layers if schemes[name].input == "static"]
+    bank = RangeBank([schemes[name].input_range for name in static])
+    bounds = [check_range(ranges[name], f"apply_ranges: {name}") for name in static]
+    bank.set_ranges(torch.tensor(bounds).view(len(static), 2), torch.ones(len(static), dtype=torch.bool))
+    for row, name in enumerate(static):
+        _take_learned(bank, row, ranges[name])
+    bank.quantizing = True
+    for name, module in layers.items():
+        restore(module)
+        index = static.index(name) if name in static else None
+        entry = ranges[name]
+        quantizer = LayerQuantizer(bank, index, schemes[name], baked="batch_norm" not in entry)
+        quantizer.has_range, quantizer.saved = True, dict(entry)
+        if "batch_norm" not in entry:
+            swap(module, quantizer)
+            continue
+        quantizer.batch_norm, quantizer.fixed_scale = entry["batch_norm"], torch.tensor(entry["weight_scale"])
+        fold_and_swap(module, batch_norm_of(model, name, entry["batch_norm"], "apply_ranges"), quantizer)
+    fast_paths_off(model, tuple(STOCK))
+    return model
+
+
+def _take_learned(bank: RangeBank, row: int | None, entry: Mapping[str, Any]) -> None:
+    if row is not None and "scale" in entry:  # the range alone gives it back but for rounding
+        bank.scale[row], bank.zero_point[row] = entry["scale"], entry["zero_point"]
+
+
+def find_layers(model: nn.Module, names: Iterable[str], where: str) -> dict[str, nn.Module]:
+    """Return the named layers, each of a type that can be quantised.
+
+    Raises:
+        MatchError: If there is no name, or one that is no such layer.
+    """
+    know_conv1d(model)
+    known = {plain_name(name): module for name, module in model.named_modules()}
+    able = [name for name, module in known.items() if type(module) in FAKE_QUANT or is_quantized(module)]
+    layers: dict[str, nn.Module] = {}
+    for name in names:
+        if name not in able:
+            raise MatchError(
+                f"{where}: {name!r} must be a layer of the model that can be quantised{nearest(name, able)}"
+            )
+        layers[name] = known[name]
+    if not layers:
+        raise MatchError(f"{where}: ranges must name at least one layer, got none; train with qat first")
+    return layers
+
+
+def saved_scheme(entry: Mapping[str, Any], where: str) -> LayerScheme:
+    """Return how a saved layer was quantised; what is not said is the default of `LayerScheme`.
+
+    Raises:
+        ConfigError: If a value is none that `LayerScheme` has.
+    """
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{where}: range must be a mapping, got {entry!r}")
+    fields = {field.name: entry[field.name] for field in dataclasses.fields(LayerScheme) if field.name in entry}
+    for name, kinds in (("weight", get_args(Weight)), ("input", get_args(Input))):
+        if fields.get(name, kinds[0]) not in kinds:
+            raise ConfigError(f"{where}: {name} must be one of {', '.join(kinds)}, got {fields[name]!r}")
+    for name, low in (("weight_bits", 1), ("activation_bits", 0), ("group_size", 0)):
+        value = fields.get(name, 8)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low or ("bits" in name and value > 8):
+            raise ConfigError(f"{where}: {name} must be a whole number from {low} to 8, got {value!r}")
+    scheme = LayerScheme(**fields)
+    if scheme.input == "static" and scheme.activation_bits < 2:
+        raise ConfigError(
+            f"{where}: activation_bits must be a whole number from 2 to 8, got {scheme.activation_bits!r}"
+        )
+    return scheme
+
+
+def check_range(entry: Mapping[str, Any], where: str) -> tuple[float, float]:
+    """Return (min, max) of a saved range.
+
+    Raises:
+        ConfigError: If one is missing or not finite, or they are the wrong way round.
+    """
+    try:
+        minimum, maximum = float(entry["min"]), float(entry["max"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: range must have a min and a max, got {entry!r}") from error
+    if not (math.isfinite(minimum) and math.isfinite(maximum) and minimum <= maximum):
+        raise ConfigError(f"{where}: min and max must be finite and in this order, got {minimum} and {maximum}")
+    return minimum, maximum
+
+
+def merge_folds_(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    """Fuse the batch norms that quantised layers compute into them, in a model that is not trained on.
+
+    Layers go on quantising their inputs; their weights hold the values of their codes.
+
+    Args:
+        model: Changed in place.
+        ranges: As in `apply_ranges`; None: what the layers of `model` carry.
+    """
+    if ranges is None:
+        plain = {name: module for name, module in model.named_modules() if not is_quantized(module)}
+        ranges = {name: entry for name, module in plain.items() if (entry := layer_entry(module)) is not None}
+    folded = {name: entry for name, entry in ranges.items() if isinstance(entry, Mapping) and "batch_norm" in entry}
+    if folded:
+        apply_ranges(model, folded)
+    for module in [module for module in model.modules() if is_quantized(module) and "fold" in vars(module)]:
+        quantizer: Any = module.quantizer
+        saved = quantizer.entry(module)
+        layer: Any = module
+        weight, batch_norm = (
+            quantizer.rounded(layer, folded_weight(layer, layer.weight.detach())),
+            layer.fold.batch_norm,
+        )
+        restore(module)
+        fuse_pair_(model, module, batch_norm)
+        with torch.no_grad():
+            layer.weight.copy_(weight)  # fusing rounds the weight and the factor apart
+        merged = LayerQuantizer(quantizer.bank, quantizer.index, quantizer.scheme, baked=True)
+        merged.has_range = quantizer.has_range
+        merged.saved = None if saved is None else {key: value for key, value in saved.items() if key != "batch_norm"}
+        _take_learned(quantizer.bank, quantizer.index, merged.saved or {})
+        swap(module, merged)

@@ -1,0 +1,136 @@
+"""A receipt as sections of a page: what was asked, and what happened."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shared_core.engine.receipt import headline
+from shared_core.engine.registry import ROOMS
+from shared_core.reports.page import Cell, Plot, Section, Table, markdown
+
+Block = str | Table | Plot
+ROWS = 200
+"""Rows of a table that are shown."""
+
+
+def card_section(values: Mapping[str, Any]) -> str:
+    """Return the section of a model card as Markdown.
+
+    Args:
+        values: Of a receipt.
+
+    Example:
+        >>> receipt = {"recipe": {"prune": {"sparsity": 0.5}}, "steps": {"applied": 9, "skipped": 0}, "front_end": "hf"}
+        >>> receipt |= {"techniques": {"prune": {"sparsity": 0.25}}, "seconds": {}}
+        >>> print(card_section(receipt))
+        ## Efficient training
+        <BLANKLINE>
+        Trained with efftrain. Options that differ from their defaults:
+        <BLANKLINE>
+        | technique | option | value |
+        |---|---|---:|
+        | prune | sparsity | 0.5 |
+        <BLANKLINE>
+        9 steps applied, 0 skipped.
+        <BLANKLINE>
+        | technique | what happened |
+        |---|---|
+        | prune | sparsity 0.25 |
+    """
+    version = values.get("environment", {}).get("libraries", {}).get("efftrain")
+    intro = f"Trained with efftrain{f' {version}' if version else ''}. Options that differ from their defaults:"
+    steps = values["steps"]
+    table = Table(
+        ["technique", "what happened"], [[key, _headline(report)] for key, report in values["techniques"].items()]
+    )
+    told = f"{steps['applied']:,} steps applied, {steps['skipped']:,} skipped."
+    # a card is published: of a teacher's place on this machine the name is enough, and notes may name folders
+    recipe = {
+        key: {
+            name: Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+            for name, value in options.items()
+        }
+        for key, options in values["recipe"].items()
+    }
+    return markdown(Section("Efficient training", [intro, asked(recipe), told, table]))
+
+
+def asked(recipe: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return the options that differ from their defaults; of a technique without one, that it was on."""
+    rows: list[list[Cell]] = []
+    for key, options in recipe.items():
+        usual = _defaults(key)
+        chosen = [[key, name, words(value)] for name, value in options.items() if value != usual.get(name, _UNKNOWN)]
+        rows += chosen or [[key, "all options", "at their defaults"]]
+    return Table(["technique", "option", "value"], rows)
+
+
+_UNKNOWN = object()
+
+
+def _defaults(key: str) -> dict[str, Any]:
+    if key not in ROOMS:  # of a newer version
+        return {}
+    found = {}
+    for field in dataclasses.fields(ROOMS[key].config_class):
+        made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        found[field.name] = list(made) if isinstance(made, tuple) else made  # a receipt is JSON
+    return found
+
+
+def happened(values: Mapping[str, Any]) -> list[Block]:
+    """Return steps, time, one row a technique, what was left out and why, notes and the environment."""
+    steps, told, spent = values["steps"], values["techniques"], values["seconds"]
+    planned = "" if steps.get("planned") is None else f" of {steps['planned']:,} planned"
+    end = "finished" if values["finished"] else "cut short"
+    blocks: list[Block] = [
+        f"{steps['applied']:,} steps applied{planned}, {steps['skipped']:,} skipped; {end} after "
+        f"{values['wall_seconds']:,.1f} s, driven by {values['front_end']}.",
+        limited(
+            ["technique", "what happened", "own time (s)"],
+            [[key, _headline(report), round(float(spent.get(key, 0.0)), 2)] for key, report in told.items()],
+        ),
+    ]
+    left = [[key, name, words(why)] for key, report in told.items() for name, why in report.get("left_out", {}).items()]
+    if left:
+        blocks.append(limited(["technique", "left out", "why"], left))
+    environment = values["environment"]
+    found = {
+        "device": environment["device"], "python": environment["python"], **environment["libraries"],
+        "float32 products": environment.get("float32_matmul_precision"),
+    }  # fmt: skip
+    reported = {report["note"]: None for report in told.values() if report.get("note")}
+    return [
+        *blocks,
+        *map(str, [*reported, *values["notes"]]),
+        Table(["environment", "version"], [[name, words(value)] for name, value in found.items()]),
+    ]
+
+
+def _headline(report: Mapping[str, Any]) -> str:
+    return headline({name: value for name, value in report.items() if name != "note"})  # a paragraph of its own
+
+
+def limited(headings: list[str], rows: list[list[Cell]]) -> Table:
+    """Return a table of the first `ROWS` rows, the last of which says how many more there are."""
+    if len(rows) > ROWS:
+        gap: list[Cell] = [f"… and {len(rows) - ROWS + 1:,} more", *[None] * (len(headings) - 1)]
+        rows = [*rows[: ROWS - 1], gap]
+    return Table(headings, rows)
+
+
+def words(value: Any) -> Cell:
+    """Return a value of JSON as a cell."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower() if value is not None else "none"
+    if isinstance(value, float) and value.is_integer() and abs(value) >= 1000:
+        return int(value)  # 1,048,576 and not 1.04858e+06
+    if isinstance(value, int | float | str):
+        return value
+    if isinstance(value, list) and all(isinstance(item, int | float | str) for item in value):
+        return ", ".join(map(str, value)) or "none"
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,236 @@
+"""Curves that a trainer logged to TensorBoard, read by TensorBoard's own package.
+
+What a finished run left in its folder, of either trainer or of a command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shared_core.engine.receipt import RECEIPT_FILE
+from shared_core.errors import CheckpointError
+from shared_core.files.journal import read_object
+
+EVENTS = "events.out.tfevents.*"
+
+
+def event_curves(folders: Iterable[Path]) -> dict[str, list[tuple[int, float]]]:
+    """Return by tag (step, value) of all finite scalars; of a step that two folders hold, what the later one says.
+
+    Args:
+        folders: With event files, the oldest first: a resumed run writes into a new one.
+
+    Raises:
+        ImportError: If TensorBoard is not installed, or not whole.
+    """
+    accumulators = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    points: dict[str, dict[int, float]] = {}
+    for folder in folders:
+        # 0: all, not a sample
+        found = accumulators.EventAccumulator(str(folder), size_guidance={accumulators.SCALARS: 0}).Reload()
+        for tag in found.Tags()[accumulators.SCALARS]:
+            values = {event.step: event.value for event in found.Scalars(tag) if math.isfinite(event.value)}
+            points.setdefault(tag, {}).update(values)
+    return {tag: sorted(values.items()) for tag, values in points.items() if values}
+
+
+def hugging_face_name(tag: str) -> str:
+    """Return a figure's name in the trainer's own log, from that in its TensorBoard.
+
+    Example:
+        >>> [hugging_face_name(tag) for tag in ("train/prune/sparsity", "eval/loss")]
+        ['prune/sparsity', 'eval_loss']
+    """
+    kind, _, name = tag.partition("/")
+    return {"train": name, "eval": f"eval_{name}", "test": f"test_{name}"}.get(kind, tag)
+
+
+Values = dict[str, Any]
+Curve = list[tuple[int, float]]
+REPORTS = {
+    "quantization": "eff_quantization.json",
+    "pruning": "eff_pruning.json",
+    "shrink": "eff_shrink.json",
+    "low_rank": "eff_low_rank.json",
+    "curve": "curve.json",
+    "chain": "chain.json",
+}
+_LOG, _STATE, _SOUP, _COMMAND = "metrics.csv", "trainer_state.json", "soup_path.json", ".eff.json"
+_SEARCH = "lottery.json"  # beside the curve of a lottery; other programs write curves too
+_AXES = ("step", "epoch", "total_flos")
+
+
+@dataclass
+class RunFolder:
+    """A run: where it lies, which files were read, and what they hold."""
+
+    path: Path
+    files: list[str] = field(default_factory=list)
+    receipt: Values | None = None
+    curves: dict[str, Curve] = field(default_factory=dict)
+    """Figure → (step, value), from the trainer's log, or from the receipt where that goes further."""
+    reports: dict[str, Values] = field(default_factory=dict)
+    """Of commands, by the keys of `REPORTS`."""
+    soups: dict[str, Values] = field(default_factory=dict)
+    """Paths of soups, by the file's name."""
+    exports: dict[str, Values] = field(default_factory=dict)
+    """Reports of written files, by the file's name."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def techniques(self) -> Mapping[str, Any]:
+        """What each technique reported, nothing without a receipt."""
+        return self.receipt["techniques"] if self.receipt else {}
+
+
+def read_run(path: Path) -> RunFolder:
+    """Return what lies in a run's folder, or beside a file that a command wrote.
+
+    Of Lightning's ``default_root_dir`` the newest version of a logger counts, of the Hugging Face Trainer's folder the
+    newest checkpoint's log, unless the folder has its own.
+
+    Raises:
+        CheckpointError: If nothing is found, or a file is damaged.
+    """
+    if not path.exists():
+        raise CheckpointError(f"report: {path} must be the folder of a finished run, but it does not exist")
+    run = RunFolder(path)
+    with of_ours(run):
+        if path.is_dir():
+            _read_folder(run)
+        _read_beside(run)
+    if not run.files:
+        raise CheckpointError(
+            f"report: {path} must hold what a run leaves, got none of {RECEIPT_FILE} (also looked for in */version_*), "
+            f"{_STATE} (also in checkpoint-*), {_LOG}, {EVENTS}, *{_SOUP}, *{_COMMAND}, {', '.join(REPORTS.values())}; "
+            "give the output folder of a run, a logger's folder, or what a command wrote"
+        )
+    return run
+
+
+@contextlib.contextmanager
+def of_ours(*runs: RunFolder) -> Iterator[None]:
+    """Tell an error of a reader as one of the files that it reads.
+
+    Raises:
+        CheckpointError: If a file does not hold what this library writes.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        files = "; ".join(f"{run.path}: {', '.join(run.files)}" for run in runs)
+        raise CheckpointError(f"report: files must hold what efftrain writes, got {error!r} in {files}") from error
+
+
+def _read_folder(run: RunFolder) -> None:
+    versions = [run.path] if (run.path / RECEIPT_FILE).is_file() else _newest(run.path, "*/version_*")
+    home = next((at for at in versions if any(any(at.glob(name)) for name in (RECEIPT_FILE, _LOG, EVENTS))), None)
+    home = home or run.path
+    if len(versions) > 1:
+        run.notes.append(
+            f"{home.relative_to(run.path)} is the newest of {len(versions)} versions with a logger's files"
+        )
+    if (receipt := _json(run, home / RECEIPT_FILE)) is not None:
+        run.receipt = receipt
+        for points in receipt.get("history", {}).values():
+            _add(run, _curves(points))
+    states = [folder / _STATE for folder in (run.path, *_newest(run.path, "checkpoint-*"))]
+    state = next((file for file in states if file.is_file()), None)
+    _read_events(run, home, of_hugging_face=state is not None or (receipt or {}).get("front_end") == "hf")
+    if state is not None:
+        _add(run, _curves((_json(run, state) or {}).get("log_history", [])))
+    elif receipt is not None and receipt.get("front_end") == "hf":
+        run.notes.append(f"no {_STATE} here, so the trainer's own log is not known; trainer.save_state() writes one")
+    if (home / _LOG).is_file():
+        _add(run, _curves(_csv(run, home / _LOG)))
+    for name, file in REPORTS.items():
+        is_foreign = name == "curve" and not (run.path / _SEARCH).is_file()
+        if not is_foreign and (found := _json(run, run.path / file)) is not None:
+            run.reports[name] = found
+
+
+def _read_events(run: RunFolder, home: Path, *, of_hugging_face: bool) -> None:
+    found = [*home.glob(EVENTS), *(home.glob(f"runs/*/{EVENTS}") if of_hugging_face else ())]
+    files = sorted(found, key=lambda file: file.name)  # which begins with the time in seconds
+    try:
+        curves = event_curves(dict.fromkeys(file.parent for file in files)) if files else {}
+    except ImportError:
+        run.notes.append("TensorBoard's events here are not read without it (pip install tensorboard)")
+        return
+    run.files += [_name(run, file) for file in files]
+    renamed = {hugging_face_name(tag) if of_hugging_face else tag: curve for tag, curve in curves.items()}
+    _add(run, {name: curve for name, curve in renamed.items() if name not in _AXES})
+
+
+def _read_beside(run: RunFolder) -> None:
+    of_folder = run.path.is_dir()
+    folder, stem = (run.path, "*") if of_folder else (run.path.parent, run.path.stem)
+    soups = sorted(folder.glob(f"*{_SOUP}")) if of_folder else [folder / f"{stem}_{_SOUP}"]
+    exports = sorted(folder.glob(f"*{_COMMAND}")) if of_folder else [folder / f"{run.path.name}{_COMMAND}"]
+    for files, into in ((soups, run.soups), (exports, run.exports)):
+        for file in files:
+            if (found := _json(run, file)) is not None:
+                into[file.name] = found
+
+
+def _newest(folder: Path, pattern: str) -> list[Path]:
+    """Return folders whose names end in a number, the largest number first."""
+    found = [(int(number[0]), path) for path in folder.glob(pattern) if (number := re.findall(r"\d+$", path.name))]
+    return [path for _, path in sorted(found, reverse=True) if path.is_dir()]
+
+
+def _json(run: RunFolder, file: Path) -> Values | None:
+    if not file.is_file():
+        return None
+    run.files.append(_name(run, file))
+    return read_object(file, "give another folder")
+
+
+def _csv(run: RunFolder, file: Path) -> list[Values]:
+    run.files.append(_name(run, file))
+    try:
+        with file.open(encoding="utf-8", newline="") as stream:
+            return [{name: _number(text) for name, text in row.items() if name} for row in csv.DictReader(stream)]
+    except (OSError, ValueError, csv.Error) as error:
+        raise CheckpointError(f"{file}: file must be a log of Lightning's CSVLogger, got {error}") from error
+
+
+def _name(run: RunFolder, file: Path) -> str:
+    return str(file.relative_to(run.path if run.path.is_dir() else run.path.parent))
+
+
+def _number(text: Any) -> float | None:
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return None
+
+
+def _curves(entries: list[Values]) -> dict[str, Curve]:
+    """Return by name (step, value) of all numbers in entries with a step, without what is not finite."""
+    curves: dict[str, Curve] = {}
+    for entry in entries:
+        step = entry.get("step")
+        if not isinstance(step, int | float):
+            continue
+        for name, value in entry.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if name not in _AXES and number and math.isfinite(value):
+                curves.setdefault(name, []).append((int(step), float(value)))
+    return curves
+
+
+def _add(run: RunFolder, curves: dict[str, Curve]) -> None:
+    """Add curves of a log, but for those that reach less far than what is known: of a checkpoint, or a resumed run."""
+    for name, curve in curves.items():
+        known = run.curves.get(name)
+        if known is None or curve[-1][0] - curve[0][0] >= known[-1][0] - known[0][0]:
+            run.curves[name] = curve

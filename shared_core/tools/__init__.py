@@ -1,0 +1,1 @@
+"""What happens after training: export, quantization, removal, compression, planning."""

@@ -1,0 +1,283 @@
+"""Write a state dict into one small file: shared values, entropy-coded; everything else exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shared_core.errors import CheckpointError, ConfigError, nearest
+from shared_core.files.atomic import atomic_write
+from shared_core.tools.compression import coding as entropy
+from shared_core.tools.compression.coding import gap_symbols, runs_of_zeros, smallest_width
+from shared_core.tools.compression.file_format import (
+    DTYPES,
+    HEADER,
+    LARGEST_INDEX,
+    MAGIC,
+    VERSION,
+    Coding,
+    FileEntry,
+    Index,
+    TensorEntry,
+    is_plain_name,
+)
+from shared_core.weight_clustering.clustering import SHARED_DTYPES, SharedValues, check_bits, share_values, wide
+
+MIN_SIZE = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressedTensor:
+    """How one tensor was stored."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    coding: str
+    original_bytes: int
+    stored_bytes: int
+    """Without its line in the index, which is counted in the whole file."""
+    weights: int
+    """Nonzero elements if values are shared, else all elements."""
+    clusters: int
+    """Values that they share; 0: each stored exactly."""
+    rms_error: float
+    """Root of the mean squared change of an element; 0: exact."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compression:
+    """What `compress` did. Sizes count every byte."""
+
+    path: Path
+    original_bytes: int
+    """Of the tensors in their own dtypes, tied ones once."""
+    file_bytes: int
+    """Of the file: header, index, tensors, other files."""
+    other_bytes: int
+    """Of the file: the files that go along."""
+    seconds: float
+    tensors: tuple[CompressedTensor, ...]
+    ties: Mapping[str, str]
+
+    @property
+    def ratio(self) -> float:
+        """Original bytes for each byte of the file."""
+        return self.original_bytes / self.file_bytes
+
+
+def compress(
+    state_dict: Mapping[str, Tensor],
+    path: str | Path,
+    *,
+    bits: int = 5,
+    bits_of: Mapping[str, int | None] | None = None,
+    min_size: int = MIN_SIZE,
+    files: Mapping[str, bytes] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Compression:
+    """Write a state dict into one small file and return what it took.
+
+    Three stages (Han, Mao and Dally 2016, arXiv:1510.00149): the nonzero weights of a tensor share at most ``2**bits``
+    values, found by k-means (`share_values`); where most weights are zero, the gaps between the others are stored
+    instead of their places; gaps and codes are entropy-coded, by asymmetric numeral systems where the paper has
+    Huffman's code. Zeros stay zeros. A tensor whose weights share that few values already, because training with
+    `share` made them, is stored without any change.
+
+    Vectors (biases, norms), small tensors, integers, booleans and other dtypes are stored exactly, and so is a tensor
+    that would take more bytes with a table of values. Tied tensors are stored once.
+
+    Args:
+        state_dict: Dense tensors by name.
+        path: The file to write, whole or not at all; an older one is replaced.
+        bits: Of a code, in [2, 8].
+        bits_of: Other bits for tensors or modules of these names (globs), None for exactly; the first that matches
+            wins, and what is named is compressed whatever its size.
+        min_size: Tensors with fewer elements are stored exactly.
+        files: Contents of further files, such as a config, by plain name.
+        progress: Called with (tensors written, tensors) after each, to show a bar.
+
+    Raises:
+        ConfigError: If an option breaks its rule, or a pattern matches nothing.
+        CheckpointError: If an entry is no dense tensor, or the file cannot be written.
+        TrainingError: If a weight to be shared is NaN or infinite.
+        MissingExtraError: If constriction is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> weight = torch.arange(4096.0).reshape(64, 64) % 16
+        >>> done = compress({"weight": weight}, Path(tempfile.mkdtemp()) / "model.eff", bits=4)
+        >>> done.original_bytes, done.ratio > 5, done.tensors[0].clusters
+        (16384, True, 15)
+    """
+    started = time.perf_counter()
+    check_bits(bits, "compress")
+    if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
+        raise ConfigError(f"compress: min_size must be a whole number >= 0, got {min_size!r}")
+    if not isinstance(state_dict, Mapping):
+        raise ConfigError(
+            f"compress: state_dict must be tensors by name, got {type(state_dict).__name__}; pass model.state_dict()"
+        )
+    tensors, ties = _checked(state_dict)
+    widths = _widths(tensors, ties, bits, dict(bits_of or {}), min_size)
+    for name, content in (files or {}).items():
+        if not is_plain_name(name) or not isinstance(content, bytes):
+            raise ConfigError(f"compress: files must be bytes by plain name, got {type(content).__name__} as {name!r}")
+    entries, told, other = [], [], []
+    with atomic_write(path) as temporary, temporary.open("wb") as file:
+        file.write(bytes(HEADER.size))
+        for number, (name, tensor) in enumerate(tensors.items(), 1):
+            entry, line = _write_tensor(file, name, tensor, widths[name])
+            entries.append(entry)
+            told.append(line)
+            if progress is not None:
+                progress(number, len(tensors))
+        for name, content in (files or {}).items():
+            packed = zlib.compress(content, 9)
+            file.write(packed)
+            other.append(FileEntry(name=name, bytes=len(packed), size=len(content), crc=zlib.crc32(content)))
+        offset = file.tell()
+        packed, size = Index(tuple(entries), ties, tuple(other)).pack()
+        if size > LARGEST_INDEX:
+            raise CheckpointError(f"compress: index must be at most {LARGEST_INDEX} bytes, got {size}; shorten names")
+        file.write(packed)
+        file_bytes = file.tell()
+        file.seek(0)
+        file.write(HEADER.pack(MAGIC, VERSION, size, offset, len(packed), zlib.crc32(packed)))
+    return Compression(
+        Path(path),
+        sum(entry.num_bytes for entry in entries),
+        file_bytes,
+        sum(entry.bytes for entry in other),
+        time.perf_counter() - started,
+        tuple(told),
+        ties,
+    )
+
+
+def _checked(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors, each once, and further names of them."""
+    # all held at once, because the addresses by which ties are found are those of living tensors
+    given = dict(state_dict)
+    if not given:
+        raise CheckpointError("compress: state dict must hold at least one tensor, got none; check the path")
+    owners: dict[Any, str] = {}
+    tensors, ties = {}, {}
+    for name, tensor in given.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise CheckpointError(
+                f"compress: {name!r} must be a tensor, got {type(tensor).__name__}; leave out what is none"
+            )
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if hasattr(tensor, "to_local") or tensor.is_meta or tensor.layout != torch.strided or dtype not in DTYPES:
+            kind = "sharded" if hasattr(tensor, "to_local") else f"{tensor.layout}, {tensor.dtype} on {tensor.device}"
+            raise CheckpointError(f"compress: {name} must be a plain dense tensor, got {kind}; gather or convert it")
+        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), dtype) if tensor.numel() else name
+        owner = owners.setdefault(key, name)
+        if owner == name:
+            tensors[name] = tensor.detach()
+        else:
+            ties[name] = owner
+    return tensors, ties
+
+
+def _widths(
+    tensors: Mapping[str, Tensor],
+    ties: Mapping[str, str],
+    bits: int,
+    bits_of: Mapping[str, int | None],
+    min_size: int,
+) -> dict[str, int | None]:
+    """Return the bits of each tensor, None where it is stored exactly."""
+    for pattern, width in bits_of.items():
+        if width is not None:
+            check_bits(width, f"compress: bits_of {pattern!r}")
+        if not any(_matches(name, pattern) for name in (*tensors, *ties)):
+            raise ConfigError(f"compress: bits_of pattern {pattern!r} matches no tensor{nearest(pattern, tensors)}")
+    widths: dict[str, int | None] = {}
+    for name, tensor in tensors.items():
+        is_matrix = tensor.ndim > 1 and tensor.numel() >= min_size
+        names = [name, *(tied for tied, owner in ties.items() if owner == name)]
+        named = (width for pattern, width in bits_of.items() if any(_matches(one, pattern) for one in names))
+        width = next(named, bits if is_matrix else None)
+        widths[name] = width if tensor.dtype in SHARED_DTYPES else None
+    return widths
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name.rpartition(".")[0], pattern)
+
+
+def _write_tensor(file: BinaryIO, name: str, tensor: Tensor, bits: int | None) -> tuple[TensorEntry, CompressedTensor]:
+    raw = tensor_bytes(tensor)
+    payload, restored = raw, raw
+    coding: Coding = "raw"
+    fields: dict[str, int] = {}
+    weights, clusters, error = tensor.numel(), 0, 0.0
+    shared = None if bits is None else share_values(tensor, bits, name=f"compress: {name}")
+    coded = None if shared is None else _code(shared)
+    if shared is None and len(deflated := zlib.compress(raw, 9)) < len(raw):
+        payload, coding = deflated, "deflate"
+    # a tensor of few weights may take more with a table of values than without
+    elif shared is not None and coded is not None and len(coded[0]) < len(raw):
+        payload, coding, fields = coded
+        weight = shared.weight()
+        restored, clusters, error = tensor_bytes(weight), len(shared.values), _rms(tensor, weight)
+        weights = int(shared.codes.count_nonzero())
+    file.write(payload)
+    entry = TensorEntry(
+        name=name,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        coding=coding,
+        bytes=len(payload),
+        crc=zlib.crc32(restored),
+        **fields,
+    )
+    return entry, CompressedTensor(
+        name, entry.dtype, entry.shape, coding, len(raw), len(payload), weights, clusters, error
+    )
+
+
+def _code(shared: SharedValues) -> tuple[bytes, Coding, dict[str, int]]:
+    """Return the payload of a tensor with shared values, sparse or dense, whichever is smaller, and its fields."""
+    codes: NDArray[np.integer] = shared.codes.reshape(-1).numpy()
+    counts = np.bincount(codes, minlength=len(shared.values) + 1)
+    has_zeros = bool(counts[0])
+    alphabet = counts if has_zeros else counts[1:]
+    dense_bits = entropy.coded_bits(alphabet) + 8 * shared.values.element_size()
+    if has_zeros:
+        live = codes != 0
+        runs = runs_of_zeros(live)
+        width, gap_bits = smallest_width(runs)
+        if gap_bits + entropy.coded_bits(counts[1:]) < dense_bits:
+            gaps, numbers = gap_symbols(runs, width), codes[live] - 1
+            tables = entropy.make_table(numbers, len(shared.values)), entropy.make_table(gaps, 2**width)
+            coded = entropy.encode([(gaps, tables[1]), (numbers, tables[0])])
+            sizes = {"values": len(shared.values), "weights": len(numbers), "gaps": len(gaps), "gap_bits": width}
+            return b"".join([tensor_bytes(shared.values), *tables, coded]), "sparse", sizes
+    values = torch.cat([shared.values.new_zeros(int(has_zeros)), shared.values])
+    symbols = codes if has_zeros else codes - 1
+    table = entropy.make_table(symbols, len(alphabet))
+    return (
+        b"".join([tensor_bytes(values), table, entropy.encode([(symbols, table)])]), "dense", {"values": len(values)}
+    )  # fmt: skip
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """Return a tensor's elements in order, as little-endian bytes."""
+    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _rms(tensor: Tensor, weight: Tensor) -> float:
+    return float(np.sqrt(np.mean(np.square(wide(tensor) - wide(weight), dtype=np.float64))))

@@ -1,0 +1,364 @@
+"""Quantised layers whose forward ExecuTorch's XNNPACK recognises, or computes exactly by arithmetic on codes.
+
+A model as an ExecuTorch program for phones and boards: XNNPACK's integer kernels where they fit, exact elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from eff_kernels.quantization import affine as kernels
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shared_core.errors import CompatibilityError, MissingExtraError
+from shared_core.files.atomic import atomic_write, scratch_folder
+from shared_core.modules.calls import call_model
+from shared_core.modules.weight_views import TRANSPOSED
+from shared_core.quantization.schemes import LayerScheme
+from shared_core.tools.export.onnx_layers import EXPORTED, Quantized, of_tokens, shared_grid
+from shared_core.tools.export.source import (
+    arguments,
+    baked_copy,
+    check_inputs,
+    float_layers,
+    plain,
+    quantized_reference,
+    quiet,
+)
+
+_INT8 = (-128, 127)
+
+
+def _decomposed() -> Any:
+    import torch.ao.quantization.fx._decomposed  # registers the operators
+
+    return torch.ops.quantized_decomposed
+
+
+class _Program:
+    """A layer that holds codes; ``by_operators`` says whether its forward is written with quantized_decomposed's."""
+
+    scheme: LayerScheme
+    by_operators: bool
+    input_qparams: tuple[float, int] | None
+    output_qparams: tuple[float, int] | None
+
+    def forward(self: Any, *args: Any) -> Tensor:
+        """Return the layer's output."""
+        y: Tensor = super().forward(*args)  # type: ignore[misc]
+        return y if self.output_qparams is None else _through(y, *self.output_qparams)
+
+    def quantized_input(self: Any, x: Tensor) -> Tensor:
+        """Return the input as its codes can hold it."""
+        if self.scheme.input == "token":
+            return self._of_tokens(x)  # type: ignore[no-any-return]
+        if self.input_qparams is None:
+            return x
+        scale, zero_point = self.input_qparams
+        if self.by_operators:
+            return _through(x, scale, zero_point)
+        low, high = self.scheme.input_range
+        values: Tensor = ((x / scale).round() + zero_point).clamp(low, high).sub(zero_point) * scale
+        return values
+
+    def _of_tokens(self: Any, x: Tensor) -> Tensor:
+        if self.by_operators:
+            ops = _decomposed()
+            scale, zero_point = ops.choose_qparams_per_token_asymmetric.default(x, torch.int8)
+            codes = ops.quantize_per_token.default(x, scale, zero_point, *_INT8, torch.int8)
+            found: Tensor = ops.dequantize_per_token.default(
+                codes, scale, zero_point, *_INT8, torch.int8, torch.float32
+            )
+            return found
+        axis = -1 - len(getattr(self, "kernel_size", ()))
+        return of_tokens(x.movedim(axis, -1), self.scheme).movedim(-1, axis)
+
+    def quantized_weight(self: Any) -> Tensor:
+        """Return the values that the codes stand for."""
+        if self.by_operators:
+            values: Tensor = _decomposed().dequantize_per_channel.default(
+                self.weight_codes, self.weight_scale, self.weight_zero_point, self.scale_axis, *_INT8, torch.int8
+            )
+            return values
+        return self._spread(self.weight_codes, self.weight_scale)  # type: ignore[no-any-return]
+
+    def quantized_bias(self: Any) -> Tensor | None:
+        """Return the bias, which stays in float."""
+        return self.bias  # type: ignore[no-any-return]
+
+    def _spread(self: Any, codes: Tensor, scale: Tensor) -> Tensor:
+        if self.block:
+            return codes.to(scale.dtype) * scale.repeat_interleave(self.block, self.scale_axis)
+        return codes.to(scale.dtype) * kernels.along(scale, codes.dim(), self.scale_axis)
+
+
+def _through(x: Tensor, scale: float, zero_point: int) -> Tensor:
+    ops = _decomposed()
+    codes = ops.quantize_per_tensor.default(x, scale, zero_point, *_INT8, torch.int8)
+    values: Tensor = ops.dequantize_per_tensor.default(codes, scale, zero_point, *_INT8, torch.int8)
+    return values
+
+
+class _Linear(nn.Linear):
+    def forward(self: Any, input: Tensor) -> Tensor:
+        return nn.functional.linear(self.quantized_input(input), self.quantized_weight(), self.bias)
+
+
+class _Embedding(nn.Embedding):
+    def forward(self: Any, input: Tensor) -> Tensor:
+        indices = input.reshape(-1)
+        codes, scale = (values.index_select(0, indices) for values in (self.weight_codes, self.weight_scale))
+        found: Tensor = self._spread(codes, scale).reshape(*input.shape, self.embedding_dim)
+        return found
+
+
+# The forward of a convolution is that of ONNX files, between inputs and weights of ours.
+_PROGRAM: dict[type[nn.Module], type[nn.Module]] = {
+    kind: type(f"Program{kind.__name__}", (_Program, base), {})
+    for kind, base in (EXPORTED | {nn.Linear: _Linear, nn.Embedding: _Embedding}).items()
+}
+
+
+@torch.no_grad()
+def program_layer(
+    name: str,
+    module: Any,
+    scheme: LayerScheme,
+    qparams: tuple[Tensor, Tensor] | None,
+    shared: dict[int, Quantized],
+) -> None:
+    """Turn a stock layer whose weight holds the values of its codes into one that holds the codes.
+
+    Args:
+        name: What errors call it.
+        module: The layer.
+        scheme: How it is quantised.
+        qparams: Scale and signed zero point of a static input.
+        shared: Identity of a weight → its codes, so that tied layers hold the same tensors; is added to.
+    """
+    grid = shared_grid(name, module, scheme, shared)
+    zeros = torch.zeros(grid.scale.shape, dtype=torch.int64)
+    kind = type(module)
+    module.weight = None
+    for buffer, value in (("codes", grid.codes), ("scale", grid.scale), ("zero_point", zeros)):
+        module.register_buffer(f"weight_{buffer}", value)
+    module.scheme, module.scale_axis, module.block = scheme, grid.axis, grid.block
+    module.input_qparams = None if qparams is None else (float(qparams[0]), int(qparams[1]))
+    module.output_qparams = None
+    of_tokens = scheme.input == "token" and kind is nn.Linear and not scheme.affine_input
+    fits = scheme.input == "none" or (scheme.activation_bits == 8 and (scheme.input == "static" or of_tokens))
+    # XNNPACK clamps to 8 bits, whatever the range, and has one scale a channel
+    module.by_operators = fits and not grid.block and kind not in TRANSPOSED
+    module.__class__ = _PROGRAM[kind]
+
+
+def set_output_range(module: Any, low: float, high: float) -> None:
+    """Quantise a layer's output in 8 bits, of a range that holds 0, so that its products can be summed as integers."""
+    low, high = min(low, 0.0), max(high, 0.0)
+    scale = max(high - low, 1e-8) / 255
+    module.output_qparams = (scale, round(-128 - low / scale))
+
+
+_LARGEST_CHANGE = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramReport:
+    """What `export_executorch` wrote.
+
+    Attributes:
+        path: The file.
+        bytes: Its size.
+        quantized: Layers with codes in the file.
+        integer: Those of them that run on XNNPACK's integer kernels.
+        float_layers: Layers of the same types that stay in float.
+        other_operators: Operator → how many run on ExecuTorch's portable kernels, because XNNPACK does not take them.
+        relative_change: Largest difference to the model on the example inputs, relative to the largest output; None if
+            it was not compared.
+    """
+
+    path: Path
+    bytes: int
+    quantized: tuple[str, ...]
+    integer: tuple[str, ...]
+    float_layers: tuple[str, ...]
+    other_operators: dict[str, int]
+    relative_change: float | None
+
+
+def export_executorch(
+    model: nn.Module,
+    example_inputs: Any,
+    path: Path | str,
+    *,
+    verify: bool = True,
+    calibration: Iterable[Any] | None = None,
+) -> ProgramReport:
+    """Write `model` to a ``.pte`` file that ExecuTorch's runtime loads on a device; return what was written.
+
+    Weights are int8 codes in the file. XNNPACK sums integers in a layer with a static 8-bit input whose output is
+    quantised too, by the layer that reads it or with `calibration`; and in Linear layers with a range for each token,
+    whose grid there has a zero point, which makes it finer. Every other quantised layer computes what it computes in
+    the model, on weights that are dequantised when it runs: the file is as small, the layer slower than in float.
+
+    Args:
+        model: In or after quantization-aware training, a plain model on which `apply_ranges` was called, or a float
+            model, pruned or factorised or as it is; float32. It is not changed.
+        example_inputs: A tensor, a tuple of arguments, or a mapping of keyword arguments; the program takes inputs of
+            these shapes alone.
+        path: The file to write; replaced atomically.
+        verify: Run the file in ExecuTorch's runtime and compare.
+        calibration: Batches of inputs, each as `example_inputs`, for ranges of outputs that no quantised layer reads.
+
+    Raises:
+        MissingExtraError: If executorch is not installed.
+        CompatibilityError: If the model cannot be exported, or the program's outputs differ by more than 5 % of the
+            largest; nothing is written.
+        ConfigError: If an argument breaks its rule.
+
+    Source: ExecuTorch 1.5, XNNPACK backend.
+
+    Example:
+        ``export_executorch(apply_ranges(model, ranges), torch.ones(1, 3, 224, 224), "model.pte").integer``
+    """
+    if importlib.util.find_spec("executorch") is None:
+        raise MissingExtraError("export_executorch", "executorch", "executorch")
+    check_inputs(example_inputs, "export_executorch")
+    reference, names = quantized_reference(model, "export_executorch")
+    exported, layers = _with_codes(reference, names, example_inputs)
+    with quiet():
+        edge, integer = _lowered(exported, example_inputs, layers)
+        if calibration is not None:
+            ranges = _output_ranges(reference, names, [example_inputs, *calibration])
+            for name in set(layers) - set(integer):
+                if layers[name].by_operators and layers[name].scheme.input == "static":
+                    set_output_range(layers[name], *ranges[name])
+            edge, integer = _lowered(exported, example_inputs, layers)
+        while left := [layer for name, layer in layers.items() if name not in integer and _is_integer_conv(layer)]:
+            # executorch 1.5.1: behind a convolution on XNNPACK, one that is left to portable kernels reads the values
+            # in the wrong order
+            for layer in left:
+                layer.by_operators = False
+            edge, integer = _lowered(exported, example_inputs, layers)
+        buffer = edge.to_executorch().buffer
+    with scratch_folder() as folder:
+        file = folder / "model.pte"
+        file.write_bytes(buffer)
+        change = _compare(file, reference, example_inputs) if verify else None
+        with atomic_write(path) as temporary:
+            temporary.write_bytes(buffer)
+    path = Path(path)
+    return ProgramReport(
+        path=path, bytes=path.stat().st_size, quantized=names, integer=integer, float_layers=float_layers(exported),
+        other_operators=_portable(edge), relative_change=change,
+    )  # fmt: skip
+
+
+def _with_codes(reference: nn.Module, names: tuple[str, ...], inputs: Any) -> tuple[nn.Module, dict[str, Any]]:
+    exported, layers, schemes, qparams = baked_copy(reference, names, inputs)
+    shared: dict[int, Quantized] = {}
+    weights = [layer.weight for layer in layers.values()]  # alive, so that no two have one identity
+    for name, layer in layers.items():
+        program_layer(name, layer, schemes[name], qparams[name], shared)
+    del weights
+    return exported, layers
+
+
+def _output_ranges(
+    reference: nn.Module, names: tuple[str, ...], batches: Iterable[Any]
+) -> dict[str, tuple[float, float]]:
+    """Return the smallest and largest output of each layer over batches."""
+    found: dict[str, tuple[float, float]] = {}
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            low, high = found.get(name, (0.0, 0.0))
+            found[name] = (min(low, float(output.min())), max(high, float(output.max())))
+
+        return hook
+
+    hooks = [reference.get_submodule(name).register_forward_hook(watch(name)) for name in names]
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                call_model(reference, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _lowered(exported: nn.Module, inputs: Any, layers: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
+    """Return the lowered program, and the layers that XNNPACK runs on integers."""
+    import executorch.kernels.quantized  # noqa: F401  # registers what runs codes that XNNPACK leaves alone
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+
+    args, kwargs = arguments(plain(inputs))
+    try:
+        program = torch.export.export(exported, args, kwargs)
+        edge = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
+    except Exception as error:  # torch.export raises whatever the model makes it
+        raise CompatibilityError(
+            f"export_executorch: model must be one that torch.export can trace, got {type(error).__name__}: "
+            f"{str(error)[:500]}; simplify its forward"
+        ) from error
+    lowered = edge.exported_program()
+    buffers = lowered.graph_signature.inputs_to_buffers
+    alone = {
+        buffers[argument.name].rpartition(".")[0]
+        for node in lowered.graph.nodes
+        if "dequantize_per_channel" in str(node.target)
+        for argument in node.all_input_nodes
+        if argument.name in buffers
+    }
+    quantizes = [name for name, layer in layers.items() if layer.by_operators and layer.scheme.input != "none"]
+    return edge, tuple(name for name in quantizes if name not in alone)
+
+
+def _is_integer_conv(layer: Any) -> bool:
+    return isinstance(layer, nn.modules.conv._ConvNd) and bool(layer.by_operators) and layer.scheme.input != "none"  # type: ignore[union-attr]
+
+
+def _portable(edge: Any) -> dict[str, int]:
+    nodes = edge.exported_program().graph.nodes
+    names = [node.target.name() for node in nodes if node.op == "call_function" and hasattr(node.target, "name")]
+    return dict(sorted(Counter(name.partition("::")[2] for name in names if "::" in name).items()))
+
+
+def _compare(file: Path, reference: nn.Module, inputs: Any) -> float:
+    from executorch.runtime import Runtime
+
+    args, kwargs = arguments(plain(inputs))
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    try:
+        method = Runtime.get().load_program(str(file)).load_method("forward")
+        found = [output for output in method.execute(tensors) if isinstance(output, Tensor)]
+    except RuntimeError as error:
+        raise CompatibilityError(
+            f"export_executorch: program must run in ExecuTorch's runtime, got {error}; nothing was written; look for "
+            "an operator that it has no kernel for, such as a 3-d convolution"
+        ) from error
+    with torch.no_grad():
+        expected = [leaf for leaf in tree_leaves(plain(call_model(reference, inputs))) if isinstance(leaf, Tensor)]
+    if len(found) != len(expected):
+        raise CompatibilityError(f"export_executorch: program must have {len(expected)} outputs, got {len(found)}")
+    changes = [
+        float((mine.double() - theirs.double()).abs().max() / (theirs.double().abs().max().clamp_min(1e-12)))
+        for mine, theirs in zip(found, expected, strict=True)
+        if theirs.numel()
+    ]
+    change = max(changes, default=0.0)
+    if not change <= _LARGEST_CHANGE:
+        raise CompatibilityError(
+            f"export_executorch: outputs of the program must equal the model's to {_LARGEST_CHANGE:.0%}, got a change "
+            f"of {change:.3g}; nothing was written; give calibration with more batches, or leave it out"
+        )
+    return change

@@ -1,0 +1,663 @@
+"""Codes between the convolutions of an exported graph: activations that no layer quantises get a quantiser too.
+
+Which axes of a model's inputs an exported file leaves open.
+
+Weights of an ONNX file as unsigned codes, for processors on which products with signed ones saturate.
+
+A model as an ONNX file, quantised layers with explicit QuantizeLinear and DequantizeLinear nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import (
+    KeyPath,
+    MappingKey,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map_only,
+    tree_map_with_path,
+)
+
+from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError, nearest
+from shared_core.files.atomic import atomic_write, scratch_folder
+from shared_core.modules.calls import call_model
+from shared_core.quantization.ranges.observers import RangeEstimator, make_observer
+from shared_core.tools.export.onnx_layers import to_export, translations
+from shared_core.tools.export.source import (
+    arguments,
+    baked_copy,
+    check_inputs,
+    float_layers,
+    plain,
+    quantized_reference,
+    quiet,
+)
+from shared_core.tools.export.verify import check_file, feeds, integer_nodes, relative_change, session_of
+
+# A quantiser behind one of these moves before it, or takes it in: onnxruntime computes it on the codes.
+_FOLLOWS = frozenset({"Relu", "Clip", "MaxPool", "Reshape", "Flatten", "Transpose"})
+_JOINS = frozenset({"Add", "Concat"})
+
+
+def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any]) -> tuple[str, ...]:
+    """Write an exported file anew so that convolutions hand codes on; return the tensors that got a quantiser.
+
+    onnxruntime sums a convolution in integers only where its output is quantised. Where a residual sum, a
+    concatenation or an average pool reads the output, training has put no quantiser: one is added, in uint8, with the
+    range of least squared error over the calibration batches. Readers of a tensor that is quantised for some layer
+    read those codes too, and so sums and concatenations of codes are computed on codes. Biases of convolutions take
+    the scale of the sums, s_x·s_w, whatever that rounds away. Outputs of the model stay in float.
+
+    Args:
+        exact: As `export_onnx` writes it.
+        file: Where it is written.
+        calibration: Batches of inputs, each as `call_model` takes them.
+
+    Raises:
+        ConfigError: If there is no batch.
+        TrainingError: If a tensor saw no finite value.
+
+    Source: the integer-only graphs of Jacob et al. 2018, arXiv:1712.05877, sections 2.3 and 2.4.
+    """
+    import onnx
+
+    model = onnx.load(exact)
+    graph = _Graph(model.graph)
+    for node in list(model.graph.node):
+        integer = graph.is_integer_convolution(node)
+        if integer:
+            graph.round_bias(node)
+        if integer or graph.joins_codes(node):
+            graph.hand_on_codes(graph.end_of(node.output[0]))
+    for name, observer in _observed(exact, graph.new, calibration).items():
+        scale, zero_point = observer.scale_zero_point()
+        graph.constants[f"{name}_scale"] = np.array(scale.item(), np.float32)
+        graph.constants[f"{name}_zero_point"] = np.array(zero_point.item(), np.uint8)
+    graph.write()
+    onnx.save(model, file)
+    return tuple(graph.new)
+
+
+def _observed(file: Path, names: list[str], calibration: Iterable[Any]) -> dict[str, RangeEstimator]:
+    """Return an observer of each tensor; it has seen all batches."""
+    import onnx
+
+    model = onnx.load(file)
+    model.graph.output.extend(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in names)
+    observers = {name: make_observer("mse", qmin=0, qmax=255) for name in names}
+    batches = 0
+    with scratch_folder() as folder:
+        probe = folder / "probe.onnx"
+        onnx.save(model, probe)
+        session = session_of(probe, optimise=False)
+        for batch in calibration:
+            batches += 1
+            try:
+                found = session.run(names, feeds(session, batch)) if names else ()
+            except Exception as error:  # onnxruntime's errors share no public base
+                raise ConfigError(
+                    f"export_onnx: calibration must hold what the model takes, got {type(batch).__name__} "
+                    f"({str(error)[:300]}); pass batches like example_inputs, without labels"
+                ) from error
+            for name, value in zip(names, found, strict=True):
+                observers[name].update(torch.from_numpy(value))
+    if not batches:
+        raise ConfigError("export_onnx: calibration must hold batches, got none")
+    return observers
+
+
+class _Graph:
+    """Who makes and who reads each tensor of a graph, and the nodes that are to be added.
+
+    Args:
+        graph: An ONNX graph in topological order.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        import onnx
+
+        self._graph = graph
+        self._outputs = {value.name for value in graph.output}
+        self._makers = {name: node for node in graph.node for name in node.output}
+        self._readers: dict[str, list[Any]] = {}
+        for node in graph.node:
+            for name in dict.fromkeys(node.input):
+                self._readers.setdefault(name, []).append(node)
+        self.constants = {value.name: onnx.numpy_helper.to_array(value) for value in graph.initializer}
+        """Name → array; those that are added are written too."""
+        self._added: dict[str, list[Any]] = {}  # tensor → nodes that follow its maker
+        self._first: list[Any] = []  # nodes that read constants alone
+        self._removed: set[int] = set()
+        self.new: list[str] = []
+        """Tensors that got a quantiser."""
+
+    def is_integer_convolution(self, node: Any) -> bool:
+        """Return whether codes go in, of input and weight and of the bias if there is one."""
+        parameters = filter(None, node.input[1:])
+        return node.op_type == "Conv" and self._is_activation(node.input[0]) and all(map(self._is_code, parameters))
+
+    def joins_codes(self, node: Any) -> bool:
+        """Return whether all that a sum or concatenation reads are codes, or can be: then it does."""
+        if node.op_type not in _JOINS or not any(map(self._is_activation, node.input)):
+            return False
+        others = {name: self._quantizer_of(name) for name in node.input if not self._is_activation(name)}
+        if None in others.values():
+            return False
+        for name, quantizer in others.items():
+            self._let_read(name, quantizer)
+        return True
+
+    def round_bias(self, convolution: Any) -> None:
+        """Put the bias of an integer convolution on the grid of its sums, for no kernel takes another."""
+        import onnx
+
+        if len(convolution.input) < 3:
+            return
+        x, weight, bias = (self._makers[name] for name in convolution.input[:3])
+        step = self.constants[x.input[1]].astype(np.float64) * self.constants[weight.input[1]]
+        value = self.constants[bias.input[0]] * self.constants[bias.input[1]].astype(np.float64)
+        name = f"{convolution.output[0]}_bias"
+        largest = 2**30
+        self.constants[f"{name}_codes"] = np.clip(np.rint(value / step), -largest, largest).astype(np.int32)
+        self.constants[f"{name}_scale"] = step.astype(np.float32)
+        self.constants[f"{name}_zero_point"] = np.zeros(len(step), np.int32)
+        parameters = [f"{name}_{kind}" for kind in ("codes", "scale", "zero_point")]
+        readers = self._readers[bias.output[0]]
+        readers.remove(convolution)
+        if not readers:  # two convolutions may share it
+            self._removed.add(id(bias))
+        self._first.append(onnx.helper.make_node("DequantizeLinear", parameters, [name], axis=0))
+        self._makers[name] = self._first[-1]
+        convolution.input[2] = name
+
+    def _is_code(self, name: str) -> bool:
+        return name in self._makers and self._makers[name].op_type == "DequantizeLinear"
+
+    def _is_activation(self, name: str) -> bool:
+        # an embedding's codes come out of a Gather
+        maker = self._makers.get(self._makers[name].input[0]) if self._is_code(name) else None
+        return maker is not None and maker.op_type in ("QuantizeLinear", "Clip")
+
+    def end_of(self, name: str) -> str:
+        """Return the tensor behind the operations that a runtime computes on codes."""
+        readers = self._readers.get(name, [])
+        while len(readers) == 1 and readers[0].op_type in _FOLLOWS and name not in self._outputs:
+            name = readers[0].output[0]
+            readers = self._readers.get(name, [])
+        return name
+
+    def hand_on_codes(self, name: str) -> None:
+        """Make all readers of a tensor read its codes."""
+        readers = self._readers.get(name, [])
+        if name in self._outputs or not readers:
+            return
+        if len(readers) == 1 and readers[0].op_type == "QuantizeLinear":
+            return
+        self._let_read(name, self._quantizer_of(name) or self._new_quantizer(name))
+
+    def _quantizer_of(self, name: str) -> Any | None:
+        """Return the quantiser that some layer has for a tensor: in 8 bits, of the widest range."""
+        found = [node for node in self._readers.get(name, []) if node.op_type == "QuantizeLinear"]
+        found = [node for node in found if self._dequantizer(node) is not None]
+        return max(found, key=lambda node: float(self.constants[node.input[1]]), default=None)
+
+    def _dequantizer(self, quantizer: Any) -> Any | None:
+        readers = self._readers.get(quantizer.output[0], [])
+        return next((node for node in readers if node.op_type == "DequantizeLinear"), None)
+
+    def _new_quantizer(self, name: str) -> Any:
+        import onnx
+
+        codes, values = f"{name}_codes", f"{name}_values"
+        parameters = [f"{name}_scale", f"{name}_zero_point"]
+        quantizer = onnx.helper.make_node("QuantizeLinear", [name, *parameters], [codes])
+        dequantizer = onnx.helper.make_node("DequantizeLinear", [codes, *parameters], [values])
+        self._makers |= {codes: quantizer, values: dequantizer}
+        self._readers |= {codes: [dequantizer], values: []}
+        self._added[name] = [quantizer, dequantizer]
+        self.new.append(name)
+        return quantizer
+
+    def _let_read(self, name: str, quantizer: Any) -> None:
+        dequantizer: Any = self._dequantizer(quantizer)
+        values = dequantizer.output[0]
+        for reader in self._readers[name]:
+            if reader is not quantizer:
+                reader.input[:] = [values if entry == name else entry for entry in reader.input]
+                self._readers.setdefault(values, []).append(reader)
+        self._readers[name] = [quantizer]
+        # a reader may come before the quantiser's own layer
+        self._added[name] = [quantizer, dequantizer]
+
+    def write(self) -> None:
+        """Put nodes and constants into the graph, each quantiser right behind what makes its tensor."""
+        import onnx
+
+        moved = self._removed | {id(node) for nodes in self._added.values() for node in nodes}
+        nodes = [
+            *self._first,
+            *(node for name in self._added if name not in self._makers for node in self._added[name]),
+        ]
+        for node in self._graph.node:
+            if id(node) not in moved:
+                nodes += [node, *(added for name in node.output for added in self._added.get(name, []))]
+        copies = [type(node).FromString(node.SerializeToString()) for node in nodes]
+        del self._graph.node[:]
+        self._graph.node.extend(copies)
+        unused = self._readers.keys() - {name for node in copies for name in node.input}
+        del self._graph.initializer[:]
+        self._graph.initializer.extend(
+            onnx.numpy_helper.from_array(value, name) for name, value in self.constants.items() if name not in unused
+        )
+
+
+_SHORTEST = 3  # torch.export takes a length of 1 for a constant, and the file is run with one less, too
+
+
+def check_length(inputs: Any) -> None:
+    """Refuse inputs without a length to leave open.
+
+    Raises:
+        ConfigError: If the second axis of the first tensor is missing or shorter than 3.
+    """
+    shape = tuple(next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)).shape)
+    if len(shape) < 2 or shape[1] < _SHORTEST:
+        raise ConfigError(
+            "export_onnx: dynamic_length must come with example_inputs of shape (batch, length, ...) and a length of "
+            f"{_SHORTEST} at least, got {shape}; give longer ones or leave it out"
+        )
+
+
+def two_examples(inputs: Any) -> Any:
+    """Return inputs whose batch is not 1, which torch.export would take for a constant."""
+    if _batch(inputs) != 1:
+        return inputs
+    return tree_map_only(Tensor, lambda x: torch.cat([x, x]) if x.dim() and len(x) == 1 else x, inputs)
+
+
+def dynamic_shapes(inputs: Any, *, batch: bool, length: bool) -> Any:
+    """Return for `torch.export` which axes of the inputs stay open, None for none.
+
+    Args:
+        inputs: A tensor, a tuple of arguments or a dictionary of keyword arguments.
+        batch: Leave the first axis of all open that are as many as the first.
+        length: Leave the second axis of all open that are as long as the first. Inputs whose names begin with
+            ``decoder_`` have a length of their own.
+    """
+    if not (batch or length):
+        return None
+    examples, lengths = _batch(inputs) if batch else None, _lengths(inputs) if length else {}
+    open_axes = {name: torch.export.Dim(name) for name in ("batch", *lengths)}
+
+    def axes(path: KeyPath, value: Any) -> dict[int, Any] | None:
+        is_batch = isinstance(value, Tensor) and value.dim() > 0 and len(value) == examples
+        found = {0: open_axes["batch"]} if is_batch else {}
+        return found | ({1: open_axes[_axis(path)]} if _has_length(path, value, lengths) else {}) or None
+
+    return tree_map_with_path(axes, inputs if isinstance(inputs, dict | tuple | list) else (inputs,))
+
+
+def one_shorter(inputs: Any) -> Any:
+    """Return inputs that are shorter by one along the axes that `dynamic_shapes` leaves open as lengths."""
+    lengths = _lengths(inputs)
+    return tree_map_with_path(lambda path, x: x[:, :-1] if _has_length(path, x, lengths) else x, inputs)
+
+
+def _batch(inputs: Any) -> int | None:
+    first = next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+    return len(first) if first.dim() else None
+
+
+def _lengths(inputs: Any) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for path, value in tree_flatten_with_path(inputs)[0]:
+        if isinstance(value, Tensor) and value.dim() > 1:
+            found.setdefault(_axis(path), value.shape[1])
+    return found
+
+
+def _axis(path: KeyPath) -> str:
+    name = next((str(key.key) for key in reversed(path) if isinstance(key, MappingKey)), "")
+    return "decoder_length" if name.startswith("decoder_") else "length"
+
+
+def _has_length(path: KeyPath, value: Any, lengths: Mapping[str, int]) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == lengths.get(_axis(path))
+
+
+WeightCodes = Literal["auto", "signed", "unsigned"]
+_EXACT = 64  # 255·64·2, a pair of products, still fits 16 bits
+
+
+def wants_unsigned(weight_codes: str) -> bool:
+    """Return whether weights are to be written as unsigned codes; ``auto``: where signed ones saturate here.
+
+    Without VNNI, x86 multiplies unsigned by signed bytes and adds pairs of products in 16 bits: 255·127·2 is too much.
+    Where onnxruntime is not installed, unsigned ones: they are exact everywhere.
+
+    Raises:
+        ConfigError: If it is none of the three.
+
+    Example:
+        >>> wants_unsigned("unsigned"), wants_unsigned("signed")
+        (True, False)
+    """
+    if weight_codes not in get_args(WeightCodes):
+        known = get_args(WeightCodes)
+        raise ConfigError(
+            f"export_onnx: weight_codes must be one of {', '.join(known)}, got {weight_codes!r}"
+            f"{nearest(str(weight_codes), known)}"
+        )
+    return weight_codes == "unsigned" or (weight_codes == "auto" and not onnxruntime_sums_exactly())
+
+
+@cache
+def onnxruntime_sums_exactly() -> bool:
+    """Return whether onnxruntime's product of unsigned inputs and signed weights is exact for all 8-bit codes here.
+
+    One saturating product shows it, when it is first asked in a process. Without onnxruntime nothing shows it: False.
+    """
+    if find_spec("onnxruntime") is None:
+        return False
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    inputs, outputs = 64, 32
+    weight = numpy_helper.from_array(np.full((inputs, outputs), 127, np.int8), "weight")
+    graph = helper.make_graph(
+        [helper.make_node("MatMulInteger", ["codes", "weight"], ["sums"])],
+        "saturation",
+        [helper.make_tensor_value_info("codes", TensorProto.UINT8, ["rows", inputs])],
+        [helper.make_tensor_value_info("sums", TensorProto.INT32, ["rows", outputs])],
+        [weight],
+    )
+    # of an IR and an opset that every onnxruntime of the extra reads
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 21)])
+    with scratch_folder() as folder:
+        file = folder / "saturation.onnx"
+        onnx.save(model, file)
+        session = session_of(file, optimise=True)
+        sums = [session.run(None, {"codes": np.full((rows, inputs), 255, np.uint8)})[0] for rows in (1, 17)]
+    return all((found == 255 * 127 * inputs).all() for found in sums)
+
+
+def make_unsigned(file: Path) -> bool:
+    """Rewrite int8 weights as uint8, 128 more, with a zero point of 128: the same values; return whether there are any.
+
+    Weights whose codes are too small to saturate stay, and so do embeddings, of which rows are taken.
+    """
+    import onnx
+    from onnx import numpy_helper
+
+    model = onnx.load(file)
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    made: dict[str, Any] = {}
+    for node in model.graph.node:
+        place = {"DequantizeLinear": 0, "MatMulInteger": 1}.get(node.op_type)
+        codes = None if place is None else constants.get(node.input[place])
+        if place is None or codes is None or codes.dtype != np.int8:
+            continue
+        if np.abs(codes.astype(np.int32)).max(initial=0) <= _EXACT:
+            continue
+        name = f"{node.input[place]}_unsigned"
+        made[name] = (codes.astype(np.int16) + 128).astype(np.uint8)
+        # of a product the second zero point is that of the weights
+        zero_point, shape = (f"{name}_zero_point", constants[node.input[1]].shape) if place == 0 else ("of_128", ())
+        made[zero_point] = np.full(shape, 128, np.uint8)
+        node.input[place] = name
+        del node.input[2 + place :]
+        node.input.append(zero_point)
+    read = {name for node in model.graph.node for name in node.input}
+    kept = [tensor for tensor in model.graph.initializer if tensor.name in read]
+    del model.graph.initializer[:]
+    model.graph.initializer.extend([*kept, *(numpy_helper.from_array(value, name) for name, value in made.items())])
+    onnx.save(model, file)
+    return bool(made)
+
+
+_LARGEST_FILE = 2**31 - 2**20  # protobuf's limit, less room for the graph
+_OPSETS = range(21, 24)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportReport:
+    """What `export_onnx` wrote.
+
+    Attributes:
+        path: The file.
+        bytes: Its size.
+        quantized: Layers with codes.
+        float_layers: Layers of the same types that stay in float.
+        integer_nodes: Operator → how many onnxruntime runs on integers after its optimisation on this machine; empty
+            if it is not installed.
+        largest_difference: Between onnxruntime without optimisation and the model on the example inputs; None if it
+            was not compared.
+        moved_codes: Share of activation codes that float rounding put on the other side of a tie in that comparison.
+        quantized_activations: Tensors between layers that got codes of their own from `calibration`.
+        relative_change: What those codes, and biases on the grid of the sums, change in the outputs for the example
+            inputs, relative to the largest output; None without `calibration`.
+        inputs: Name → shape of what the file takes; an open axis has a name.
+        unsigned_weights: Whether weights were written as unsigned codes.
+    """
+
+    path: Path
+    bytes: int
+    quantized: tuple[str, ...]
+    float_layers: tuple[str, ...]
+    integer_nodes: dict[str, int]
+    largest_difference: float | None
+    moved_codes: float | None
+    quantized_activations: tuple[str, ...] = ()
+    relative_change: float | None = None
+    inputs: dict[str, tuple[int | str, ...]] = dataclasses.field(default_factory=dict)
+    unsigned_weights: bool = False
+
+
+def export_onnx(
+    model: nn.Module,
+    example_inputs: Any,
+    path: Path | str,
+    *,
+    opset: int = 21,
+    dynamic_batch: bool = True,
+    dynamic_length: bool = False,
+    verify: bool = True,
+    calibration: Iterable[Any] | None = None,
+    weight_codes: WeightCodes = "auto",
+) -> ExportReport:
+    """Write `model` to an ONNX file that computes what it computes in evaluation; return what was written.
+
+    Weights are int8 with a DequantizeLinear, codes of fewer bits too. Static inputs are QuantizeLinear and
+    DequantizeLinear in uint8, the model's signed codes moved by 2^(b−1): the values are the same. Biases are int32, so
+    that a runtime can sum integers. Weights with a scale for each group are dequantised block by block; inputs with a
+    range for each token go through MatMulInteger in Linear layers. A batch norm that alone reads a quantised layer is
+    folded into its scales, which leaves the codes as they are. Everything else stays in float; a model without
+    quantised layers does as a whole.
+
+    onnxruntime runs a convolution on integers only where its output is quantised: what a residual sum, a concatenation
+    or an average pool reads comes out of a convolution in float, for training has no quantiser there. With
+    `calibration` it gets one, which is several times faster and no longer exactly what the model computes.
+
+    Args:
+        model: In or after quantization-aware training, a plain model on which `apply_ranges` was called, or a float
+            model, pruned or factorised or as it is; float32. It is not changed.
+        example_inputs: A tensor, a tuple of arguments, or a mapping of keyword arguments.
+        path: The file to write; replaced atomically.
+        opset: 21 to 23.
+        dynamic_batch: Leave the first axis of the inputs open: of all whose first axis is as long as that of the first.
+        dynamic_length: Leave the second axis open as well: of all inputs whose second axis is as long as that of the
+            first, and, with a length of its own, of those whose names begin with ``decoder_``.
+        verify: Run the file in onnxruntime, without optimisation, and compare. Codes that float rounding moves to
+            the next step are set to the file's before outputs are compared, to 1e-5 of their size, at least of 1; to
+            1e-2 of it where inputs have a range for each token. With `dynamic_length` the same for inputs that are
+            shorter by one. Without onnxruntime nothing is compared.
+        calibration: Batches of inputs, each as `example_inputs`, for ranges of activations between layers. What is
+            compared is the file before it gets them; how far it moves then is in the report.
+        weight_codes: ``signed`` is fastest on processors with VNNI or AMX. Without them onnxruntime's products of
+            unsigned inputs and signed 8-bit weights saturate, far off on some; ``unsigned`` weights are exact there.
+            ``auto``: what is right for the processor that exports. Weights of 7 bits are exact either way.
+
+    Raises:
+        MissingExtraError: If onnx or onnxscript is not installed, or with `calibration` onnxruntime.
+        MatchError: If there is `calibration` and no layer is quantised.
+        CompatibilityError: If a layer's scheme has no exact ONNX form, a weight is not finite, or the file computes
+            something else; nothing is written.
+        ConfigError: If an argument breaks its rule.
+
+    Source: the ONNX operators QuantizeLinear and DequantizeLinear, opset 21.
+
+    Example:
+        >>> import tempfile
+        >>> from shared_core.quantization import apply_ranges
+        >>> net = nn.Sequential(nn.Linear(2, 1))
+        >>> _ = net[0].weight.data.fill_(0.5)
+        >>> net = apply_ranges(net, {"0": {"min": 0.0, "max": 2.55}})
+        >>> report = export_onnx(net, torch.ones(3, 2), Path(tempfile.mkdtemp()) / "net.onnx")
+        >>> report.quantized, report.integer_nodes, report.largest_difference < 1e-5
+        (('0',), {'QGemm': 1}, True)
+    """
+    _check_arguments(example_inputs, opset, calibration is not None)
+    if dynamic_length:
+        check_length(plain(example_inputs))
+    unsigned = wants_unsigned(weight_codes)
+    reference, names = quantized_reference(model, "export_onnx")
+    if calibration is not None and not names:
+        raise MatchError(
+            "export_onnx: with calibration model must have quantised layers, found none; train it with qat, or call "
+            "apply_ranges on a model with baked weights"
+        )
+    runs = importlib.util.find_spec("onnxruntime") is not None
+    activations: tuple[str, ...] = ()
+    change: float | None = None
+    difference = moved = None
+    with scratch_folder() as folder:
+        file = folder / "model.onnx"
+        for exact_bias in (False, True):
+            exported, left = _exportable(reference, names, example_inputs, exact_bias)
+            shapes = _export(exported, example_inputs, file, opset, dynamic_batch, dynamic_length)
+            unsigned = unsigned and make_unsigned(file)
+            if not (runs and verify):
+                break
+            try:
+                difference, moved = check_file(file, reference, example_inputs)
+                if dynamic_length:
+                    difference = max(difference, _check_shorter(file, reference, example_inputs))
+                break
+            except CompatibilityError:
+                if exact_bias:
+                    raise
+        if calibration is not None:
+            exact, file = file, folder / "integer.onnx"
+            activations = quantize_activations(exact, file, calibration)
+            change = relative_change(file, exact, example_inputs)
+        nodes = integer_nodes(file) if runs else {}
+        with atomic_write(path) as temporary:
+            temporary.write_bytes(file.read_bytes())
+    path = Path(path)
+    size = path.stat().st_size
+    return ExportReport(path, size, names, left, nodes, difference, moved, activations, change, shapes, unsigned)
+
+
+def _check_arguments(example_inputs: Any, opset: int, calibrates: bool) -> None:
+    for library in ("onnx", "onnxscript", *["onnxruntime"] * calibrates):
+        if importlib.util.find_spec(library) is None:
+            raise MissingExtraError("export_onnx", library, "onnx")
+    if isinstance(opset, bool) or opset not in _OPSETS:
+        raise ConfigError(f"export_onnx: opset must be {_OPSETS[0]} to {_OPSETS[-1]}, got {opset!r}")
+    check_inputs(example_inputs, "export_onnx")
+
+
+def _exportable(
+    reference: nn.Module, names: tuple[str, ...], inputs: Any, exact_bias: bool
+) -> tuple[nn.Module, tuple[str, ...]]:
+    exported, layers, schemes, qparams = baked_copy(reference, names, inputs)
+    shared: dict[int, Any] = {}
+    for name, layer in layers.items():
+        to_export(name, layer, schemes[name], qparams[name], shared, exact_bias)
+    return exported, float_layers(exported)
+
+
+def _export(
+    exported: nn.Module, inputs: Any, file: Path, opset: int, dynamic_batch: bool, dynamic_length: bool
+) -> dict[str, tuple[int | str, ...]]:
+    """Write the file, and return name → shape of its inputs."""
+    import onnxscript
+    from onnx_ir.passes.common import DeduplicateInitializersPass
+
+    inputs = plain(inputs)
+    if dynamic_batch:
+        inputs = two_examples(inputs)
+    args, kwargs = arguments(inputs)
+    shapes = dynamic_shapes(inputs, batch=dynamic_batch, length=dynamic_length)
+    open_axes = {"dynamic_batch": dynamic_batch, "dynamic_length": dynamic_length}
+    hint = "".join(f", or pass {name}=False" for name, is_open in open_axes.items() if is_open)
+    with quiet(), torch.no_grad():
+        try:
+            program: Any = torch.onnx.export(
+                exported,
+                args,
+                kwargs=kwargs,
+                dynamo=True,
+                opset_version=opset,
+                dynamic_shapes=shapes,
+                output_names=_output_names(call_model(exported, inputs)),
+                custom_translation_table=translations(getattr(onnxscript, f"opset{opset}")),
+                verbose=False,
+            )
+        except Exception as error:  # torch.export and the exporter raise whatever the model makes them
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            raise CompatibilityError(
+                f"export_onnx: model must be one that torch.onnx can export, got {type(cause).__name__}: "
+                f"{str(cause)[:500]}; simplify its forward{hint}"
+            ) from error
+    size = sum(value.const_value.nbytes for value in program.model.graph.initializers.values())
+    if size > _LARGEST_FILE:
+        raise CompatibilityError(f"export_onnx: model must be smaller than 2 GiB to be one file, got {size} bytes")
+    DeduplicateInitializersPass(size_limit=_LARGEST_FILE)(program.model)  # tied weights
+    for node in program.model.graph:
+        node.metadata_props.clear()  # stack traces of this machine
+    taken = {
+        value.name: tuple(size if isinstance(size, int) else str(size) for size in value.shape)
+        for value in program.model.graph.inputs
+    }
+    # the exporter fixes an axis without a word where the model needs it to be fixed (torch 2.13)
+    asked = {axis.__name__ for axis in tree_leaves(shapes) if axis is not None}
+    for place, axis in enumerate(("batch", "length")):
+        stays = any(isinstance(size, str) for shape in taken.values() for size in shape[place : place + 1])
+        if axis in asked and not stays:
+            raise CompatibilityError(
+                f"export_onnx: model must take any {axis} to leave it open, and its forward fixes it; make it depend "
+                f"on the inputs' shapes{hint}"
+            )
+    program.save(file)
+    return taken
+
+
+def _check_shorter(file: Path, reference: nn.Module, inputs: Any) -> float:
+    try:
+        return check_file(file, reference, one_shorter(plain(inputs)))[0]
+    except Exception as error:  # the model's own, or onnxruntime's many
+        raise CompatibilityError(
+            "export_onnx: file must compute what the model does at every length, and with example_inputs that are "
+            f"shorter by one it did not: {str(error)[:500]}; pass dynamic_length=False (eff export: --length for a "
+            "folder, no --dynamic-length for a function)"
+        ) from error
+
+
+def _output_names(output: Any) -> list[str] | None:
+    if isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values()):
+        return [str(key) for key in output]
+    return None

@@ -1,0 +1,485 @@
+"""The integers that a quantised layer's weight and bias stand for, found from their values.
+
+Operations with their ONNX form: what torch.export keeps whole and torch.onnx writes as nodes of our choice.
+
+Quantised layers whose forward torch.onnx writes with explicit QuantizeLinear and DequantizeLinear nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from eff_kernels.quantization import affine as kernels
+from eff_kernels.quantization.group import group_codes, group_qparams
+from torch import Tensor, nn
+
+from shared_core.errors import CompatibilityError
+from shared_core.modules.weight_views import TRANSPOSED, as_rows, compute, from_rows
+from shared_core.quantization.layers.fake_quant_layers import STOCK, restore
+from shared_core.quantization.layers.layer_quantizer import LayerQuantizer
+from shared_core.quantization.schemes import LayerScheme
+
+_ON_GRID = 1e-3
+_SAME_SCALE = 0.009  # onnxruntime leaves a Conv in float whose bias scale is 1 % off s_x·s_w
+
+
+def grid_of(rows: Tensor, qmax: int, limit: int) -> tuple[Tensor, Tensor] | None:
+    """Return (codes, scales) of rows that hold whole multiples of a scale each; None if one does not.
+
+    The scale is ``max|w|/m`` for the first m of `qmax`, 1, 2, … `limit` that makes every value of the row whole. Two
+    different grids differ by at least 1/128 of a step somewhere, so none is taken for another.
+
+    Args:
+        rows: (rows, values), float32, finite.
+        qmax: Largest code, and the magnitude that the largest value most likely has.
+        limit: Largest magnitude of a code.
+
+    Returns:
+        int8 and float32; a row of zeros has the smallest scale of the others.
+
+    Example:
+        >>> codes, scale = grid_of(torch.tensor([[0.5, -1.0, 1.5]]), 7, 8)
+        >>> codes.tolist(), scale.tolist()
+        ([[1, -2, 3]], [0.5])
+    """
+    largest = rows.abs().amax(1)
+    codes, scale = torch.zeros_like(rows), torch.zeros_like(largest)
+    left = torch.arange(len(rows), device=rows.device)[largest > 0]
+    for steps in (qmax, *(m for m in range(1, limit + 1) if m != qmax)):
+        if not len(left):
+            break
+        step = largest[left] / steps
+        exact = rows[left] / step.unsqueeze(1)
+        rounded = exact.round()
+        fits = ((exact - rounded).abs() <= _ON_GRID).all(1) & (rounded.amax(1) <= qmax)
+        codes[left[fits]], scale[left[fits]] = rounded[fits], step[fits]
+        left = left[~fits]
+    if len(left):
+        return None
+    known = scale[scale > 0]
+    scale[scale == 0] = known.min() if len(known) else 1.0
+    return codes.to(torch.int8), scale
+
+
+def bias_codes(bias: Tensor, step: Tensor, tolerance: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return (codes, scales) of a bias, for integer kernels that add it to their sums; None if it does not fit.
+
+    The scale is ``s_x·s_w``. Where rounding would move a bias by more than the tolerance, scales are moved to
+    ``b/code``, which stands for it exactly: by 1 % at most, if that does. Kernels that sum integers take the codes
+    alone.
+
+    Args:
+        bias: (channels,).
+        step: ``s_x·s_w``, (channels,).
+        tolerance: (channels,).
+
+    Example:
+        >>> bias_codes(torch.tensor([0.5, 0.26]), torch.tensor([0.1, 0.1]), torch.zeros(2))
+        (tensor([5, 3], dtype=torch.int32), tensor([0.1000, 0.0867]))
+    """
+    bias, step = bias.double(), step.double()
+    codes = (bias / step).round()
+    if not bool((codes.abs() < 2**30).all()):
+        return None
+    near = (bias / torch.where(codes == 0, torch.ones_like(codes), codes)).clamp(
+        step * (1 - _SAME_SCALE), step * (1 + _SAME_SCALE)
+    )
+    for scale in (step, near):
+        if bool(((codes * scale - bias).abs() <= tolerance).all()):
+            return codes.to(torch.int32), scale.float()
+    codes = torch.where((codes == 0) & (bias != 0), bias.sign(), codes)
+    return codes.to(torch.int32), torch.where(codes == 0, step, bias / codes).float()
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """What one layer is written from.
+
+    Attributes:
+        codes: int8, of the weight's shape, or as rows for a transposed convolution with groups.
+        scale: float32, (channels,) or (channels, blocks).
+        axis: Of the channels, or of the blocks.
+        block: Weights that share a scale along it; 0: all of a channel.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    axis: int
+    block: int
+
+
+def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> Quantized:
+    """Return the codes that a layer's quantised weight stands for.
+
+    Raises:
+        CompatibilityError: If the weight is not finite, or no int8 grid holds it.
+    """
+    if not bool(torch.isfinite(values).all()):
+        raise CompatibilityError(
+            f"export_onnx: weights of {name} must be finite, got NaN or infinity; look for the diverged step"
+        )
+    rows = as_rows(module, values).contiguous()
+    bits = max(scheme.weight_bits, 2)
+    qmax, limit = 2 ** (bits - 1) - 1, 2 ** (bits - 1)
+    block = 0
+    if scheme.weight == "group":
+        block = scheme.group_size
+        if scheme.affine:  # q − z is stored
+            qmax = min(127, 2**bits - 1)
+        limit = qmax
+    found = grid_of(rows.view(-1, block) if block else rows, qmax, limit)
+    if found is None:
+        raise CompatibilityError(
+            f"export_onnx: {name} must have weights on a grid of int8 codes, got {scheme.weight} of {bits} bits "
+            f"{'with zero points ' if scheme.affine else ''}that are not; bake them, or take fewer bits"
+        )
+    codes, scale = found
+    if not block and bits < 7:
+        # The same values on a finer grid, for it is that of the bias too; −2^(b−1) becomes −64: with codes of 8 bits
+        # products saturate on processors without VNNI
+        factor = 2 ** (7 - bits)
+        codes, scale = codes * factor, scale / factor
+    codes = codes.view(rows.shape)
+    if block:
+        if module.__class__ is nn.Embedding or isinstance(module, nn.Linear):
+            return Quantized(codes, scale.view(len(rows), -1), 1, block)
+        raise CompatibilityError(
+            f"export_onnx: {name} must have a scale for each channel to be exported as a convolution, got groups; "
+            "skip it in qat, or override its scheme with int8_weight"
+        )
+    if not isinstance(module, TRANSPOSED):
+        return Quantized(codes.view(values.shape), scale, 0, 0)
+    if module.groups > 1:  # its channels lie on two axes
+        return Quantized(codes, scale, 0, 0)
+    return Quantized(from_rows(module, codes, values).contiguous(), scale, 1, 0)
+
+
+def shared_grid(name: str, module: Any, scheme: LayerScheme, shared: dict[int, Quantized]) -> Quantized:
+    """Return the codes of a layer's weight: of tied layers the same tensors, by the weight's identity in `shared`."""
+    key = id(module.weight)
+    if key not in shared:
+        shared[key] = weight_grid(name, module, module.weight.detach(), scheme)
+    return shared[key]
+
+
+@torch.library.custom_op("efftrain::quantize", mutates_args=())
+def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
+    """Return codes in uint8, ``clamp(ne(x/s) + z, 0, 2^bits − 1)``; QuantizeLinear, and Clip below 8 bits."""
+    codes = (x / scale).round() + zero_point.to(x.dtype)
+    return codes.clamp(0, 2**bits - 1).to(torch.uint8)
+
+
+@quantize.register_fake
+def _(x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
+    return torch.empty_like(x, dtype=torch.uint8)
+
+
+@torch.library.custom_op("efftrain::dequantize", mutates_args=())
+def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block: int) -> Tensor:
+    """Return ``s·(q − z)``; the scale is one for all, one for each slice of an axis, or one for each block along it."""
+    values = codes.to(scale.dtype)
+    if zero_point is not None:
+        values = values - _spread(zero_point.to(scale.dtype), codes.dim(), axis, block)
+    return values * _spread(scale, codes.dim(), axis, block)
+
+
+def _spread(values: Tensor, dims: int, axis: int, block: int) -> Tensor:
+    if block:
+        return values.repeat_interleave(block, axis)
+    return kernels.along(values, dims, axis) if values.dim() else values
+
+
+@dequantize.register_fake
+def _(codes: Tensor, scale: Tensor, zero_point: Tensor | None, axis: int, block: int) -> Tensor:
+    return torch.empty_like(codes, dtype=scale.dtype)
+
+
+@torch.library.custom_op("efftrain::linear", mutates_args=())
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``x wᵀ + b`` of a matrix x; one Gemm, where the exporter would choose MatMul and Add, never fused."""
+    return F.linear(x, weight, bias)
+
+
+@linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@torch.library.custom_op("efftrain::integer_linear", mutates_args=())
+def integer_linear(codes: Tensor, weight_codes: Tensor, zero_point: int) -> Tensor:
+    """Return ``(q_x − z) q_wᵀ`` in int32; MatMulInteger."""
+    return F.linear(codes.double() - zero_point, weight_codes.double()).to(torch.int32)
+
+
+@integer_linear.register_fake
+def _(codes: Tensor, weight_codes: Tensor, zero_point: int) -> Tensor:
+    return codes.new_empty((*codes.shape[:-1], weight_codes.shape[0]), dtype=torch.int32)
+
+
+def translations(opset: Any) -> dict[Any, Callable[..., Any]]:
+    """Return what torch.onnx makes of the ops above.
+
+    Args:
+        opset: The onnxscript opset, 21 or newer.
+    """
+    from onnx import TensorProto, helper
+
+    def byte(value: int) -> Any:
+        return opset.Constant(value=helper.make_tensor("byte", TensorProto.UINT8, [], [value]))
+
+    def to_quantize(x: Any, scale: Any, zero_point: Any, bits: int) -> Any:
+        codes = opset.QuantizeLinear(x, scale, zero_point)
+        return codes if bits == 8 else opset.Clip(codes, byte(0), byte(2**bits - 1))
+
+    def to_dequantize(codes: Any, scale: Any, zero_point: Any = None, axis: int = 0, block: int = 0) -> Any:
+        inputs = (codes, scale) if zero_point is None else (codes, scale, zero_point)
+        return opset.DequantizeLinear(*inputs, axis=axis, **({"block_size": block} if block else {}))
+
+    def to_linear(x: Any, weight: Any, bias: Any = None) -> Any:
+        return opset.Gemm(*((x, weight) if bias is None else (x, weight, bias)), transB=1)
+
+    def to_integer_linear(codes: Any, weight_codes: Any, zero_point: int) -> Any:
+        return opset.MatMulInteger(codes, opset.Transpose(weight_codes, perm=[1, 0]), byte(zero_point))
+
+    ops = torch.ops.efftrain
+    return {
+        ops.quantize.default: to_quantize,
+        ops.dequantize.default: to_dequantize,
+        ops.linear.default: to_linear,
+        ops.integer_linear.default: to_integer_linear,
+    }
+
+
+_BIAS_TOLERANCE = 1e-6
+INTEGER_WEIGHTS = ("channel", "group", "ternary", "binary")
+
+
+class _Exported(nn.Module):
+    """A layer that holds codes: ``weight_codes``, ``weight_scale`` and, if they are quantised, input and bias."""
+
+    scheme: LayerScheme
+
+    def quantized_input(self: Any, x: Tensor) -> Tensor:
+        """Return the input as its codes can hold it."""
+        if self.scheme.input == "static":
+            codes = quantize(x, self.input_scale, self.input_zero_point, self.scheme.activation_bits)
+            x = dequantize(codes, self.input_scale, self.input_zero_point, 0, 0)
+        elif self.scheme.input == "token":
+            axis = -1 - len(getattr(self, "kernel_size", ()))
+            x = of_tokens(x.movedim(axis, -1), self.scheme).movedim(-1, axis)
+        return x
+
+    def quantized_weight(self: Any) -> Tensor:
+        """Return the values that the codes stand for."""
+        values: Tensor = dequantize(
+            self.weight_codes, self.weight_scale, self.weight_zero_point, self.scale_axis, self.block
+        )
+        return values
+
+    def quantized_bias(self: Any) -> Tensor | None:
+        """Return the bias, from its codes if it has some."""
+        bias: Tensor | None = self.bias
+        if hasattr(self, "bias_codes"):
+            bias = dequantize(self.bias_codes, self.bias_scale, self.bias_zero_point, 0, 0)
+        return bias
+
+
+def of_tokens(x: Tensor, scheme: LayerScheme) -> Tensor:
+    """Return values as codes with a range for each token, the last axis, can hold them."""
+    if not scheme.affine_input:
+        codes, scale = _token_codes(x, scheme.activation_bits)
+        return codes * scale
+    size = x.shape[-1]
+    scale, zero_point = group_qparams(x, size, scheme.activation_bits, False)
+    codes = group_codes(x, scale, zero_point, size, scheme.activation_bits).squeeze(-2)
+    return (codes - zero_point) * scale
+
+
+def _token_codes(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    scale = x.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    return (x / scale).round(), scale
+
+
+class ExportLinear(_Exported, nn.Linear):
+    """A linear layer; one Gemm on a matrix, whatever the axes of its input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return ``x̂ ŵᵀ + b``."""
+        if self.scheme.input == "token" and not self.scheme.affine_input and not self.block:
+            codes, scale = _token_codes(input, self.scheme.activation_bits)
+            # onnxruntime's kernels for unsigned inputs are the faster ones
+            total = integer_linear((codes + 128).to(torch.uint8), self.weight_codes, 128)
+            y: Tensor = total.to(input.dtype) * scale * self.weight_scale
+            return y if self.bias is None else y + self.bias
+        rows = input if input.dim() == 2 else input.reshape(-1, self.in_features)
+        y = linear(self.quantized_input(rows), self.quantized_weight(), self.quantized_bias())
+        return y if input.dim() == 2 else y.reshape(*input.shape[:-1], self.out_features)
+
+
+class _ExportConv(_Exported):
+    def forward(self: Any, input: Tensor) -> Tensor:
+        x = self.quantized_input(input)
+        return self._conv_forward(x, self.quantized_weight(), self.quantized_bias())  # type: ignore[no-any-return]
+
+
+class ExportConv1d(_ExportConv, nn.Conv1d):
+    """A 1-d convolution."""
+
+
+class ExportConv2d(_ExportConv, nn.Conv2d):
+    """A 2-d convolution."""
+
+
+class ExportConv3d(_ExportConv, nn.Conv3d):
+    """A 3-d convolution."""
+
+
+class _ExportTransposed(_Exported):
+    def forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        x = self.quantized_input(input)
+        weight = self.quantized_weight()
+        if self.groups > 1:
+            weight = from_rows(self, weight, self.weight)
+        return compute(self, x, weight, self.quantized_bias(), output_size)
+
+
+class ExportConvTranspose1d(_ExportTransposed, nn.ConvTranspose1d):
+    """A transposed 1-d convolution."""
+
+
+class ExportConvTranspose2d(_ExportTransposed, nn.ConvTranspose2d):
+    """A transposed 2-d convolution."""
+
+
+class ExportConvTranspose3d(_ExportTransposed, nn.ConvTranspose3d):
+    """A transposed 3-d convolution."""
+
+
+class ExportEmbedding(_Exported, nn.Embedding):
+    """An embedding that gathers codes and dequantises those alone."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the vectors of the indices."""
+        indices = input.reshape(-1)
+        codes: Tensor = self.weight_codes.index_select(0, indices)  # type: ignore[operator]
+        scale: Tensor = self.weight_scale.index_select(0, indices)  # type: ignore[operator]
+        found: Tensor = dequantize(codes, scale, None, self.scale_axis, self.block)
+        return found.reshape(*input.shape, self.embedding_dim)
+
+
+EXPORTED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: ExportLinear,
+    nn.Conv1d: ExportConv1d,
+    nn.Conv2d: ExportConv2d,
+    nn.Conv3d: ExportConv3d,
+    nn.ConvTranspose1d: ExportConvTranspose1d,
+    nn.ConvTranspose2d: ExportConvTranspose2d,
+    nn.ConvTranspose3d: ExportConvTranspose3d,
+    nn.Embedding: ExportEmbedding,
+}
+
+
+def check_begun(name: str, module: Any, where: str = "export_onnx") -> None:
+    """Refuse a layer that does not quantise yet.
+
+    Raises:
+        CompatibilityError: Naming the layer.
+    """
+    if not module.quantizer.bank.quantizing:
+        raise CompatibilityError(
+            f"{where}: {name} must be quantised, got a layer before qat's begin; train past it, or let qat finish"
+        )
+
+
+def check_exportable(name: str, module: Any, where: str = "export_onnx") -> None:
+    """Refuse a fake-quantising layer that no exported file can hold as it is.
+
+    Raises:
+        CompatibilityError: Naming the layer, and what would work.
+    """
+    scheme: LayerScheme = module.quantizer.scheme
+    if STOCK[type(module)] not in EXPORTED:
+        raise CompatibilityError(
+            f"{where}: {name} must be one of {', '.join(kind.__name__ for kind in EXPORTED)}, got "
+            f"{STOCK[type(module)].__name__}, whose ONNX operator has no quantised form; skip it in qat"
+        )
+    if scheme.weight not in INTEGER_WEIGHTS or scheme.input not in ("none", "static", "token"):
+        raise CompatibilityError(
+            f"{where}: {name} must have integer codes, got weight {scheme.weight} and input {scheme.input}; "
+            "train with scheme int8, int8_weight, int8_dynamic, int4_weight or ternary"
+        )
+    if getattr(module, "max_norm", None) is not None:
+        raise CompatibilityError(f"{where}: {name} must have no max_norm, which rescales rows; skip it in qat")
+    weight: Tensor = module.weight
+    if weight.dtype != torch.float32:
+        raise CompatibilityError(f"{where}: {name} must be float32, got {weight.dtype}; call model.float() first")
+
+
+def input_qparams(module: Any) -> tuple[Tensor, Tensor] | None:
+    """Return (scale, zero point) of a layer's static input, in signed codes; None if it has none."""
+    quantizer: LayerQuantizer = module.quantizer
+    if quantizer.index is None or not quantizer.has_range:
+        return None
+    if quantizer.learned_input is not None and quantizer.learned_input.learns:
+        entry = quantizer.learned_input.entry(module)
+        return torch.tensor(entry["scale"]), torch.tensor(entry["zero_point"], dtype=torch.int32)
+    return quantizer.bank.scale[quantizer.index].clone(), quantizer.bank.zero_point[quantizer.index].clone()
+
+
+@torch.no_grad()
+def to_export(
+    name: str,
+    module: Any,
+    scheme: LayerScheme,
+    qparams: tuple[Tensor, Tensor] | None,
+    shared: dict[int, Quantized],
+    exact_bias: bool = True,
+) -> None:
+    """Turn a stock layer whose weight holds the values of its codes into one that holds the codes.
+
+    Args:
+        name: What errors call it.
+        module: The layer.
+        scheme: How it is quantised.
+        qparams: Scale and signed zero point of a static input.
+        shared: Identity of a weight → its codes, so that tied layers hold the same tensors; is added to.
+        exact_bias: Whether a convolution's bias must be exact even where it then runs in float.
+    """
+    grid = shared_grid(name, module, scheme, shared)
+    if scheme.input != "none" and not isinstance(module, TRANSPOSED) and grid.codes[0].numel() * 128 * 255 >= 2**31:
+        raise CompatibilityError(
+            f"export_onnx: {name} must sum fewer products than overflow 32 bits, got {grid.codes[0].numel()} per "
+            "output; skip it in qat"
+        )
+    # onnxruntime has integer kernels for weights with a zero point alone
+    weight_zeros = torch.zeros(grid.scale.shape, dtype=torch.int8)
+    tensors = {"weight_codes": grid.codes, "weight_scale": grid.scale, "weight_zero_point": weight_zeros}
+    if qparams is not None:
+        input_scale, zero_point = qparams
+        lowest = scheme.input_range[0]
+        # moved to unsigned codes: 0 is then the smallest value of what a ReLU gives, and the ReLU folds
+        tensors |= {"input_scale": input_scale, "input_zero_point": (zero_point - lowest).to(torch.uint8)}
+        if module.bias is not None and not grid.block:
+            tolerance = torch.full((len(grid.scale),), _BIAS_TOLERANCE)
+            if isinstance(module, nn.modules.conv._ConvNd) and not exact_bias:
+                # onnxruntime's QLinearConv wants the very scale, and what it rounds away is far below the step of
+                # what reads it
+                span = input_scale * (2**scheme.activation_bits - 1)
+                norm = grid.scale * grid.codes.float().movedim(grid.axis, 0).flatten(1).norm(dim=1)
+                tolerance = 1e-5 * (span * norm).clamp_min(1)
+            found = None
+            if len(grid.scale) == len(module.bias):
+                found = bias_codes(module.bias, input_scale * grid.scale, tolerance)
+            if found is not None:
+                zeros = torch.zeros(len(module.bias), dtype=torch.int32)
+                tensors |= {"bias_codes": found[0], "bias_scale": found[1], "bias_zero_point": zeros}
+    restore(module)
+    for buffer, value in tensors.items():
+        module.register_buffer(buffer, value)
+    module.scheme, module.scale_axis, module.block = scheme, grid.axis, grid.block
+    module.__class__ = EXPORTED[type(module)]

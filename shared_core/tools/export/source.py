@@ -1,0 +1,144 @@
+"""What is exported: a copy of the model whose layers quantise as they did in training, and its baked twin."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.modules.weight_views import weights_of
+from shared_core.quantization.batch_norm import fuse_batch_norm
+from shared_core.quantization.layers.fake_quant_layers import (
+    FAKE_QUANT,
+    STOCK,
+    bake_,
+    conv1d_as_linear,
+    is_quantized,
+    layer_entry,
+    restore,
+)
+from shared_core.quantization.ranges.saved_ranges import apply_ranges, merge_folds_
+from shared_core.quantization.schemes import LayerScheme
+from shared_core.tools.export.onnx_layers import check_begun, check_exportable, input_qparams
+
+
+def plain(inputs: Any) -> Any:
+    """Return a mapping as a dict: a tokenizer's BatchEncoding is one that torch does not know."""
+    return dict(inputs) if isinstance(inputs, Mapping) else inputs
+
+
+def check_inputs(inputs: Any, where: str) -> None:
+    """Refuse inputs to export with that hold no tensor.
+
+    Raises:
+        ConfigError: If so.
+    """
+    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(plain(inputs))):
+        raise ConfigError(
+            f"{where}: example_inputs must hold a tensor, got {type(inputs).__name__}; pass what the model is "
+            "called with"
+        )
+
+
+def quantized_reference(model: nn.Module, where: str) -> tuple[nn.Module, tuple[str, ...]]:
+    """Return a copy of `model` in evaluation whose quantised layers all fake-quantise, and their names, if any.
+
+    Args:
+        model: As `export_onnx` takes it.
+        where: The function, for errors.
+
+    Raises:
+        CompatibilityError: If a layer cannot be exported, or a parameter is of 16 bits.
+    """
+    reference = conv1d_as_linear(copy.deepcopy(model)).eval().cpu()
+    for name, module in reference.named_modules():
+        if is_quantized(module):
+            check_begun(name, module, where)
+    merge_folds_(reference)
+    entries = {
+        name: layer_entry(module)
+        for name, module in reference.named_modules()
+        # stock layers that training left, and layers whose batch norm was just merged
+        if type(module) in FAKE_QUANT or (is_quantized(module) and module.quantizer.saved is not None)  # type: ignore[union-attr]
+    }
+    after = {name: entry for name, entry in entries.items() if entry is not None}
+    if after:
+        apply_ranges(reference, after)
+    names = tuple(name for name, module in reference.named_modules() if type(module) in STOCK)
+    for name in names:
+        check_exportable(name, reference.get_submodule(name), where)
+    half = (torch.float16, torch.bfloat16)  # the runtimes compute neither on a CPU as torch does
+    odd = next((name for name, value in reference.named_parameters() if value.dtype in half), None)
+    if odd is not None:
+        raise CompatibilityError(
+            f"{where}: model must be float32, got {reference.get_parameter(odd).dtype} for {odd}; call model.float()"
+        )
+    return reference, names
+
+
+def baked_copy(
+    reference: nn.Module, names: tuple[str, ...], inputs: Any
+) -> tuple[nn.Module, dict[str, Any], dict[str, LayerScheme], dict[str, tuple[Tensor, Tensor] | None]]:
+    """Return a copy with stock layers and batch norms folded, those layers, their schemes, and their inputs' ranges.
+
+    Args:
+        reference: From `quantized_reference`.
+        names: Its quantised layers.
+        inputs: To trace it with.
+    """
+    exported = copy.deepcopy(reference)
+    layers: dict[str, Any] = {name: exported.get_submodule(name) for name in names}
+    qparams = {name: input_qparams(layer) for name, layer in layers.items()}
+    schemes = {}
+    baked: set[int] = set()
+    for name, layer in layers.items():
+        quantizer = layer.quantizer
+        scheme = quantizer.scheme
+        if scheme.input == "static" and qparams[name] is None:  # it saw no input: the model leaves that in float too
+            scheme = dataclasses.replace(scheme, input="none")
+        schemes[name] = scheme
+        if not quantizer.baked:
+            bake_(layer, baked)
+    for layer in layers.values():
+        restore(layer)
+    with contextlib.suppress(CompatibilityError):  # a model that cannot be traced keeps its batch norms
+        fuse_batch_norm(exported, plain(inputs))
+    return exported, layers, schemes, qparams
+
+
+def float_layers(exported: nn.Module) -> tuple[str, ...]:
+    """Return the layers that could be quantised and are not."""
+    return tuple(name for name, module in exported.named_modules() if type(module) in FAKE_QUANT and weights_of(module))
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return (args, kwargs) that inputs stand for."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence exporters while they run."""
+    # they warn of torchvision's operators and of their own registries
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,194 @@
+"""Whether an exported file computes what the model computes, and on which kernels."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shared_core.errors import CompatibilityError
+from shared_core.files.atomic import scratch_folder
+from shared_core.modules.calls import call_model
+from shared_core.quantization.layers.fake_quant_layers import STOCK
+from shared_core.tools.export.onnx_layers import input_qparams
+
+TOLERANCE = 1e-5
+_TOKEN_TOLERANCE = 1e-2  # codes of tokens are not compared one by one, so that one may have moved
+_SAME_LAYER = 0.5  # share of equal codes that tells a layer's codes from another's
+
+
+def check_file(file: Path, reference: nn.Module, inputs: Any) -> tuple[float, float]:
+    """Return (largest difference of the outputs, share of activation codes that moved by one).
+
+    Rounding cannot be compared by outputs alone: where two float sums differ in the last bit around a tie, a code moves
+    by one and with it, for a good reason, everything behind it. So the reference takes the file's codes wherever its
+    own differ by one, and then everything must agree.
+
+    Args:
+        file: The ONNX file.
+        reference: The fake-quantising model, in evaluation.
+        inputs: As `call_model` takes them.
+
+    Raises:
+        CompatibilityError: If an output differs by more than 1e-5 of the largest output (of 1, if that is less); where
+            inputs have a range for each token, 1e-2 of it (of 1e-3).
+    """
+    of_tokens = any(module.quantizer.scheme.input == "token" for module in reference.modules() if type(module) in STOCK)  # type: ignore[union-attr]
+    tolerance, least = (_TOKEN_TOLERANCE, 1e-3) if of_tokens else (TOLERANCE, 1.0)
+    outputs, codes = _run(file, inputs)
+    reference = copy.deepcopy(reference)
+    forced = _force(reference, codes)
+    with torch.no_grad():
+        expected = [leaf for leaf in tree_leaves(_mapping(call_model(reference, inputs))) if isinstance(leaf, Tensor)]
+    if len(expected) != len(outputs):
+        raise CompatibilityError(f"export_onnx: file must have {len(expected)} outputs, got {len(outputs)}")
+    largest = 0.0
+    for number, (mine, theirs) in enumerate(zip(expected, outputs, strict=True)):
+        exact = mine.double().numpy()
+        difference = float(np.abs(exact - theirs).max(initial=0.0))
+        if not difference <= tolerance * max(least, float(np.abs(exact).max(initial=0.0))):
+            raise CompatibilityError(
+                f"export_onnx: output {number} of the file must equal the model's to {tolerance:g}, got a difference "
+                f"of {difference:.3g}; nothing was written; find the layer by exporting parts of the model"
+            )
+        largest = max(largest, difference)
+    return largest, forced.moved / max(forced.total, 1)
+
+
+def _mapping(output: Any) -> Any:
+    return dict(output) if isinstance(output, Mapping) else output
+
+
+def session_of(file: Path | str, optimise: bool, save: Path | None = None) -> Any:
+    """Return an onnxruntime session on the CPU; `save` is where it writes the graph that it made of the file."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    level = onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimise else level.ORT_DISABLE_ALL
+    options.log_severity_level = 4  # what goes wrong is raised
+    if save is not None:
+        options.optimized_model_filepath = str(save)
+    return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+
+
+def feeds(session: Any, inputs: Any) -> dict[str, Any]:
+    """Return the inputs of a session by name; by position where the model names them otherwise."""
+    names = [entry.name for entry in session.get_inputs()]
+    if isinstance(inputs, Mapping) and set(names) <= set(inputs):
+        return {name: inputs[name].detach().cpu().numpy() for name in names}
+    tensors = [leaf for leaf in tree_leaves(_mapping(inputs)) if isinstance(leaf, Tensor)]
+    return {name: tensor.detach().cpu().numpy() for name, tensor in zip(names, tensors, strict=False)}
+
+
+def _run(file: Path, inputs: Any) -> tuple[list[Any], list[Any]]:
+    """Return the outputs without optimisation, and the codes of every quantised activation."""
+    import onnx
+
+    model = onnx.load(file)
+    makers = {name: node.op_type for node in model.graph.node for name in node.output}
+    wanted = dict.fromkeys(
+        node.input[0]
+        for node in model.graph.node
+        if node.op_type == "DequantizeLinear" and makers.get(node.input[0]) in ("QuantizeLinear", "Clip")
+    )
+    num_outputs = len(model.graph.output)
+    model.graph.output.extend(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.UINT8, None) for name in wanted)
+    with scratch_folder() as folder:
+        probe = folder / "probe.onnx"
+        onnx.save(model, probe)
+        session = session_of(probe, optimise=False)
+        found = session.run(None, feeds(session, inputs))
+    return found[:num_outputs], found[num_outputs:]
+
+
+class _Forced:
+    """Gives quantisers of a model the codes that a file found, where they are those of the same layer.
+
+    Args:
+        codes: uint8, of every quantised activation.
+    """
+
+    def __init__(self, codes: list[Any]) -> None:
+        self.codes = [torch.from_numpy(value) for value in codes]
+        self.total = self.moved = 0
+
+    def take(self, mine: Tensor) -> Tensor:
+        """Return the file's codes for `mine`; `mine`, if there are none that are nowhere more than one away."""
+        best, fewest = mine, int((1 - _SAME_LAYER) * mine.numel())
+        for codes in self.codes:
+            if codes.numel() != mine.numel():
+                continue
+            distance = (codes.view(mine.shape).to(torch.int16) - mine).abs()
+            moved = int(distance.count_nonzero())
+            if moved <= fewest and int(distance.max() if distance.numel() else 0) <= 1:
+                best, fewest = codes.view(mine.shape).to(mine.dtype), moved
+                if not moved:
+                    break
+        self.total += mine.numel()
+        self.moved += int((best != mine).sum())
+        return best
+
+
+def _force(reference: nn.Module, codes: list[Any]) -> _Forced:
+    forced = _Forced(codes)
+    for module in reference.modules():
+        qparams = input_qparams(module) if type(module) in STOCK else None
+        if qparams is not None:
+            quantizer: Any = module.quantizer
+            quantizer.input = _forced_input(quantizer.input, *qparams, quantizer.scheme.input_range[0], forced)
+    return forced
+
+
+def _forced_input(quantize: Any, scale: Tensor, zero_point: Tensor, lowest: int, forced: _Forced) -> Any:
+    shift = int(zero_point) - lowest
+
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
+        mine = (quantize(module, x) / scale).round().to(torch.int16) + shift
+        return (forced.take(mine) - shift).to(x.dtype) * scale
+
+    return forward
+
+
+def relative_change(file: Path, other: Path, inputs: Any) -> float:
+    """Return the largest difference between two files' outputs, without optimisation, relative to the largest output.
+
+    Raises:
+        CompatibilityError: If it is not finite.
+    """
+    pairs: list[tuple[Any, Any]] = []
+    for session in (session_of(file, optimise=False), session_of(other, optimise=False)):
+        pairs.append(session.run(None, feeds(session, inputs)))
+    changes = [
+        float(np.abs(mine - theirs).max(initial=0.0) / (np.abs(theirs).max(initial=0.0) or 1.0))
+        for mine, theirs in zip(*pairs, strict=True)
+    ]
+    if not np.isfinite(changes).all():
+        raise CompatibilityError(
+            f"export_onnx: outputs on example_inputs must be finite, got a change of {max(changes)}; look for NaN"
+        )
+    return max(changes, default=0.0)
+
+
+def integer_nodes(file: Path) -> dict[str, int]:
+    """Return operator → how many of them onnxruntime runs on integers once it has optimised the file."""
+    import onnx
+
+    with scratch_folder() as folder:
+        target = folder / "optimised.onnx"
+        session_of(file, optimise=True, save=target)
+        nodes = onnx.load(target, load_external_data=False).graph.node
+    kinds = Counter(node.op_type for node in nodes)
+    return {kind: count for kind, count in sorted(kinds.items()) if _sums_integers(kind)}
+
+
+def _sums_integers(kind: str) -> bool:
+    # DynamicQuantizeMatMul is not among them: its input has one range where ours has one for each token
+    return kind in ("QGemm", "QAttention") or kind.startswith(("QLinear", "MatMulInteger", "ConvInteger"))

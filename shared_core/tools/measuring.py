@@ -1,0 +1,128 @@
+"""What a smaller model saves: bytes, floating-point operations and time, before and after."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from shared_core.channel_graph.groups import decomposed, outputs_of
+from shared_core.modules.calls import call, evaluated
+
+
+def state_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters and persistent buffers, those of a tied tensor once.
+
+    Example:
+        >>> state_bytes(nn.Linear(3, 2))
+        32
+    """
+    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def forward_flops(model: nn.Module, example_inputs: Any) -> int:
+    """Return the floating-point operations of one forward: those of matrix products and convolutions.
+
+    Example:
+        >>> forward_flops(nn.Linear(3, 2), torch.ones(5, 3))
+        60
+    """
+    counter = _FlopCounter()
+    with evaluated(model), decomposed(), counter:
+        call(model, example_inputs)
+    return counter.total
+
+
+class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    # FlopCounterMode also hooks gradients, which fails for views of parameters made without them (torch 2.13)
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator and count it."""
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.total += int(formula(*args, **(kwargs or {}), out_val=out))
+        return out
+
+
+def latency(first: nn.Module, second: nn.Module, example_inputs: Any, repeats: int) -> tuple[float, float]:
+    """Return the milliseconds of one forward of two models: medians, taken in turns after a round that is not counted.
+
+    On CPU with one thread and in CPU time; on another device in time until it has finished.
+
+    Args:
+        first: Before.
+        second: After.
+        example_inputs: On the models' device.
+        repeats: Rounds, at least 1.
+    """
+    device = next((tensor.device for tensor in first.parameters()), torch.device("cpu"))
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    times: tuple[list[float], list[float]] = ([], [])
+    try:
+        with evaluated(first), evaluated(second):
+            for _ in range(repeats + 1):
+                for model, found in zip((first, second), times, strict=True):
+                    found.append(_milliseconds(model, example_inputs, device))
+    finally:
+        torch.set_num_threads(threads)
+    return statistics.median(times[0][1:]), statistics.median(times[1][1:])
+
+
+def _milliseconds(model: nn.Module, example_inputs: Any, device: torch.device) -> float:
+    if device.type == "cpu":
+        start = time.process_time()
+        call(model, example_inputs)
+        return 1e3 * (time.process_time() - start)
+    torch.accelerator.synchronize()
+    start = time.perf_counter()
+    call(model, example_inputs)
+    torch.accelerator.synchronize()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def outputs(model: nn.Module, example_inputs: Any) -> Any:
+    """Return what a model makes of its inputs in eval mode."""
+    with evaluated(model):
+        return call(model, example_inputs)
+
+
+def difference(expected: Any, found: Any) -> float:
+    """Return the largest difference of the logits, or else of all that has the same shape, over the largest value.
+
+    Infinite if the outputs are of other shapes or not finite where they were.
+    """
+    pairs = list(zip(_compared(expected), _compared(found), strict=False))
+    if not pairs or len(_compared(expected)) != len(_compared(found)):
+        return float("inf")
+    worst = 0.0
+    for old, new in pairs:
+        if old.shape != new.shape:
+            return float("inf")
+        if not old.numel():
+            continue
+        gap = (old.double() - new.double()).abs()
+        gap = torch.where(old == new, torch.zeros_like(gap), gap)  # infinities
+        if bool(gap.isnan().any() & ~old.isnan().any()):
+            return float("inf")
+        finite = old.double().abs()[old.isfinite()]
+        scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
+        worst = max(worst, float(gap.nan_to_num(0.0).max()) / scale)
+    return worst
+
+
+def _compared(output: Any) -> list[Tensor]:
+    return [tensor for _, tensor in outputs_of(output) if tensor.is_floating_point()]

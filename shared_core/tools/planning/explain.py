@@ -1,0 +1,160 @@
+"""What a recipe will do to a run, told before it: the code that decides at start, on a model that is not trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from shared_core.config.training_time import Position
+from shared_core.engine import compatibility, coverage
+from shared_core.engine.preview import Ability, Touched
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.registry import ROOMS
+from shared_core.engine.technique import Context, Technique, overrides
+from shared_core.errors import CompatibilityError, ConfigError, EffError, UnknownLengthError
+from shared_core.hardware import default_device
+
+NEEDS_VALUES = frozenset({"low_rank", "lora"})
+"""Techniques that look at the weights when they attach, for which a model without values is not enough."""
+AFTER = "after training"
+_POSITIONS = (Position, Position | None)
+_SAVED = {
+    "hf": {
+        "state_dict": "its state in eff_state.safetensors, for an exact resume",
+        "deployment": "what deployment needs in eff_deployment.json",
+    },
+    "lightning": {
+        "state_dict": "its state in the .ckpt under eff_state, for an exact resume",
+        "deployment": "what deployment needs in the .ckpt under eff_deployment",
+    },
+}
+_SAVED_ALIKE = {
+    "bake": "weights as the user's plain model loads them, with its work in them",
+    "write": "files of its own beside the finished model",
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What is known of a run before it starts.
+
+    Args:
+        conflicts: Why it would be refused, a line each; empty: it starts.
+        remarks: What is allowed and has to be told.
+        timeline: ``step`` (None where `at` says it), ``at``, ``technique``, ``what``, in order.
+        touched: By technique, where there is a model.
+        abilities: By technique, how it runs on the device.
+        checkpoint: By technique, what of it is saved.
+        coverage: By technique of layers, what it reaches of the weights that multiply activations.
+    """
+
+    conflicts: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    timeline: list[dict[str, Any]] = field(default_factory=list)
+    touched: dict[str, Touched] = field(default_factory=dict)
+    abilities: dict[str, Ability] = field(default_factory=dict)
+    checkpoint: dict[str, list[str]] = field(default_factory=dict)
+    coverage: dict[str, coverage.Reach] = field(default_factory=dict)
+
+
+def measured_costs() -> dict[str, list[str]]:
+    """Return what `docs/cost.md` measured of each technique, on one CPU: a line a curve, by recipe key."""
+    file = resources.files("shared_core.tools.planning") / "measured.json"
+    return cast("dict[str, list[str]]", json.loads(file.read_text(encoding="utf-8")))
+
+
+def explain(
+    recipe: Recipe,
+    model: nn.Module | None = None,
+    *,
+    trainer: str = "hf",
+    surroundings: Iterable[str] = (),
+    total_steps: int | None = None,
+    steps_per_epoch: float | None = None,
+    device: torch.device | None = None,
+) -> Explanation:
+    """Return what a run would do.
+
+    The model is left as techniques attach to it: without values it costs nothing, and it must not be trained.
+
+    Args:
+        recipe: What is switched on.
+        model: The user's, on any device, the meta device too unless a technique of `NEEDS_VALUES` is on.
+        trainer: ``hf`` or ``lightning``.
+        surroundings: Keys of `compatibility.SURROUNDINGS` that will hold.
+        total_steps: Optimizer steps of the run, None if unknown: positions are told as they are written then.
+        steps_per_epoch: Of one epoch.
+        device: Where it will run; None: `default_device`.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> told = explain(Recipe.from_dict({"prune": {"sparsity": 0.5, "skip": "last"}}), model, total_steps=100)
+        >>> dict(told.touched["prune"].tensors), [event["step"] for event in told.timeline]
+        ({'0.weight': 32}, [0, 50])
+    """
+    told = Explanation()
+    where = device or default_device()
+    techniques = {key: ROOMS[key].technique_class(config) for key, config in recipe.items()}
+    context = Context(model if model is not None else nn.Module(), trainer)
+    context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
+    try:
+        compatibility.check(recipe, surroundings)
+    except CompatibilityError as error:
+        told.conflicts.extend(str(error).removeprefix("recipe: ").splitlines())
+    if model is not None:
+        _preview(techniques, context, told, allow_partial=recipe.allow_partial)
+    told.remarks.extend(compatibility.remarks(recipe))
+    for key, technique in techniques.items():
+        told.timeline.extend(_events(key, technique, context, told.conflicts))
+        told.abilities[key] = type(technique).ability(where)
+        told.checkpoint[key] = _saved(technique, trainer)
+    told.timeline.sort(key=lambda event: (event["at"] == AFTER, event["step"] or 0))
+    return told
+
+
+def _preview(techniques: Mapping[str, Technique], context: Context, told: Explanation, *, allow_partial: bool) -> None:
+    counted = coverage.count(context.model)
+    for key, technique in techniques.items():
+        try:
+            told.touched[key] = technique.preview(context.model, context)
+        except EffError as error:
+            told.conflicts.append(str(error))
+    for key in told.touched:
+        config = techniques[key].config
+        if (found := coverage.reach(counted, told.touched[key], config, context.model)) is not None:
+            told.coverage[key] = found
+            refusal = None if allow_partial else found.refusal(key, config)
+            told.conflicts.extend([] if refusal is None else [str(refusal)])
+    told.remarks.extend(coverage.lines(told.coverage))
+
+
+def _events(key: str, technique: Technique, context: Context, conflicts: list[str]) -> list[dict[str, Any]]:
+    try:
+        events = technique.timeline(context)
+    except UnknownLengthError:
+        return [{"step": None, "at": at, "technique": key, "what": name} for name, at in _written(technique).items()]
+    except ConfigError as error:
+        conflicts.append(str(error))
+        return []
+    return [
+        {"step": step, "at": AFTER if step is None else f"step {step}", "technique": key, "what": what}
+        for step, what in events
+    ]
+
+
+def _written(technique: Technique) -> dict[str, str]:
+    hints = type(technique.config).hints()
+    values = {name: getattr(technique.config, name) for name, hint in hints.items() if hint in _POSITIONS}
+    return {name: "by default" if value is None else str(value) for name, value in values.items()}
+
+
+def _saved(technique: Technique, trainer: str) -> list[str]:
+    lines = {**_SAVED[trainer], **_SAVED_ALIKE}
+    return [line for verb, line in lines.items() if overrides(technique, verb)] or ["nothing"]

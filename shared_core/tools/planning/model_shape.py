@@ -1,0 +1,309 @@
+"""One line of a plan.
+
+How a model is going to be trained: ranks, strategy, precision, optimizer, batch.
+
+The sizes of a transformer that decide what a run of it needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from shared_core.errors import ConfigError
+from shared_core.files.journal import read_object
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one thing needs of a device, in bytes.
+
+    Args:
+        what: Its name.
+        held: Stays from step to step.
+        during: Lives within a step only.
+        sent: By a rank, in an optimizer step.
+        host: Stays in the host's memory, beside the device.
+        why: The formula, or the reason that there is no figure.
+    """
+
+    what: str
+    held: float = 0.0
+    during: float = 0.0
+    sent: float = 0.0
+    host: float = 0.0
+    why: str = ""
+
+
+Strategy = Literal["single", "ddp", "fsdp2"]
+Precision = Literal["fp32", "mixed", "16-true"]
+Optimizer = Literal["adamw", "adamw_8bit", "sgd_momentum", "sgd"]
+Attention = Literal["fused", "eager"]
+
+# bytes of moments a parameter, by the bytes of the parameter: torch keeps them in its dtype, bitsandbytes in codes
+_MOMENTS = {"adamw": (2.0, 0.0), "adamw_8bit": (0.0, 2.0), "sgd_momentum": (1.0, 0.0), "sgd": (0.0, 0.0)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """What a run's memory and traffic depend on, beside the model.
+
+    Args:
+        ranks: Processes, one a device.
+        strategy: ``single``, ``ddp`` (whole copies) or ``fsdp2`` (a part each, whole only while it computes).
+        precision: ``fp32``, ``mixed`` (weights in fp32, products in 16 bit) or ``16-true`` (weights in 16 bit).
+        optimizer: Whose moments are kept.
+        micro_batch: Examples a device and forward.
+        seq_len: Tokens an example.
+        accumulate: Micro-batches an optimizer step.
+        teacher_params: Of distillation's teacher on the device, 0 if there is none.
+        attention: ``fused`` (scores are not kept for backward), or ``eager``: transformers' word for what keeps them.
+
+    Raises:
+        ConfigError: If a value makes no run.
+
+    Example:
+        >>> run = PlannedRun(ranks=8, strategy="fsdp2", precision="mixed", micro_batch=2, seq_len=1024)
+        >>> run.tokens, run.weight_bytes, run.compute_bytes, run.parts, run.moment_bytes
+        (2048, 4, 2, 8, 8.0)
+    """
+
+    ranks: int = 1
+    strategy: Strategy = "single"
+    precision: Precision = "mixed"
+    optimizer: Optimizer = "adamw"
+    micro_batch: int = 1
+    seq_len: int = 2048
+    accumulate: int = 1
+    teacher_params: int = 0
+    attention: Attention = "fused"
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "micro_batch", "seq_len", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"plan: {name} must be at least 1, got {getattr(self, name)}")
+        for name, known in (
+            ("strategy", Strategy), ("precision", Precision), ("optimizer", Optimizer), ("attention", Attention),
+        ):  # fmt: skip
+            if getattr(self, name) not in get_args(known):
+                raise ConfigError(
+                    f"plan: {name} must be one of {', '.join(get_args(known))}, got {getattr(self, name)!r}"
+                )
+        if (self.ranks == 1) != (self.strategy == "single"):
+            raise ConfigError(
+                "plan: strategy must be single with one rank, ddp or fsdp2 with more, got "
+                f"{self.strategy} with {self.ranks}"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a device and forward."""
+        return self.micro_batch * self.seq_len
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts weights, gradients and moments are cut."""
+        return self.ranks if self.strategy == "fsdp2" else 1
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes a parameter, and its gradient, is kept in."""
+        return 2 if self.precision == "16-true" else 4
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes a value is computed with."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def moments(self) -> float:
+        """Moments a parameter that are kept in its own dtype."""
+        return _MOMENTS[self.optimizer][0]
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes of the optimizer's moments a parameter."""
+        return self.moments * self.weight_bytes + _MOMENTS[self.optimizer][1]
+
+    def ring(self, size: float) -> float:
+        """Return what a rank sends to gather `size` bytes, or to reduce and scatter them: ``(R - 1)/R·size``."""
+        return (self.ranks - 1) / self.ranks * size
+
+
+_WIDTH_PER_LAYER = 128  # hidden units a layer of Llama 2 7B; 13B and 70B lie at 128 and 102
+_WIDTH_PER_HEAD = 128  # of all of them
+_GATED = ("silu", "swish")  # Llama, Mistral, Qwen and their kin
+_GATED_GELU = ("gemma", "modernbert")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A transformer's sizes, all counts.
+
+    Args:
+        params: All parameters.
+        layers: Blocks.
+        hidden: Width of the residual stream.
+        vocab: Tokens that the head tells apart.
+        embeddings: Parameters in embeddings and head, which most techniques leave alone.
+        heads: Of attention; scores of eager attention are counted by them.
+    """
+
+    params: int
+    layers: int
+    hidden: int
+    vocab: int
+    embeddings: int
+    heads: int = 0
+
+    @property
+    def matrices(self) -> int:
+        """Parameters of the linear layers within blocks, which adapters sit on."""
+        return self.params - self.embeddings
+
+    @property
+    def linear(self) -> int:
+        """Those and an output head's of its own, which lies last in `embeddings`."""
+        return self.matrices + max(0, self.embeddings - self.vocab * self.hidden)
+
+    @property
+    def block(self) -> int:
+        """Parameters of one block, if none share theirs."""
+        return self.matrices // self.layers
+
+    @classmethod
+    def of_params(
+        cls, params: float, *, layers: int | None = None, hidden: int | None = None, vocab: int = 32_000
+    ) -> ModelShape:
+        """Return a decoder's usual shape for a number of parameters: ``P = 12·L·h² + 2·V·h`` with ``h = 128·L``.
+
+        Args:
+            params: P, above 0; a float such as 70e9 is welcome.
+            layers: L, if known.
+            hidden: h, if known.
+            vocab: V.
+
+        Raises:
+            ConfigError: If no such model exists.
+
+        Source: Kaplan et al., 2020, arXiv:2001.08361, section 2.1, for 12·L·h².
+
+        Example:
+            >>> shape = ModelShape.of_params(7e9)
+            >>> shape.layers, shape.hidden
+            (32, 4157)
+        """
+        if not (math.isfinite(params) and params >= 1):
+            raise ConfigError(f"plan: params must be a number of at least 1, got {params!r}; write 70e9 for 70 billion")
+        for name, value in (("layers", layers), ("hidden", hidden), ("vocab", vocab)):
+            if value is not None and value < 1:
+                raise ConfigError(f"plan: {name} must be at least 1, got {value}; leave it out for the usual one")
+        if hidden is None:
+            hidden = _solve(lambda h: 12 * (layers or h / _WIDTH_PER_LAYER) * h * h + 2 * vocab * h - params)
+        layers = layers or max(1, round((params - 2 * vocab * hidden) / (12 * hidden * hidden)))
+        embeddings = 2 * vocab * hidden
+        if embeddings >= params:
+            raise ConfigError(
+                f"plan: params must exceed the {embeddings:,} of embeddings and head ({vocab:,} x {hidden}), "
+                f"got {params:,.0f}; give --vocab or --hidden"
+            )
+        heads = max(1, round(hidden / _WIDTH_PER_HEAD))
+        return cls(params=round(params), layers=layers, hidden=hidden, vocab=vocab, embeddings=embeddings, heads=heads)
+
+    @classmethod
+    def of_config(cls, source: str | Path | Mapping[str, Any]) -> ModelShape:
+        """Return the shape that a Hugging Face ``config.json`` tells.
+
+        Attention counts ``h²·(2 + 2·kv/heads)``, the MLP ``2·h·i``, or ``3·h·i`` where it is gated (SiLU); every
+        expert is counted, gated, and their router; blocks that share their weights (ALBERT) are counted once. Biases,
+        norms and tables of positions are left out: some 0.1 %, of small encoders 1 %.
+
+        Args:
+            source: The file, its folder, or the mapping.
+
+        Raises:
+            CheckpointError: If the file cannot be read.
+            ConfigError: If a size is not in it, or it is of an encoder and a decoder.
+
+        Example:
+            >>> ModelShape.of_config({"hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 32000,
+            ...     "intermediate_size": 11008, "num_attention_heads": 32, "hidden_act": "silu",
+            ...     "tie_word_embeddings": False}).params
+            6738149376
+        """
+        config = source if isinstance(source, Mapping) else _config_of(Path(source))
+        if config.get("is_encoder_decoder"):
+            raise ConfigError(
+                f"plan: config must be of an encoder or a decoder alone, got {config.get('model_type')} with both; "
+                "give --params instead"
+            )
+        hidden = _size(config, "hidden_size", "n_embd", "dim", "d_model")
+        layers = _size(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+        vocab = _size(config, "vocab_size")
+        heads = _size(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
+        inner = _size(
+            config, "intermediate_size", "n_inner", "hidden_dim", "ffn_dim", "ffn_hidden_size", default=4 * hidden
+        )
+        head_size = _size(config, "head_dim", default=hidden // heads)
+        attention = 2 * hidden * head_size * (heads + _key_value_heads(config, heads))
+        if config.get("model_type") == "deberta" and config.get("relative_attention"):
+            kinds = config.get("pos_att_type") or ()  # positions as keys, as queries: a list, or c2p|p2c in old files
+            attention += len(kinds.split("|") if isinstance(kinds, str) else kinds) * hidden * hidden
+        is_gated = config.get("hidden_act") in _GATED or str(config.get("model_type")).startswith(_GATED_GELU)
+        dense = (3 if is_gated else 2) * hidden * inner
+        different = layers
+        if "num_hidden_groups" in config:
+            different = _size(config, "num_hidden_groups") * _size(config, "inner_group_num", default=1)
+        params_of_blocks = different * attention + _mlps(config, different, hidden, inner, dense)
+        narrow = _size(config, "embedding_size", default=hidden)
+        embeddings = vocab * narrow * (1 if config.get("tie_word_embeddings", True) else 2)
+        embeddings += narrow * hidden if narrow != hidden else 0
+        return cls(
+            params=params_of_blocks + embeddings, layers=layers, hidden=hidden, vocab=vocab, embeddings=embeddings,
+            heads=heads,
+        )  # fmt: skip
+
+
+def _key_value_heads(config: Mapping[str, Any], heads: int) -> int:
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):  # Falcon, StarCoder
+        return 1
+    return _size(config, "num_key_value_heads", "num_kv_heads", default=heads)
+
+
+def _mlps(config: Mapping[str, Any], layers: int, hidden: int, inner: int, dense: int) -> int:
+    """Return the parameters of all MLPs, those of experts with their router; `dense` is one without experts."""
+    experts = _size(config, "num_local_experts", "num_experts", "n_routed_experts", default=1)
+    if experts == 1:
+        return layers * dense
+    width = _size(config, "moe_intermediate_size", default=inner)
+    shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
+    without = config.get("first_k_dense_replace") or len(config.get("mlp_only_layers") or ())
+    return without * dense + (layers - without) * hidden * (3 * (experts * width + shared) + experts)
+
+
+def _solve(function: Callable[[float], float]) -> int:
+    """Return where an increasing function crosses 0, by halving."""
+    low, high = 1.0, 2.0
+    while function(high) < 0:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if function(middle) < 0 else (low, middle)
+    return max(1, round(high))
+
+
+def _config_of(path: Path) -> Mapping[str, Any]:
+    return read_object(path / "config.json" if path.is_dir() else path, "give a model's config.json, or --params")
+
+
+def _size(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    found = next((config[name] for name in names if config.get(name)), default)
+    if isinstance(found, int) and found > 0:
+        return found
+    raise ConfigError(
+        f"plan: config must tell {names[0]} (or {', '.join(names[1:]) or 'nothing else'}), a number above 0, got "
+        f"{found!r:.80}; give --params instead"
+    )

@@ -1,0 +1,4 @@
+"""Masks become smaller tensors: which positions of which tensors belong together, and cutting them out."""
+
+from shared_core.tools.shrink.shrink import ShrinkResult as ShrinkResult
+from shared_core.tools.shrink.shrink import shrink as shrink

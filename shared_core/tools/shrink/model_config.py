@@ -1,0 +1,445 @@
+"""The numbers of a configuration: reading, changing and listing those that may be widths.
+
+Which numbers of a configuration describe which widths of a model, found by building it on no device.
+
+Models that are built from a configuration: it must describe the smaller one.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shared_core.channel_graph.groups import ChannelGroup
+from shared_core.errors import CompatibilityError
+from shared_core.tools.shrink.widths import Change, Rescale, Work, check_eps, joined
+
+Path = tuple[str | int, ...]
+"""Attributes and indices that lead to a number of a configuration."""
+_WIDTHS_BY_DEFAULT = ("n_inner", "intermediate_size", "ffn_dim", "ffn_hidden_size", "d_inner")
+"""Names that may hold None for a multiple of the hidden size."""
+
+
+def is_configured(model: nn.Module) -> bool:
+    """Return whether a model is built from a configuration object alone, as those of transformers are."""
+    config = getattr(model, "config", None)
+    return hasattr(config, "to_dict") and hasattr(model, "save_pretrained") and hasattr(type(model), "from_pretrained")
+
+
+def read(config: Any, path: Path) -> Any:
+    """Return the value at a path of attributes and indices, None where there is none."""
+    for part in path:
+        config = config[part] if isinstance(part, int) else getattr(config, part, None)
+    return config
+
+
+def changed_config(config: Any, values: Mapping[Path, Any]) -> Any:
+    """Return a copy of a configuration with these values."""
+    config = copy.deepcopy(config)
+    for path, value in values.items():
+        *parents, last = path
+        owner = read(config, tuple(parents))
+        if isinstance(last, int):
+            owner[last] = value
+        else:
+            setattr(owner, last, value)
+    return config
+
+
+def numbers(config: Any, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the path and value of every whole number above 1, of lists' too, and of widths that are left to default."""
+    for name, value in vars(config).items():
+        if name.startswith("_") or name.endswith(("_id", "_ids", "_index")):
+            continue
+        path = (*prefix, name)
+        if isinstance(value, bool):
+            continue
+        if (isinstance(value, int) and value > 1) or (value is None and name in _WIDTHS_BY_DEFAULT):
+            yield path, value
+        elif isinstance(value, list | tuple) and all(type(item) is int for item in value):
+            if isinstance(value, list):
+                yield from (((*path, index), item) for index, item in enumerate(value) if item > 1)
+        elif hasattr(value, "to_dict") and hasattr(value, "__dict__"):
+            yield from numbers(value, path)
+
+
+def ratios(config: Any, prefix: Path = ()) -> Iterator[tuple[Path, float]]:
+    """Yield the path and value of every ratio of widths."""
+    for name, value in vars(config).items():
+        path = (*prefix, name)
+        if name.endswith("ratio") and isinstance(value, int | float) and value > 0 and not isinstance(value, bool):
+            yield path, value
+        elif name.endswith("ratios") and isinstance(value, list):
+            yield from (((*path, index), item) for index, item in enumerate(value) if item > 0)
+        elif hasattr(value, "to_dict") and hasattr(value, "__dict__") and not name.startswith("_"):
+            yield from ratios(value, path)
+
+
+def explicit_head_sizes(config: Any, prefix: Path = ()) -> Iterator[tuple[Path, int]]:
+    """Yield a head size for every configuration that would otherwise divide the width by the number of heads."""
+    if hasattr(config, "head_dim") and config.head_dim is None:
+        width, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+        if isinstance(width, int) and isinstance(heads, int) and heads:
+            yield (*prefix, "head_dim"), width // heads
+    for name, value in vars(config).items():
+        if hasattr(value, "to_dict") and hasattr(value, "__dict__") and not name.startswith("_"):
+            yield from explicit_head_sizes(value, (*prefix, name))
+
+
+Shapes = dict[str, tuple[int, ...]]
+_HEAD_SIZES = ("head_dim", "d_kv", "kv_channels", "head_size")
+
+
+@dataclass(frozen=True)
+class Knob:
+    """Numbers of a configuration that change together, and what one step down removes.
+
+    `steps` holds for each its path, its value now and how much it falls in a step; `removes` by group how many units
+    go.
+    """
+
+    steps: tuple[tuple[Path, int, int], ...]
+    removes: Mapping[str, int]
+
+
+def built_shapes(model: nn.Module, config: Any) -> Shapes:
+    """Return the shapes of a model of the same class and another configuration, built on no device."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a number that is tried may make an empty tensor
+        made: Any = type(model)(config)
+    return {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
+
+
+def explained(old: Shapes, new: Shapes | None, groups: Mapping[str, ChannelGroup]) -> dict[str, int] | None:
+    """Return how many units of each group a change of shapes removes; None if it is no such change.
+
+    Example:
+        >>> import numpy as np
+        >>> from shared_core.channel_graph.groups import Slice
+        >>> parts = (Slice("a", 0, np.arange(8).reshape(4, 2), "out"), Slice("b", 1, np.arange(4).reshape(4, 1), "in"))
+        >>> explained({"a": (8,), "b": (5, 4)}, {"a": (6,), "b": (5, 3)}, {"g": ChannelGroup("g", "head", 4, parts)})
+        {'g': 1}
+    """
+    if new is None or set(new) != set(old):
+        return None
+    differing: dict[tuple[str, int], int] = {}
+    for name, shape in old.items():
+        if len(shape) != len(new[name]):
+            return None
+        for axis, (before, after) in enumerate(zip(shape, new[name], strict=True)):
+            if before != after:
+                differing[name, axis] = before - after
+    holders: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    for group in groups.values():
+        for part in group.slices:
+            holders.setdefault((part.tensor, part.axis), []).append((group.name, part.positions.shape[1]))
+    counts: dict[str, int] = {}
+    for place, difference in differing.items():
+        if len(held := holders.get(place, [])) == 1:
+            counts.setdefault(held[0][0], difference // held[0][1])
+    for place in set(differing) | {place for place, held in holders.items() if any(name in counts for name, _ in held)}:
+        if differing.get(place, 0) != sum(counts.get(name, 0) * size for name, size in holders.get(place, [])):
+            return None
+    return counts if counts and all(count > 0 for count in counts.values()) else None
+
+
+class KnobSearch:
+    """Finds the numbers of a model's configuration that narrow a group.
+
+    Args:
+        model: Built from its ``config``.
+        groups: By name; of tied tensors under every name.
+        ties: By every name in the state dict the first one of the same tensor.
+    """
+
+    def __init__(self, model: nn.Module, groups: Mapping[str, ChannelGroup], ties: Mapping[str, str]) -> None:
+        self._model, self._groups = model, groups
+        self._names = {name for name in model.state_dict() if ties.get(name, name) == name}
+        self.base: dict[Path, Any] = dict(explicit_head_sizes(model.config))
+        self.refusals: dict[str, str] = {}
+        """By group what the configuration said when numbers of heads or widths were tried."""
+        self.error, self._needs_extra = "", False  # the error: what the last numbers that were tried led to
+        self._probed: dict[tuple[tuple[Path, int, int], ...], tuple[dict[str, int] | None, bool, str]] = {}
+        self._extra: dict[tuple[tuple[Path, int, int], ...], dict[Path, int]] = {}
+        self.shapes = self._shapes({}) or {}
+
+    def _shapes(self, values: Mapping[Path, Any]) -> Shapes | None:
+        try:
+            config = changed_config(self._model.config, {**self.base, **values})
+            if hasattr(config, "from_dict"):  # as saving and loading will
+                config = type(config).from_dict(config.to_dict())
+            shapes = built_shapes(self._model, config)
+        except Exception as error:  # whatever a configuration's checks or a model's own code raise
+            self.error = next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), "")
+            return None
+        return {name: shape for name, shape in shapes.items() if name in self._names}
+
+    def describes_itself(self) -> bool:
+        """Return whether a model built from the unchanged configuration has the model's shapes."""
+        state = self._model.state_dict()
+        return self.shapes == {name: tuple(state[name].shape) for name in self._names}
+
+    def values(self, knob: Knob, count: int) -> dict[Path, Any]:
+        """Return the numbers after so many steps of a knob."""
+        values = {path: value - step * count for path, value, step in knob.steps}
+        return self.base | self._extra.get(knob.steps, {}) | values
+
+    def removes(self, values: Mapping[Path, Any]) -> dict[str, int] | None:
+        """Return how many units of each group a configuration with these values removes."""
+        return explained(self.shapes, self._shapes(values), self._groups)
+
+    def knobs(self, group: ChannelGroup) -> Iterator[Knob]:
+        """Yield what narrows a group: single numbers, then pairs of numbers of heads, then pairs of equal widths."""
+        for paths in self._combinations(group):
+            extra = self._head_size(paths) if group.kind in ("head", "width") else {}
+            steps = tuple((path, value, value // group.units or 1) for path, value in paths)
+            for factor in self._factors(group, paths):
+                found = self._probe(tuple((path, value, step * factor) for path, value, step in steps), extra)
+                if found is not None and group.name in found:
+                    if any(count % factor for count in found.values()):
+                        break
+                    self._extra[steps] = extra if self._needs_extra else {}
+                    yield Knob(steps, {name: count // factor for name, count in found.items()})
+                    break
+                if factor > 1 and self.error:
+                    self.refusals.setdefault(group.name, self.error)
+
+    def _factors(self, group: ChannelGroup, paths: tuple[tuple[Path, int], ...]) -> list[int]:
+        """Return by how many units to try: widths and numbers of heads may have to divide each other."""
+        of_heads = all("head" in str(path[-1]) for path, _ in paths)
+        if group.kind not in ("head", "width") or of_heads != (group.kind == "head"):
+            return [1]
+        return sorted(
+            {factor for factor in (1, 2, 3, 4, 8, group.units // 4, group.units // 2) if 0 < factor < group.units}
+        )
+
+    def _probe(self, steps: tuple[tuple[Path, int, int], ...], extra: dict[Path, int]) -> dict[str, int] | None:
+        if steps not in self._probed:
+            self.error = ""
+            values = {path: value - step for path, value, step in steps}
+            found = self.removes(values)
+            extended = self.removes(values | extra) if found is None and extra else None
+            self._probed[steps] = (found or extended, extended is not None, self.error)
+        found, self._needs_extra, self.error = self._probed[steps]
+        return found
+
+    def _combinations(self, group: ChannelGroup) -> Iterator[tuple[tuple[Path, int], ...]]:
+        sizes = self._sizes(group)
+        singles = [
+            (path, group.units if value is None else value)
+            for path, value in numbers(self._model.config)
+            if (value is None or value % group.units == 0 or value in sizes)
+            # other numbers than heads can have the same effect on shapes, not on the outputs
+            and not (group.kind == "head" and str(path[-1]).endswith(_HEAD_SIZES))
+        ]
+        heads = [(path, value) for path, value in singles if "head" in str(path[-1]) and value % group.units == 0]
+        yield from ((single,) for single in singles)
+        yield from itertools.combinations(heads, 2)
+        if group.kind != "head":
+            equal = [(path, value) for path, value in singles if value == group.units]
+            yield from itertools.combinations(equal[:8], 2)
+
+    def _head_size(self, paths: tuple[tuple[Path, int], ...]) -> dict[Path, int]:
+        """Return the head size for a configuration that has none, but whose model may read it."""
+        owner = paths[0][0][:-1]
+        config = read(self._model.config, owner)
+        width, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+        if hasattr(config, "head_dim") or not isinstance(width, int) or not isinstance(heads, int) or not heads:
+            return {}
+        return {(*owner, "head_dim"): width // heads}
+
+    def _sizes(self, group: ChannelGroup) -> set[int]:
+        return {self.shapes[part.tensor][part.axis] for part in group.slices if part.tensor in self.shapes}
+
+    def ratio(self, group: ChannelGroup, share: float) -> tuple[Path, float, dict[str, int]] | None:
+        """Return (path, value, units removed by group) of a ratio of widths that leaves at least `share` of a group."""
+        for path, value in ratios(self._model.config):
+            tries: list[float] = [value * (share + (1 - share) * part / 16) for part in range(16)]
+            if isinstance(value, int):
+                tries += [whole for whole in range(math.ceil(value * share - 1e-6), value)]
+            for wanted in tries:
+                found = self.removes({path: wanted})
+                if found and group.name in found and found[group.name] <= group.units * (1 - share) + 1e-6:
+                    return path, wanted, found
+                if found is not None and group.name not in found:
+                    break
+                if found is None and wanted == tries[0] and not isinstance(value, int):
+                    break
+        return None
+
+
+NOT_DESCRIBED = "the configuration has no number that describes it alone"
+
+
+def changes(work: Work) -> list[Change]:
+    """Return one change for every number, or numbers together, of the configuration.
+
+    Raises:
+        CompatibilityError: If the configuration does not describe the model as it is.
+    """
+    groups = work.selection.groups
+    search = KnobSearch(work.model, groups, work.ties)
+    if not search.describes_itself():
+        raise CompatibilityError(
+            f"shrink: {type(work.model).__name__} must have the shapes that its config describes, but has others; "
+            "from_config=False cuts it as it is"
+        )
+    found: list[Change] = []
+    handled: set[str] = set()
+    for name, group in groups.items():
+        if name in handled or not work.allowed(name):
+            continue
+        change = _change(work, search, group)
+        if change is None:
+            continue
+        handled |= set(change.plan)
+        found.append(change)
+        for other, units in change.plan.items():
+            more = work.allowed(other) - int(units.sum())
+            if more > 0:
+                work.selection.reasons.setdefault(
+                    other, f"{more} more units are zero, but the number in the configuration cannot be lower"
+                )
+    return found
+
+
+def _change(work: Work, search: KnobSearch, group: ChannelGroup) -> Change | None:
+    limits = []
+    for knob in search.knobs(group):
+        if (change := _by_knob(work, search, knob)) is not None:
+            return change
+        limits.append(_limit(work, search, knob))
+    if (change := _by_ratio(work, search, group.name)) is not None:
+        return change
+    work.selection.reasons.setdefault(group.name, _why(search, group, limits))
+    return None
+
+
+def _why(search: KnobSearch, group: ChannelGroup, limits: list[str]) -> str:
+    if group.name in search.refusals:
+        return f"the configuration refuses it: {search.refusals[group.name]}"
+    return limits[0] if limits else NOT_DESCRIBED
+
+
+def _limit(work: Work, search: KnobSearch, knob: Knob) -> str:
+    others = [other for other, count in knob.removes.items() if work.allowed(other) < count]
+    if others:
+        return f"{_name(knob)} of the configuration also sets the width of {others[0]}, which has none to lose"
+    return f"{_name(knob)} of the configuration cannot be lower: {search.error}"
+
+
+def _by_knob(work: Work, search: KnobSearch, knob: Knob) -> Change | None:
+    most = min(work.allowed(name) // count for name, count in knob.removes.items())
+    for steps in range(most, max(0, most - 64), -1):
+        values = search.values(knob, steps)
+        found = search.removes(values)
+        if found is not None and all(work.allowed(name) >= count for name, count in found.items()):
+            plan = {name: work.selection.choose(name, count) for name, count in found.items()}
+            return Change(_name(knob), plan, values)
+    return None
+
+
+def _name(knob: Knob) -> str:
+    return ", ".join(_dotted(path) for path, _, _ in knob.steps)
+
+
+def _by_ratio(work: Work, search: KnobSearch, name: str) -> Change | None:
+    group = work.selection.groups[name]
+    share = 1 - work.allowed(name) / group.units
+    for _ in range(8):
+        found = search.ratio(group, share)
+        if found is None:
+            return None
+        path, value, counts = found
+        if all(work.allowed(other) >= count for other, count in counts.items()):
+            plan = {other: work.selection.choose(other, count) for other, count in counts.items()}
+            return Change(_dotted(path), plan, {path: value})
+        share = max(1 - work.allowed(other) / work.selection.groups[other].units for other in counts)
+        if share >= 1:
+            return None
+    return None
+
+
+def builder(work: Work) -> Callable[[list[Change]], nn.Module]:
+    """Return a function that builds the model from the configuration with the values of changes."""
+
+    def build(changes: list[Change]) -> nn.Module:
+        values = {path: value for change in changes for path, value in change.values.items()}
+        changed, norms = work.cut(joined(changes))
+        values |= dict(_epsilons(work.model.config, norms))
+        config = changed_config(work.model.config, values)
+        with torch.random.fork_rng(devices=[]):
+            smaller: Any = type(work.model)(config)
+        state = {**work.state, **changed}
+        full = {name: state[work.ties.get(name, name)] for name in work.model.state_dict()}
+        places = dict(smaller.named_parameters()) | dict(smaller.named_buffers())
+        for name, tensor in places.items():
+            if name in full:
+                tensor.data = tensor.data.to(full[name].dtype)
+        smaller.load_state_dict(full)
+        check_eps(work.model, smaller, norms)
+        _like(smaller, work.model)
+        return smaller  # type: ignore[no-any-return]
+
+    return build
+
+
+def _like(new: nn.Module, old: nn.Module) -> None:
+    """Give the new model the device, modes and generation settings of the old one."""
+    device = next((tensor.device for tensor in old.parameters()), torch.device("cpu"))
+    new.to(device)
+    modes = dict(old.named_modules())
+    for name, module in new.named_modules():
+        module.training = modes[name].training if name in modes else old.training
+    wanted = {name: parameter.requires_grad for name, parameter in old.named_parameters()}
+    for name, parameter in new.named_parameters():
+        parameter.requires_grad_(wanted.get(name, True))
+    if hasattr(old, "generation_config"):
+        target: Any = new
+        target.generation_config = copy.deepcopy(old.generation_config)
+
+
+def _epsilons(config: Any, norms: list[Rescale], prefix: Path = ()) -> Iterator[tuple[Path, float]]:
+    """Yield the configuration's epsilons that are those of narrowed norms."""
+    wanted = {norm.eps: norm.new_eps for norm in norms}
+    for name, value in vars(config).items():
+        if isinstance(value, float) and "eps" in name and value in wanted:
+            yield (*prefix, name), wanted[value]
+        elif hasattr(value, "to_dict") and hasattr(value, "__dict__") and not name.startswith("_"):
+            yield from _epsilons(value, norms, (*prefix, name))
+
+
+def told(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return by dotted name the numbers in which two configurations differ: (before, after).
+
+    Example:
+        >>> from types import SimpleNamespace as Config
+        >>> told(Config(width=4, sizes=[8, 8]), Config(width=3, sizes=[8, 6]))
+        {'width': (4, 3), 'sizes.1': (8, 6)}
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    for name, value in getattr(new, "__dict__", {}).items():
+        before, path = getattr(old, name, None), f"{prefix}{name}"
+        if name.startswith("_") or isinstance(value, bool):
+            continue
+        if isinstance(value, int | float) and value != before:
+            found[path] = (before, value)
+        elif isinstance(value, list) and isinstance(before, list) and len(value) == len(before):
+            for index, pair in enumerate(zip(before, value, strict=True)):
+                if pair[0] != pair[1]:
+                    found[f"{path}.{index}"] = pair
+        elif hasattr(value, "to_dict"):
+            found |= told(before, value, f"{path}.")
+    return found
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))

@@ -1,0 +1,212 @@
+"""A smaller model that computes what the masked one does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from shared_core.channel_graph.groups import trace
+from shared_core.errors import CompatibilityError, ConfigError, EffError
+from shared_core.modules.matching import check_model
+from shared_core.tools import measuring
+from shared_core.tools.shrink import model_config as configured
+from shared_core.tools.shrink.cutting import bias_names, masked_state, replaced, select
+from shared_core.tools.shrink.model_config import is_configured
+from shared_core.tools.shrink.widths import Change, Work, joined, why_not_narrow
+
+
+@dataclass
+class ShrinkResult:
+    """A smaller model and what was done.
+
+    Attributes:
+        model: The smaller model, in the modes of the original.
+        removed: By group how many units went.
+        kept: By group why units that could be thought removable stayed.
+        units: By group how many there were.
+        tensors: By name the shapes before and after.
+        config: By dotted name the values before and after, for a model built from a configuration.
+        bytes: Of parameters and buffers, before and after.
+        flops: Of one forward of the example, before and after.
+        milliseconds: Of one forward of the example, before and after; None where it was not measured.
+        largest_difference: Of the outputs to those of the masked model, over the largest output.
+        notes: What else should be known.
+    """
+
+    model: nn.Module
+    removed: dict[str, int]
+    kept: dict[str, str]
+    units: dict[str, int]
+    tensors: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    config: dict[str, tuple[Any, Any]]
+    bytes: tuple[int, int]
+    flops: tuple[int, int]
+    milliseconds: tuple[float, float] | None
+    largest_difference: float
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        if not self.removed:
+            return "nothing was removed: " + (self.notes[0] if self.notes else "no unit is zero")
+        megabytes = [size / 1e6 for size in self.bytes]
+        lines = [
+            f"{sum(self.removed.values())} units of {len(self.removed)} groups removed",
+            f"{megabytes[0]:.3f} MB -> {megabytes[1]:.3f} MB, {self.flops[0]:,} -> {self.flops[1]:,} FLOPs a forward",
+        ]
+        if self.milliseconds is not None:
+            lines.append(f"{self.milliseconds[0]:.2f} ms -> {self.milliseconds[1]:.2f} ms a forward")
+        return "\n".join(lines)
+
+
+def shrink(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    keep: Mapping[str, Tensor] | None = None,
+    allow_inexact: bool = False,
+    multiple_of: int = 1,
+    from_config: bool | None = None,
+    latency_repeats: int = 5,
+) -> ShrinkResult:
+    """Return a smaller model with the outputs of this one: the units that are zero are gone from every tensor.
+
+    Units (channels, neurons, attention heads, positions of the residual width) and all that depends on them are
+    found by following one forward, see `find_groups`. A unit goes if what arrives wherever it is summed up is known
+    from the weights alone: zero, because its rows are, or a constant f(0), which is added to the next bias. The
+    result is compared with the original on the example; what does not hold is taken back and told.
+
+    A model of transformers is built anew from its configuration with the new widths, so that ``save_pretrained`` and
+    ``from_pretrained`` work. Where the configuration has one number for all layers, each loses as many units as the
+    one with the fewest to lose; where it has none, the units stay and `kept` says so.
+
+    Narrowing a normalised width d → d′ is exact for root-mean-square norms: γ·√(d/d′), ε·d/d′.
+
+    Args:
+        model: Left as it is. Masks must be baked: zeros in the weights.
+        example_inputs: A tensor, a tuple of arguments or a mapping of keyword arguments; a small batch is enough.
+        keep: By group name (see `find_groups`), bool of shape (units,): units to set to zero and remove now,
+            True = keep. Outputs are then those of the model with these units zero.
+        allow_inexact: Also narrow what layer norms normalise, scaled in the same way.
+        multiple_of: Leave a multiple of this many units in every group of neurons and channels.
+        from_config: Whether the result must be described by ``model.config``; None: if the model has one.
+        latency_repeats: Rounds in which both models are timed; 0: not at all.
+
+    Raises:
+        ConfigError: If an argument breaks its rule.
+        CompatibilityError: If the model cannot be rebuilt from its configuration.
+
+    Sources: Fang et al. 2023, *DepGraph*, arXiv:2301.12900 (dependency groups).
+
+    Example:
+        >>> import torch
+        >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> _ = nn.init.zeros_(net[0].weight[1]), nn.init.zeros_(net[0].bias[1:2])
+        >>> result = shrink(net, torch.ones(2, 4))
+        >>> result.model[0], result.removed
+        (Linear(in_features=4, out_features=2, bias=True), {'0': 1})
+    """
+    check_model(model, "shrink")
+    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
+        raise ConfigError(f"shrink: multiple_of must be a whole number >= 1, got {multiple_of!r}")
+    if not isinstance(latency_repeats, int) or latency_repeats < 0:
+        raise ConfigError(f"shrink: latency_repeats must be a whole number >= 0, got {latency_repeats!r}")
+    if callable(example_inputs):
+        raise ConfigError("shrink: example_inputs must be a tensor, a tuple or a mapping, got a function")
+    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    try:
+        measuring.outputs(model, example_inputs)
+    except (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+        told = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"shrink: example_inputs must be what the model takes, got {type(example_inputs).__name__} ({told}); give "
+            "a tensor, a tuple of arguments or a mapping of keyword arguments"
+        ) from error
+    described = is_configured(model) if from_config is None else from_config
+    if described and not is_configured(model):
+        raise CompatibilityError(
+            f"shrink: from_config needs a model built from its config, got {type(model).__name__}; leave it out"
+        )
+    if keep is not None:
+        groups = {group.name: group for group in trace(model, example_inputs, constants=False).groups}
+        model = replaced(model, masked_state(model, groups, keep))
+    traced = trace(model, example_inputs, constants=True)
+    biases = bias_names(model)
+    selection = select(traced, biases, create_biases=not described)
+    for name, reason in why_not_narrow(model, traced, allow_inexact).items():
+        if selection.removable[name].any():
+            selection.reasons[name] = reason
+            selection.removable[name][:] = False
+    work = Work(model, example_inputs, traced, selection, biases, multiple_of)
+    changes = configured.changes(work) if described else work.changes()
+    build = configured.builder(work) if described else work.build
+    accepted, smaller, gap = _accepted(work, changes, build)
+    return _result(work, accepted, smaller, gap, latency_repeats)
+
+
+def _accepted(
+    work: Work, changes: list[Change], build: Callable[[list[Change]], nn.Module]
+) -> tuple[list[Change], nn.Module, float]:
+    """Return the changes that leave the outputs as they are: all, or else those that do one after the other."""
+    if not changes:
+        return [], copy.deepcopy(work.model), 0.0
+    expected = measuring.outputs(work.model, work.example_inputs)
+
+    def attempt(tried: list[Change]) -> tuple[nn.Module, float] | str:
+        try:
+            smaller = build(tried)
+            gap = measuring.difference(expected, measuring.outputs(smaller, work.example_inputs))
+        except (RuntimeError, ValueError, IndexError, AttributeError, TypeError, AssertionError) as error:
+            told = (str(error).splitlines() or [type(error).__name__])[0]
+            return told if isinstance(error, EffError) else f"the model's code does not run without them: {told}"
+        if not gap <= work.tolerance and work.is_exact(tried):
+            return f"without them the outputs differ by {gap:.1e}"
+        return smaller, gap
+
+    whole = attempt(changes)
+    if not isinstance(whole, str):
+        return changes, *whole
+    accepted: list[Change] = []
+    best: tuple[nn.Module, float] = (copy.deepcopy(work.model), 0.0)
+    for change in changes:
+        found = attempt([*accepted, change])
+        if isinstance(found, str):
+            work.selection.reasons.update(dict.fromkeys(change.plan, found))
+        else:
+            accepted.append(change)
+            best = found
+    return accepted, *best
+
+
+def _result(work: Work, accepted: list[Change], smaller: nn.Module, gap: float, repeats: int) -> ShrinkResult:
+    """Return the result with what was measured."""
+    plan = joined(accepted)
+    old, new = work.model.state_dict(), smaller.state_dict()
+    tensors = {
+        name: (tuple(tensor.shape), tuple(new[name].shape))
+        for name, tensor in old.items()
+        if isinstance(tensor, Tensor) and name in new and tensor.shape != new[name].shape
+    }
+    notes = []
+    if not plan:
+        found = any(mask.any() for mask in work.selection.removable.values()) or work.selection.reasons
+        notes.append("none of the units that are zero can be removed, see kept" if found else "no unit is zero")
+    if not work.is_exact(accepted):
+        notes.append("layer norms were narrowed: the outputs are not those of the masked model")
+    timed = measuring.latency(work.model, smaller, work.example_inputs, repeats) if repeats else None
+    return ShrinkResult(
+        model=smaller,
+        removed={name: int(units.sum()) for name, units in plan.items()},
+        kept=dict(work.selection.reasons),
+        units={group.name: group.units for group in work.traced.groups},
+        tensors=tensors,
+        config=configured.told(getattr(work.model, "config", None), getattr(smaller, "config", None)),
+        bytes=(measuring.state_bytes(work.model), measuring.state_bytes(smaller)),
+        flops=tuple(measuring.forward_flops(m, work.example_inputs) for m in (work.model, smaller)),  # type: ignore[arg-type]
+        milliseconds=timed,
+        largest_difference=gap,
+        notes=notes,
+    )

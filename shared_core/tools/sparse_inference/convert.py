@@ -1,0 +1,411 @@
+"""From which density on a sparse product is slower than the dense one, measured on this machine.
+
+Pruned layers on sparse kernels: CSR and BSR on CPU where they are faster, 2:4 on GPUs that multiply it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.modules.matching import match_modules
+from shared_core.tools.sparse_inference.layers import Layout, SemiStructuredLinear, SparseLinear
+from shared_core.tools.sparse_inference.semi_structured import compressor, has_two_four_kernels, two_four_obstacle
+
+DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+_FEWEST, _MOST, _SECONDS = 3, 25, 0.1
+
+
+@dataclass(frozen=True)
+class SparseSpeed:
+    """How much faster than the dense layer a sparse one is, by density.
+
+    Attributes:
+        densities: Rising; the last is 0.5, or the first at which the sparse layer is slower.
+        speedups: At each density, the median of paired ratios: dense seconds over sparse seconds.
+        dense_seconds: Median of one call of the dense layer.
+        num_threads: With which it was measured.
+
+    Example:
+        >>> speed = SparseSpeed((0.01, 0.1), (4.0, 0.25), 1e-3, 1)
+        >>> round(speed.break_even, 4), round(speed.at(0.01), 4)
+        (0.0316, 4.0)
+    """
+
+    densities: tuple[float, ...]
+    speedups: tuple[float, ...]
+    dense_seconds: float
+    num_threads: int
+
+    @property
+    def break_even(self) -> float:
+        """The density at which both are equally fast; 0 where sparse is never faster, at most the last measured."""
+        if self.speedups[0] <= 1:
+            return 0.0
+        for i in range(1, len(self.densities)):
+            if self.speedups[i] <= 1:
+                above, below = math.log(self.speedups[i - 1]), math.log(self.speedups[i])
+                return _between(self.densities[i - 1], self.densities[i], above / (above - below))
+        return self.densities[-1]
+
+    def at(self, density: float) -> float:
+        """Return the speed-up at a density, interpolated between the logarithms of those measured."""
+        if density <= self.densities[0]:
+            return self.speedups[0]
+        for i in range(1, len(self.densities)):
+            if density <= self.densities[i]:
+                low, high = math.log(self.densities[i - 1]), math.log(self.densities[i])
+                part = (math.log(density) - low) / (high - low)
+                return _between(self.speedups[i - 1], self.speedups[i], part)
+        return self.speedups[-1]
+
+
+def _between(low: float, high: float, part: float) -> float:
+    return math.exp((1 - part) * math.log(low) + part * math.log(high))
+
+
+def measure_sparse_speed(
+    num_outputs: int,
+    num_inputs: int,
+    *,
+    batch: int = 1,
+    layout: Layout = "csr",
+    block: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    densities: tuple[float, ...] = DENSITIES,
+    clock: Callable[[], float] = time.perf_counter,
+) -> SparseSpeed:
+    """Return how fast a sparse linear layer of this shape is beside the dense one, with the threads torch uses now.
+
+    Random weights of rising density are measured, dense and sparse in turn, until sparse is slower: at least three
+    calls each, for about 0.1 seconds. Asked again, the answer is remembered.
+
+    Args:
+        num_outputs: Rows of the weight.
+        num_inputs: Its columns.
+        batch: Rows of the input: sequences times positions.
+        layout: ``csr`` or ``bsr``.
+        block: Of ``bsr``: side of a square block; it divides the shape.
+        dtype: Of weight and input.
+        densities: To measure, rising; of ``bsr`` the share of blocks.
+        clock: ``time.process_time`` leaves other programs out, but adds the threads up.
+
+    Raises:
+        ConfigError: If `batch` is less than 1, or a block does not divide the shape.
+    """
+    if batch < 1:
+        raise ConfigError(f"sparse_layers: batch must be at least 1, got {batch!r}")
+    if layout not in ("csr", "bsr"):
+        raise ConfigError(f"sparse_layers: layout must be csr or bsr, got {layout!r}")
+    if layout == "bsr" and (block is None or block < 1 or num_outputs % block or num_inputs % block):
+        raise ConfigError(f"sparse_layers: block must divide {num_outputs} and {num_inputs}, got {block}")
+    return _measured(
+        num_outputs, num_inputs, batch, layout, block, dtype, tuple(densities), clock, torch.get_num_threads()
+    )
+
+
+@functools.cache
+def _measured(
+    num_outputs: int, num_inputs: int, batch: int, layout: Layout, block: int | None, dtype: torch.dtype,
+    densities: tuple[float, ...], clock: Callable[[], float], num_threads: int,
+) -> SparseSpeed:  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    dense = nn.Linear(num_inputs, num_outputs, device="meta").to_empty(device="cpu")
+    weight = torch.randn(num_outputs, num_inputs, generator=generator)
+    bias = nn.Parameter(torch.zeros(num_outputs, dtype=dtype), requires_grad=False)
+    dense.weight, dense.bias = nn.Parameter(weight.to(dtype), requires_grad=False), bias
+    x = torch.randn(batch, num_inputs, generator=generator).to(dtype)
+    side = block or 1
+    tiles = torch.rand(num_outputs // side, num_inputs // side, generator=generator)
+
+    speedups: list[float] = []
+    seconds: list[float] = []
+    with torch.inference_mode():
+        for density in densities:
+            keep = (tiles < density).repeat_interleave(side, 0).repeat_interleave(side, 1)
+            sparse = SparseLinear((weight * keep).to(dtype), bias, layout, block)
+            dense_seconds, sparse_seconds = _in_turn(dense, sparse, x, clock)
+            seconds += dense_seconds
+            speedups.append(statistics.median(a / b for a, b in zip(dense_seconds, sparse_seconds, strict=True)))
+            if speedups[-1] <= 1:
+                break
+    return SparseSpeed(densities[: len(speedups)], tuple(speedups), statistics.median(seconds), num_threads)
+
+
+def _in_turn(
+    dense: nn.Module, sparse: nn.Module, x: Tensor, clock: Callable[[], float]
+) -> tuple[list[float], list[float]]:
+    times: tuple[list[float], list[float]] = ([], [])
+    dense(x), sparse(x)
+    spent = 0.0
+    while len(times[0]) < _FEWEST or (spent < _SECONDS and len(times[0]) < _MOST):
+        for layer, its_times in zip((dense, sparse), times, strict=True):
+            start = clock()
+            layer(x)
+            # a clock that has not moved must not divide by zero
+            its_times.append(max(clock() - start, 1e-9))
+            spent += its_times[-1]
+    return times
+
+
+BLOCKS = (32, 16, 8, 4)
+"""Sides of square blocks that are tried where none is given, largest first."""
+_PADDING = 1.25
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """What became of one linear layer.
+
+    Attributes:
+        name: Of the module.
+        shape: Outputs and inputs.
+        density: Share of the weights that are not zero.
+        layout: ``csr``, ``bsr``, ``2:4``, or ``dense`` if it was left.
+        why: Of a layer that was left dense, the reason.
+        stored_density: Of ``bsr``: share of the weights that are stored, zeros in kept blocks included.
+        break_even: Stored density below which the layout is faster: measured, or `max_density`.
+        speedup: Measured at this density, dense time over sparse time.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    density: float
+    layout: Literal["csr", "bsr", "2:4", "dense"]
+    why: str = ""
+    stored_density: float | None = None
+    break_even: float | None = None
+    speedup: float | None = None
+
+
+def sparse_layers(
+    model: nn.Module,
+    *,
+    layout: Literal["auto", "csr", "bsr"] = "auto",
+    batch: int = 1,
+    max_density: float | None = None,
+    block: int | None = None,
+    include: Iterable[str] = (),
+    skip: Iterable[str] = (),
+) -> list[LayerChoice]:
+    """Replace the linear layers that are faster as sparse ones, for inference on CPU, and return what became of each.
+
+    Whether a sparse product pays depends on density, shape, batch and machine. It is measured here, once a shape
+    (`measure_sparse_speed`), with the threads that torch uses now; a layer at or above the density of break-even stays
+    dense. The model is changed in place; its state dict stays that of the dense model, and loads from it.
+
+    Args:
+        model: On CPU, holding other modules; for inference.
+        layout: ``csr``; ``bsr`` for weights pruned in blocks; ``auto`` for the faster.
+        batch: Rows of a layer's input at inference: sequences times positions.
+        max_density: Convert below this density without measuring, in (0, 1].
+        block: Side of BSR's square blocks; by default the largest of 4 to 32 that hold few zeros.
+        include: Only layers of these names (globs), or ``first``, ``last``.
+        skip: No layers of these names.
+
+    Raises:
+        ConfigError: If an option breaks its rule, or `model` is itself a linear layer.
+        MatchError: If there is no linear layer.
+        CompatibilityError: If a layer is not on CPU.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+        >>> with torch.no_grad():
+        ...     net[0].weight.mul_(torch.eye(64))[0, 1] = 1.0
+        >>> [(choice.layout, choice.why) for choice in sparse_layers(net, layout="csr", max_density=0.1)]
+        [('csr', ''), ('dense', 'density 1 is not below 0.1')]
+    """
+    if layout not in ("auto", "csr", "bsr"):
+        raise ConfigError(f"sparse_layers: layout must be auto, csr or bsr, got {layout!r}")
+    if batch < 1:
+        raise ConfigError(f"sparse_layers: batch must be at least 1, got {batch!r}")
+    if max_density is not None and not 0 < max_density <= 1:
+        raise ConfigError(f"sparse_layers: max_density must be in (0, 1], got {max_density!r}")
+    if block is not None and block < 1:
+        raise ConfigError(f"sparse_layers: block must be at least 1, got {block!r}")
+    found = list(_linears(model, "sparse_layers", include, skip))
+    for name, module, _ in found:
+        if module.weight.device.type != "cpu":
+            raise CompatibilityError(
+                f"sparse_layers: model must be on the CPU, got {name} on {module.weight.device}; move it with "
+                "model.cpu(), or prune 2:4 and take to_semi_structured on an NVIDIA GPU"
+            )
+    choices: list[LayerChoice] = []
+    made: dict[nn.Module, nn.Module] = {}
+    for name, module, why in found:
+        weight = module.weight.detach()
+        density = int(weight.count_nonzero()) / weight.numel()
+        shape = (module.out_features, module.in_features)
+        if why:
+            choices.append(LayerChoice(name, shape, density, "dense", why))
+            continue
+        forms: tuple[Layout, ...] = ("csr", "bsr") if layout == "auto" else (layout,)
+        candidates = [_candidate(name, weight, form, density, batch, max_density, block) for form in forms]
+        able = [choice for choice in candidates if choice.layout != "dense"]
+        best = max(able, key=lambda choice: choice.speedup or 1.0) if able else candidates[0]
+        choices.append(best)
+        if best.layout != "dense":
+            size = _block(weight, block) if best.layout == "bsr" else None
+            made[module] = SparseLinear(weight, module.bias, "csr" if size is None else "bsr", size)
+    _replace(model, made)
+    return choices
+
+
+def _candidate(
+    name: str, weight: Tensor, layout: Layout, density: float, batch: int, max_density: float | None,
+    block: int | None,
+) -> LayerChoice:  # fmt: skip
+    """Return the choice of this layout, or of leaving the layer dense and why."""
+    shape = (weight.shape[0], weight.shape[1])
+    stored, size = density, None
+    if layout == "bsr":
+        size = _block(weight, block)
+        if size is None:
+            return LayerChoice(name, shape, density, "dense", "its zeros do not fill blocks of 4 to 32; take csr")
+        if shape[0] % size or shape[1] % size:
+            return LayerChoice(name, shape, density, "dense", f"blocks of {size}x{size} do not divide its shape")
+        stored = float(_tiles(weight, size).float().mean())
+    speed: SparseSpeed | None = None
+    if max_density is None:
+        try:
+            speed = measure_sparse_speed(*shape, batch=batch, layout=layout, block=size, dtype=weight.dtype)
+        except (RuntimeError, NotImplementedError) as error:
+            why = f"torch has no {layout} product here: {str(error).splitlines()[0]}"
+            return LayerChoice(name, shape, density, "dense", why)
+    limit = speed.break_even if speed else cast("float", max_density)
+    speedup = speed.at(stored) if speed else None
+    why = ""
+    if not stored < limit:
+        why = f"density {stored:.3g} is not below {limit:.3g}" + (f", where {layout} breaks even" if speed else "")
+    return LayerChoice(name, shape, density, "dense" if why else layout, why, stored, limit, speedup)
+
+
+def _tiles(weight: Tensor, block: int) -> Tensor:
+    rows, columns = weight.shape[0] // block, weight.shape[1] // block
+    return weight.ne(0).reshape(rows, block, columns, block).any(3).any(1)
+
+
+def _block(weight: Tensor, block: int | None) -> int | None:
+    """Return the block asked for, or the largest that stores few zeros; None if there is none."""
+    if block is not None:
+        return block
+    num_live = int(weight.count_nonzero())
+    for size in BLOCKS:
+        if weight.shape[0] % size == 0 and weight.shape[1] % size == 0:
+            stored = int(_tiles(weight, size).count_nonzero()) * size * size
+            if stored <= _PADDING * num_live:
+                return size
+    return None
+
+
+def to_semi_structured(model: nn.Module, *, include: Iterable[str] = (), skip: Iterable[str] = ()) -> list[LayerChoice]:
+    """Put the linear layers that hold a 2:4 pattern on sparse tensor cores, and return what became of each.
+
+    Half of the products are left out: at most twice as fast, where products are large (Mishra et al. 2021,
+    arXiv:2104.08378). Train the pattern with ``prune: {granularity: n_m, sparsity: 0.5, n_m: "2:4"}``. The model is
+    changed in place; its state dict stays that of the dense model, and loads from it.
+
+    Args:
+        model: In float16 or bfloat16 on an NVIDIA GPU of compute capability 8.0 or newer; for inference.
+        include: Only layers of these names (globs), or ``first``, ``last``.
+        skip: No layers of these names.
+
+    Raises:
+        CompatibilityError: If the device has no 2:4 products.
+        ConfigError: If `model` is itself a linear layer.
+        MatchError: If there is no linear layer.
+    """
+    found = list(_linears(model, "to_semi_structured", include, skip))
+    for name, module, _ in found:
+        if not has_two_four_kernels(module.weight.device):
+            raise CompatibilityError(
+                f"to_semi_structured: model must be on an NVIDIA GPU of compute capability 8.0 or newer, got {name} on "
+                f"{module.weight.device}; torch has no 2:4 product there"
+            )
+    choices: list[LayerChoice] = []
+    made: dict[nn.Module, nn.Module] = {}
+    for name, module, left in found:
+        weight = module.weight.detach()
+        compress, backend = compressor()
+        why = left or two_four_obstacle(weight, backend)
+        if not why:
+            try:
+                made[module] = _checked(module, compress)
+            except (RuntimeError, NotImplementedError) as error:
+                why = f"torch refused it: {str(error).splitlines()[0]}"
+        density = int(weight.count_nonzero()) / weight.numel()
+        shape = (module.out_features, module.in_features)
+        choices.append(LayerChoice(name, shape, density, "dense" if why else "2:4", why))
+    _replace(model, made)
+    return choices
+
+
+@torch.no_grad()
+def _checked(module: nn.Linear, compress: Callable[[Tensor], Tensor]) -> SemiStructuredLinear:
+    """Return the layer on the GPU's kernel after one product that equals the dense one.
+
+    Raises:
+        RuntimeError: If it does not.
+    """
+    layer = SemiStructuredLinear(module.weight, module.bias, compress)
+    generator = torch.Generator(device=module.weight.device).manual_seed(0)
+    probe = torch.randn(
+        32, module.in_features, generator=generator, device=module.weight.device, dtype=torch.float32
+    ).to(module.weight.dtype)
+    expected, result = module(probe).float(), layer(probe).float()
+    error, scale = float((result - expected).norm()), float(expected.norm())
+    # both round to 16 bits once or twice: relative 2^-8 for bfloat16; a wrong product is off by its own size
+    if not error <= 0.02 * scale + 1e-6:
+        raise RuntimeError(f"its product differs from the dense one by {error / max(scale, 1e-30):.2g}")
+    return layer
+
+
+def _linears(
+    model: nn.Module, where: str, include: Iterable[str], skip: Iterable[str]
+) -> Iterator[tuple[str, nn.Linear, str]]:
+    """Yield name, layer, and why it must stay as it is."""
+    if isinstance(model, nn.Linear):
+        raise ConfigError(f"{where}: model must hold its layers, got a linear layer itself; wrap it in nn.Sequential")
+    holders: dict[Tensor, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders[parameter] = holders.get(parameter, 0) + 1
+    fused = {
+        part
+        for module in model.modules()
+        if isinstance(module, nn.TransformerEncoderLayer)
+        for part in (module.linear1, module.linear2)
+    }
+    for found in match_modules(model, (nn.Linear,), where=where, include=include, skip=skip):
+        module = cast("nn.Linear", found.module)
+        why = ""
+        if type(module) is not nn.Linear:
+            why = f"{type(module).__name__} computes its weight itself, or is used in another way"
+        elif module in fused:
+            why = "nn.TransformerEncoderLayer has a fused product of its weight at inference"
+        elif holders.get(module.weight, 0) > 1:
+            why = "its weight is shared with another module"
+        elif module._forward_hooks or module._forward_pre_hooks:
+            why = "it has hooks, which would be lost"
+        elif not module.weight.is_floating_point():
+            why = f"not floating point ({module.weight.dtype})"
+        yield found.name, module, why
+
+
+def _replace(model: nn.Module, made: dict[nn.Module, nn.Module]) -> None:
+    for old, new in made.items():
+        new.train(old.training)
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and child in made:
+                parent._modules[name] = made[child]

@@ -1,0 +1,57 @@
+"""The options of running averages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from shared_core.config.options import TechniqueConfig, option
+from shared_core.config.training_time import Position
+
+_EMA: dict[str, Any] = {"only_with": {"kind": ("ema",)}}
+_BEGIN: dict[str, Position] = {"ema": 0, "swa": 0.75, "last_k": 0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageConfig(TechniqueConfig):
+    """Which average of the weights a run keeps beside them, and from when on.
+
+    Example:
+        >>> AverageConfig(kind="swa").start, AverageConfig(kind="ema").start
+        (0.75, 0)
+    """
+
+    key: ClassVar[str] = "average"
+    switch: ClassVar[str] = "kind"
+
+    kind: Literal["ema", "swa", "last_k"] = option(
+        help="Average the weights while training: exponentially (ema), all alike (swa), or the last few (last_k)."
+    )
+    decay: float = option(
+        0.999, help="How much of the average an update of ema keeps, in [0, 1).", low=0.0, below=1.0, **_EMA
+    )
+    warmup: bool = option(
+        True, help="Let ema's decay begin low: the n-th update keeps at most (1 + n) / (10 + n).", **_EMA
+    )
+    begin: Position | None = option(
+        None,
+        help="First weights to average: a fraction of the run (0.75), a step (500) or epochs (2ep); by default 0.75 "
+        "for swa, else the start.",
+    )
+    every: int = option(1, help="Steps from one update of the average to the next.", low=1)
+    k: int = option(
+        5, help="How many of the last weights last_k averages; it keeps a copy of each.", low=1,
+        only_with={"kind": ("last_k",)},
+    )  # fmt: skip
+    evaluate: bool = option(True, help="Validate the average while training, not the weights in training.")
+    bn_batches: int = option(
+        0,
+        help="Training batches on which BatchNorm statistics are re-estimated for the average, at every validation "
+        "and at the end; 0: average them.",
+        low=0,
+    )
+
+    @property
+    def start(self) -> Position:
+        """When averaging begins."""
+        return _BEGIN[self.kind] if self.begin is None else self.begin

@@ -1,0 +1,508 @@
+"""The exchange of weights and their average in a model.
+
+The running average of a run's weights: beside them while they train, in their place for validation, at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from operator import is_
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.distributed.collectives import all_reduce_, broadcast_, local_part
+from shared_core.distributed.sharded_tensors import is_sharded, part_of, reshard_, whole, whole_of
+from shared_core.engine.claims import Claim, Same
+from shared_core.engine.preview import Event, Touched, every, trained
+from shared_core.engine.technique import Context, Technique
+from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
+from shared_core.modules.matching import plain_name
+from shared_core.soup.averaging import batch_norms, estimate_norms_
+from shared_core.weight_average.config import AverageConfig
+from shared_core.weight_average.running_mean import RunningAverage
+
+_STATISTICS = ("running_mean", "running_var")
+
+
+class StandIn:
+    """Puts an average in the place of a model's trained parameters and batch norm statistics, and takes it out again.
+
+    Tensors are exchanged one by one, so that beside the average one more tensor is held; parameters of another dtype
+    than the average's (16 bit) need a copy of the weights as long as it is in. Nothing else may write into the
+    parameters meanwhile.
+
+    Args:
+        model: Whose parameters; those that FSDP2 has sharded are exchanged in the part that this process holds.
+        trained: Parameters that count as trained though they are frozen now: the turn of a GAN's other half.
+    """
+
+    def __init__(self, model: nn.Module, trained: Iterable[Tensor] = ()) -> None:
+        self._model, self._owned = model, [module._parameters for module in model.modules() if module._parameters]
+        self._own, known = self._now_own(), set(map(id, trained))
+        named = model.named_parameters()
+        self.parameters = {name: value for name, value in named if is_trained(value) or id(value) in known}
+        averaged = set(map(id, self.parameters.values()))
+        self._others = [value for value in self._own if value is not None and id(value) not in averaged]
+        self.norms = {
+            name: buffer
+            for name, buffer in model.named_buffers()
+            if name.rpartition(".")[2] in (*_STATISTICS, "num_batches_tracked")
+        }
+        """Mean, variance and count of batches of every batch norm; the count is not averaged."""
+        self._averaged = self.parameters | {n: buffer for n, buffer in self.norms.items() if n.endswith(_STATISTICS)}
+        self._is_sharded = any(map(is_sharded, self.parameters.values()))
+        self._aside: dict[str, Tensor] = {}
+        self._exchanged: set[str] = set()
+
+    def changed(self) -> list[str]:
+        """Return the names of the parameters that became trainable since then, or were replaced."""
+        # every step asks: names, which take long to put together, are looked up where there is a difference alone
+        own = self._now_own()
+        are_same = len(own) == len(self._own) and all(map(is_, own, self._own))
+        if are_same and not any(map(is_trained, self._others)):
+            return []
+        reshard_(self._model)  # a whole one may be in the place of FSDP2's part
+        now, before = dict(self._model.named_parameters()), self.parameters
+        replaced = {name for name, value in before.items() if now.get(name) is not value}
+        return sorted(replaced | {name for name, value in now.items() if is_trained(value) and name not in before})
+
+    def _now_own(self) -> list[Tensor | None]:
+        return [*chain.from_iterable(map(dict.values, self._owned))]
+
+    def live(self) -> Mapping[str, Tensor]:
+        """Return what is averaged, as it is in the model now, to use without gradients."""
+        if not self._is_sharded:
+            return self._averaged
+        return {name: local_part(value) for name, value in self._averaged.items()}
+
+    def own_names(self) -> dict[str, str]:
+        """Return the name here of every parameter and buffer of the model, empty for those that are left alone.
+
+        A tied parameter has several names in the model and one here.
+        """
+        here = {id(value): name for name, value in {**self.parameters, **self.norms}.items()}
+        model = self._model
+        own = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        return {name: here.get(id(value), "") for name, value in own}
+
+    @property
+    def has_average(self) -> bool:
+        """Whether there is an average to exchange with, in the model or, for the moment, beside it."""
+        return bool(self._aside)
+
+    @property
+    def is_in(self) -> bool:
+        """Whether the model holds the average."""
+        return bool(self._exchanged)
+
+    def put_in(self, running: RunningAverage, norms: Mapping[str, Tensor]) -> None:
+        """Put an average in, with other buffers of batch norms where `norms` has them."""
+        with writing():
+            for name, value in self.live().items():
+                average = running.average(name)
+                alike = average.dtype == value.dtype and name not in self.norms
+                self._aside[name] = average if alike else average.to(value.dtype, copy=True)
+            for name, buffer in self.norms.items():
+                self._aside.setdefault(name, buffer.clone())
+                self._aside[name].copy_(norms.get(name, self._aside[name]))
+        self.exchange(average=True)
+
+    def put_out(self) -> None:
+        """Put the weights back; the average has its memory again. Without an average nothing happens."""
+        if self._aside:
+            self.exchange(average=False)
+            self._aside = {}
+
+    @contextlib.contextmanager
+    def lent(self, put_in: Callable[[], None]) -> Iterator[None]:
+        """Have the average in for a while: the one that was taken out for the moment, or what `put_in` puts in."""
+        was_beside = self.has_average
+        self.exchange(average=True) if was_beside else put_in()
+        try:
+            yield
+        finally:
+            self.exchange(average=False) if was_beside else self.put_out()
+
+    def stay_in(self) -> None:
+        """Let the weights go that the average has taken the place of."""
+        self._aside, self._exchanged = {}, set()
+
+    def exchange(self, *, average: bool) -> None:
+        """Let the model hold the average, or its weights again; those that it holds already stay."""
+        with writing():
+            for name, value in {**self.live(), **self.norms}.items():
+                if (name in self._exchanged) is average:
+                    continue
+                other, held = self._aside[name], value.clone()
+                try:
+                    value.copy_(other)
+                finally:  # interrupted in between, the weights are not lost
+                    other.copy_(held)
+                    self._exchanged ^= {name}
+        reshard_(self._model)  # FSDP2 would compute with the weights of before
+
+    def kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return values of the average, where their memory holds the model's weights those in the model."""
+        live = self.live() if self._exchanged else {}
+        borrowed = {name for name in self._exchanged if self._aside[name] is values.get(name)}
+        return {name: live[name].detach() if name in borrowed else value for name, value in values.items()}
+
+
+def is_trained(parameter: Tensor) -> bool:
+    """Return whether a parameter is one to average: trainable and not an integer."""
+    return parameter.requires_grad and (parameter.is_floating_point() or parameter.is_complex())
+
+
+@contextlib.contextmanager
+def writing() -> Iterator[None]:
+    """Allow writing into weights, and make tensors that may be written later: Lightning validates in inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class WeightAverage(Technique):
+    """Averages the trained parameters and the statistics of batch norms after steps that were applied.
+
+    Checkpoints to go on from hold the weights in training, and the average beside them. Validation, saved models and
+    the end of training have the average: weights and average change places in the model, tensor by tensor, and back,
+    whatever happens in between. Under FSDP2 each process averages its own part.
+
+    Args:
+        config: The options.
+
+    Example:
+        >>> from shared_core.engine.recipe import Recipe
+        >>> from shared_core.engine.session import Session
+        >>> model = nn.ParameterList([nn.Parameter(torch.zeros(1))])
+        >>> session = Session(Recipe.from_dict({"average": {"kind": "swa", "begin": 1}}))
+        >>> session.attach(model)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> session.begin([optimizer], total_steps=3)
+        >>> for _ in range(3):
+        ...     model[0].grad = torch.full((1,), -2.0)
+        ...     session.before_optimizer_step()
+        ...     optimizer.step()
+        ...     _ = session.after_optimizer_step()
+        >>> with session.evaluating():
+        ...     model[0].item()
+        4.0
+        >>> model[0].item()
+        6.0
+        >>> session.finish()
+        >>> model[0].item()
+        4.0
+    """
+
+    key: ClassVar[str] = "average"
+    config: AverageConfig
+
+    def __init__(self, config: AverageConfig) -> None:
+        super().__init__(config)
+        self._running = self._new()
+        self._model: nn.Module | None = None
+        self._stand_in = StandIn(nn.Module())
+        self._trained: list[Tensor] = []
+        """What trained when the run began: later half of it may be frozen while the other half has its turn."""
+        self._estimated: dict[str, Tensor] = {}
+        self._estimated_at = 0
+        """After which update the norms were estimated."""
+        self._is_lent = self._is_over = False
+        self._gathered: RunningAverage | None = None
+        self._merged: dict[str, Tensor] = {}
+        self._saved: Mapping[str, Any] | None = None
+        self._first = self._constraint_changes = 0
+        self._told: dict[str, Any] = {"validations_of_average": 0, "validations_of_weights": 0}
+
+    def _new(self) -> RunningAverage:
+        config = self.config
+        return RunningAverage(config.kind, decay=config.decay, warmup=config.warmup, k=config.k)
+
+    # -- start
+
+    def attach(self, model: nn.Module, context: Context) -> None:
+        """Check that there is something to average.
+
+        Raises:
+            MatchError: If no parameter is trained, or `bn_batches` is given without BatchNorm.
+        """
+        if not any(map(is_trained, model.parameters())):
+            raise MatchError("average: model must have a trainable parameter, got none; unfreeze what is to be trained")
+        if self.config.bn_batches and not batch_norms(model):
+            raise MatchError(
+                f"average: bn_batches must be 0 for a model without BatchNorm, got {self.config.bn_batches}; remove it"
+            )
+        self._model = model
+
+    def touched(self, model: nn.Module) -> Touched:
+        """Return the parameters that are averaged."""
+        return trained(model)
+
+    def timeline(self, context: Context) -> list[Event]:
+        """Return when the average takes in weights for the first time."""
+        config = self.config
+        self._first = context.resolve(config.start, "average.begin") or config.every
+        if context.total_steps is not None and self._first > context.total_steps:
+            raise ConfigError(
+                f"average: first update must come within the {context.total_steps} steps of this run, got step "
+                f"{self._first} from begin {config.start!r} and every {config.every}; begin earlier"
+            )
+        first = f"first weights in the average ({config.kind}), more {every(config.every)}"
+        return [(self._first, first), (None, "the model holds the average, if it was updated")]
+
+    def unreached(self, context: Context) -> str | None:
+        """Return that there is no average yet."""
+        return None if self._running.num_updates else f"no weights in the average yet, the first at step {self._first}"
+
+    def begin(self, context: Context) -> None:
+        """Resolve `begin` and put a saved average back.
+
+        Raises:
+            ConfigError: If the average would never be updated.
+            CheckpointError: If a saved average is of another kind, or of other weights.
+        """
+        self.timeline(context)
+        self._trained = [*filter(is_trained, context.model.parameters())]
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            self._restore(saved, context)
+
+    # -- one step
+
+    def after_optimizer_step(self, context: Context) -> None:
+        """Take the new weights into the average if that is due, and prune it when they are.
+
+        Raises:
+            TrainingError: If parameters became trainable or were replaced since the first update.
+        """
+        is_due = context.step >= self._first and (context.step - self._first) % self.config.every == 0
+        is_due &= not context.is_beyond_plan
+        if is_due:
+            self._update(context)
+        if context.constrain is not None and (is_due or context.constraint_changes != self._constraint_changes):
+            for kept in self._running.kept:
+                context.constrain({parameter: kept[name] for name, parameter in self._stand_in.parameters.items()})
+        self._constraint_changes = context.constraint_changes
+
+    def _update(self, context: Context) -> None:
+        if not self._running.kept:
+            self._stand_in = StandIn(context.model, self._trained)
+        if odd := self._stand_in.changed():
+            raise TrainingError(
+                "average: trained parameters must stay the same from the first update on, got a difference at "
+                f"{odd[0]}; begin after the last unfreezing or replacing"
+            )
+        self._running.update(self._stand_in.live())
+
+    # -- in the weights' place
+
+    def before_eval(self, context: Context) -> None:
+        """Put the average into the model, if there is one yet."""
+        if not self.config.evaluate or self._is_over:
+            return
+        found = "validations_of_average" if self._running.kept else "validations_of_weights"
+        if not self._running.kept and not self._told[found]:
+            context.services.say(
+                f"efftrain: average: validation sees the weights in training, as no average begins before step "
+                f"{self._first}"
+            )
+        self._told[found] += 1
+        if self._running.kept:
+            self._put_in()
+            try:
+                self._settle_norms(context)
+            except BaseException:
+                self._stand_in.put_out()
+                raise
+
+    def after_eval(self, context: Context) -> None:
+        """Put the weights back."""
+        self._stand_in.put_out()
+
+    def before_save(self, context: Context, baked: bool) -> None:
+        """See to it that the model holds what is to be saved, and gather what is sharded: every process must call."""
+        if self._is_over or not self._running.kept:
+            return
+        stand_in = self._stand_in
+        if stand_in.is_in and not baked:
+            stand_in.exchange(average=False)
+        elif baked and not stand_in.is_in:
+            self._put_in()
+            self._is_lent = True
+        if not baked and any(hasattr(parameter, "device_mesh") for parameter in stand_in.parameters.values()):
+            self._gathered = self._new()
+            self._gathered.kept = [
+                {name: whole_of(value, stand_in.parameters.get(name)).cpu() for name, value in kept.items()}
+                for kept in self._running.kept
+            ]
+            self._merged = {key: whole(value).detach().cpu() for key, value in self._merge().items()}
+
+    def _merge(self, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Return weights that the model has not as parameters, but adapters of the average are merged into."""
+        stand_in, model = self._stand_in, cast(nn.Module, self._model)
+        keys = model.state_dict().keys() - stand_in.own_names().keys() if keys is None else set(keys)
+        if not keys:
+            return {}
+        with stand_in.lent(self._put_in):
+            found = {key: value for key, value in model.state_dict().items() if key in keys}
+            return {key: value.clone() for key, value in found.items() if isinstance(value, Tensor)}
+
+    def after_save(self, context: Context) -> None:
+        """Undo `before_save`."""
+        self._gathered, self._merged = None, {}
+        if self._is_lent:
+            self._stand_in.put_out()
+            self._is_lent = False
+        elif self._stand_in.has_average:
+            self._stand_in.exchange(average=True)
+
+    def _put_in(self) -> None:
+        self._stand_in.put_in(self._running, self._estimates())
+
+    def _estimates(self) -> dict[str, Tensor]:
+        return self._estimated if self._estimated_at == self._running.num_updates else {}
+
+    def _settle_norms(self, context: Context) -> None:
+        """Let every process have the same statistics of batch norms for the average that is in the model."""
+        norms = self._stand_in.norms
+        if self.config.bn_batches and not self._estimates():
+            estimate_norms_(context.model, context.services.calibrate, self.config.bn_batches)
+            with writing():
+                self._estimated = {name: buffer.clone() for name, buffer in norms.items()}
+            self._estimated_at = self._running.num_updates
+        for buffer in norms.values():
+            broadcast_(buffer)  # under DDP the first process's are the model's
+
+    # -- end
+
+    def finish(self, model: nn.Module, context: Context) -> None:
+        """Leave the average in the model; without one the weights stay, and a line says so."""
+        self._is_over = True
+        running = self._running
+        if not running.kept:
+            context.services.say("efftrain: average: it was never updated, so the model holds the weights in training")
+            return
+        stand_in = self._stand_in
+        context.unvalidated |= not self.config.evaluate
+        self._told |= self._size()
+        with writing():
+            live = stand_in.live()
+            self._told["distance"] = _distance(live, {name: running.average(name) for name in stand_in.parameters})
+            self._put_in()
+            norms = {name: buffer.clone() for name, buffer in stand_in.norms.items()}
+            context.weights_replaced()
+            for name, buffer in norms.items():  # ranges are estimated in train mode
+                stand_in.norms[name].copy_(buffer)
+            self._settle_norms(context)
+        stand_in.stay_in()
+        running.kept = []
+
+    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+        """Return that parameters stay what the average has become, masks and quantisers of the recipe included."""
+        names = [plain_name(name) for name, _ in context.model.named_parameters()]
+        return dict.fromkeys(names if report["updates"] else [], Same())
+
+    def detach(self, model: nn.Module) -> None:
+        """Leave the weights in training in the model, if the run was cut short."""
+        self._stand_in.put_out()
+        self._model, self._stand_in, self._trained = None, StandIn(nn.Module()), []
+
+    def bake(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the average in place of the weights, if there is one and it is not in the model already."""
+        if self._model is None or not self._running.kept or self._stand_in.is_in:
+            return state_dict
+        if any(hasattr(value, "device_mesh") for value in state_dict.values()):
+            return state_dict  # each process saves its parts: a checkpoint to go on from
+        averages, own, baked = self._gathered or self._running, self._stand_in.own_names(), dict(state_dict)
+        for key, value in state_dict.items():
+            name = own.get(key, "")
+            if name in self._estimates():
+                baked[key] = self._estimates()[name]
+            elif name in averages.kept[0]:
+                baked[key] = averages.average(name).to(value.dtype)
+        # adapters are merged into weights that the model has not as parameters
+        merged = [key for key, value in state_dict.items() if isinstance(value, Tensor) and key not in own]
+        found = self._merge(merged) if self._gathered is None else self._merged
+        return baked | {key: found[key].to(baked[key]) for key in merged}
+
+    # -- saved state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept, whole tensors by name, and statistics that were estimated for it."""
+        kept = (self._gathered or self._running).kept
+        return {
+            "kind": self.config.kind,
+            "updates": self._running.num_updates,
+            "kept": [self._stand_in.kept(values) for values in kept],
+            "norms": self._estimates(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keep a saved state until `begin`."""
+        self._saved = dict(state)
+
+    def _restore(self, state: Mapping[str, Any], context: Context) -> None:
+        stand_in = StandIn(context.model)
+        like = {**stand_in.parameters, **stand_in.norms}
+        try:
+            kind, updates, kept, norms = state["kind"], int(state["updates"]), list(state["kept"]), state["norms"]
+            kept = kept[-self.config.k :]
+            shapes = {name: tensor.shape for values in kept for name, tensor in values.items()}
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise CheckpointError(f"average: state must be one that average saved, got {error!r}") from error
+        if kind != self.config.kind:
+            raise CheckpointError(
+                f"average: saved average must be of kind {self.config.kind}, got {kind}; resume with that kind"
+            )
+        odd = sorted(set(shapes) ^ set(stand_in.live())) if kept else []
+        odd = odd or sorted(name for name, shape in shapes.items() if shape != like[name].shape)
+        if odd:
+            raise CheckpointError(
+                f"average: saved average must be of the parameters trained now, got a difference at {odd[0]}; resume "
+                "with the model and recipe that wrote the checkpoint"
+            )
+        self._stand_in = stand_in
+        self._running.num_updates = updates if kept else 0
+        self._running.kept = [
+            {name: part_of(tensor.to(like[name].device, copy=True), like[name]) for name, tensor in values.items()}
+            for values in kept
+        ]
+        self._estimated = {name: tensor.to(like[name].device, copy=True) for name, tensor in norms.items()}
+        self._estimated_at = updates
+
+    # -- figures
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``average/updates``, the number of weights that the average has seen."""
+        return {"average/updates": float(self._running.num_updates)}
+
+    def report(self) -> dict[str, Any]:
+        """Return what was averaged how often, its memory, what validations saw, and how far it is from the weights."""
+        return {
+            "kind": self.config.kind,
+            "updates": self._running.num_updates,
+            "first_update_step": self._first,
+            **self._size(),
+            **self._told,
+        }
+
+    def _size(self) -> dict[str, int]:
+        parameters = self._stand_in.parameters
+        return {
+            "parameters": len(parameters),
+            "elements": sum(parameter.numel() for parameter in parameters.values()),
+            "norms": sum(name.endswith("running_mean") for name in self._stand_in.norms),
+            "bytes": self._running.nbytes,
+        }
+
+
+def _distance(live: Mapping[str, Tensor], averages: Mapping[str, Tensor]) -> float:
+    """Return ``‖average − weights‖ / ‖weights‖`` over all parameters, of all processes; all must call it."""
+    apart = sum(float((mean - live[name]).double().square().sum()) for name, mean in averages.items())
+    size = sum(float(live[name].double().square().sum()) for name in averages)
+    device = next(iter(averages.values())).device
+    apart, size = all_reduce_(torch.tensor([apart, size], dtype=torch.float64, device=device), "sum").tolist()
+    return (apart / size) ** 0.5 if size else 0.0

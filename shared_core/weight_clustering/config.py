@@ -1,0 +1,48 @@
+"""The options of weight sharing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shared_core.config.options import TechniqueConfig, option
+from shared_core.config.training_time import Position
+from shared_core.weight_clustering.clustering import MAX_BITS, MIN_BITS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareConfig(TechniqueConfig):
+    """How many values the weights of a tensor share, and from when on.
+
+    Example:
+        >>> ShareConfig(bits=5, bits_of=["conv*=8"]).widths()
+        {'conv*': 8}
+    """
+
+    key: ClassVar[str] = "share"
+    switch: ClassVar[str] = "bits"
+
+    bits: int = option(help="Bits of a code: at most 2**bits values a tensor, in [2, 8].", low=MIN_BITS, high=MAX_BITS)
+    bits_of: tuple[str, ...] = option(
+        (), help="Other bits, as PATTERN=BITS: for modules of a name (glob) or type, or first, last."
+    )
+    begin: Position = option(
+        0.75, help="When weights are clustered: a fraction of the run (0.75), a step (500) or epochs (2ep)."
+    )
+    include: tuple[str, ...] = option(
+        (), help="Only modules of these names (globs), types, or first, last. Frozen ones must be named here."
+    )
+    skip: tuple[str, ...] = option((), help="No modules of these names (globs), types, or first, last.")
+    min_size: int = option(256, help="Leave tensors with fewer weights as they are.", low=0)
+
+    def validate(self) -> None:
+        """Raise `ConfigError` where an entry of bits_of is none."""
+        for entry in self.bits_of:
+            pattern, _, bits = entry.rpartition("=")
+            if not pattern or not bits.isdecimal() or not MIN_BITS <= int(bits) <= MAX_BITS:
+                raise self._error("bits_of", f"must be PATTERN=BITS with bits in [{MIN_BITS}, {MAX_BITS}]")
+
+    def widths(self) -> dict[str, int]:
+        """Return the bits of each pattern of `bits_of`, in the order given; the first that matches wins."""
+        pairs = (entry.rpartition("=") for entry in self.bits_of)
+        return {pattern: int(bits) for pattern, _, bits in pairs}

@@ -1,0 +1,397 @@
+"""Whose weights are shared, in how many bits, and why the others are not.
+
+Weight sharing during training: from a step on the weights of a cluster are one trained value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shared_core.distributed.collectives import all_reduce_, local_part
+from shared_core.distributed.sharded_tensors import fill_, is_sharded, part_of, reshard_, whole, whole_of
+from shared_core.engine.claims import Claim, FewValues, Where
+from shared_core.engine.optimizer_kinds import is_element_wise, refuse_lbfgs
+from shared_core.engine.preview import Event, Touched
+from shared_core.engine.technique import Context, Technique
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError
+from shared_core.modules.matching import match_modules, plain_name
+from shared_core.modules.peft_layers import refuse_adapters
+from shared_core.pruning.optimizer_state import clear_moments_
+from shared_core.pruning.targets import prunable_types
+from shared_core.weight_clustering.clustering import (
+    MAX_BITS,
+    SHARED_DTYPES,
+    Bundle,
+    Bundles,
+    put_values_,
+    share_values,
+    summed_by_code,
+    wide,
+)
+from shared_core.weight_clustering.config import ShareConfig
+
+
+@dataclass(frozen=True)
+class SharedTargets:
+    """What weight sharing touches: by name of the weight a module that holds it, and the bits of its codes."""
+
+    modules: dict[str, nn.Module]
+    bits: dict[str, int]
+    left_out: dict[str, str]
+    """The weights of chosen modules that are left as they are, with the reason."""
+
+    def weights(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that the modules hold now: a wrapper may have replaced them since."""
+        weights = {name: module._parameters["weight"] for name, module in self.modules.items()}
+        return {name: weight for name, weight in weights.items() if weight is not None}
+
+
+def find_shared(model: nn.Module, config: ShareConfig) -> SharedTargets:
+    """Return the weights to share, those of linear, convolutional and embedding layers, each tensor once.
+
+    A tensor that several modules hold is shared only if all of them are chosen; a frozen one only if
+    `config.include` names its module; one that is computed, not float16, bfloat16, float32 or float64, or an
+    embedding's with sparse gradients or ``max_norm``, never.
+
+    Raises:
+        MatchError: If nothing is left, or a pattern matches nothing.
+    """
+    types = (*prunable_types(model), nn.Embedding)
+    chosen = match_modules(
+        model, types, where="share", include=config.include, skip=config.skip, min_size=config.min_size
+    )
+    widths = [
+        ({found.module for found in match_modules(model, types, where="share: bits_of", include=[pattern])}, bits)
+        for pattern, bits in config.widths().items()
+    ]
+    is_chosen = {found.module for found in chosen}
+    holders: dict[Tensor, list[tuple[str, nn.Module]]] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                whole = f"{plain_name(module_name)}.{name}".removeprefix(".")
+                holders.setdefault(parameter, []).append((whole, module))
+
+    targets = SharedTargets({}, {}, {})
+    for found in chosen:
+        name = f"{found.name}.weight".removeprefix(".")
+        weight = found.module._parameters.get("weight")
+        if weight is None:
+            targets.left_out[name] = "computed, by weight norm or another parametrisation"
+        elif name != holders[weight][0][0]:
+            continue  # under its first name, or left out with it
+        elif outside := next((held for held, module in holders[weight] if module not in is_chosen), None):
+            targets.left_out[name] = f"shared with {outside}, which is not chosen"
+        elif weight.dtype not in SHARED_DTYPES:
+            targets.left_out[name] = f"not a float of 16 to 64 bits ({weight.dtype})"
+        elif getattr(found.module, "sparse", False) or getattr(found.module, "max_norm", None) is not None:
+            targets.left_out[name] = "an embedding with sparse gradients, or one that is normalised in forward"
+        elif not weight.requires_grad and not config.include:
+            targets.left_out[name] = "frozen; name its module in include to share its weights"
+        else:
+            targets.modules[name] = found.module
+            targets.bits[name] = next((bits for modules, bits in widths if found.module in modules), config.bits)
+    if not targets.modules:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in targets.left_out.items()) or "tied to others"
+        raise MatchError(f"share: must find at least one weight to share, but all were left out ({reasons})")
+    return targets
+
+
+NOTE = "The weights are floats still, of few distinct values; `eff compress` writes the small file, without loss."
+
+
+class WeightSharing(Technique):
+    """Clusters the weights of each layer at `begin` and trains the centroids (Han, Mao and Dally 2016, section 3.3).
+
+    The first weight of a cluster stands for its centroid: before each optimizer step it gets the sum of its members'
+    gradients and the others get none, so that a norm by which gradients are clipped is that of the centroids; after
+    the step the others become what it has become, to the bit. So any optimizer trains centroids, and all there is to
+    remember beside the weights is who belongs where. Zeros belong to no cluster and stay +0.0.
+
+    Args:
+        config: The options.
+    """
+
+    key: ClassVar[str] = "share"
+    config: ShareConfig
+
+    def __init__(self, config: ShareConfig) -> None:
+        super().__init__(config)
+        self._targets = SharedTargets({}, {}, {})
+        self._weights: dict[str, nn.Parameter] = {}
+        self._codes: dict[str, Tensor] = {}
+        """0 for a zero, i for the i-th cluster, of the weight's shape and on its device; of a sharded one its part."""
+        self._bundles = Bundles()
+        self._gathered: dict[str, Tensor] | None = None
+        self._told: list[dict[str, Any]] = []
+        self._errors: dict[str, float] = {}
+        self._num_values = 0
+        self._begin = 0
+        self._clustered_at = -1
+
+    def attach(self, model: nn.Module, context: Context) -> None:
+        """Find the weights to share.
+
+        Raises:
+            MatchError: If there are none.
+            CompatibilityError: If they are PEFT's adapters.
+        """
+        self._targets = find_shared(model, self.config)
+        refuse_adapters(
+            "share", model, self._targets.modules, "merging would move members of a cluster apart",
+            "merge, and share the weights of the merged model",
+        )  # fmt: skip
+
+    def holds(self) -> Mapping[str, Tensor]:
+        """Return the weights."""
+        return self._weights
+
+    def touched(self, model: nn.Module) -> Touched:
+        """Return the weights whose values will be shared."""
+        return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
+
+    def timeline(self, context: Context) -> list[Event]:
+        """Return when weights are clustered."""
+        self._begin, _ = context.resolve_range(self.config.begin, self.config.begin, "share")
+        # pruning begins before this technique does and has noted when it will end
+        if self._begin < context.first_usable_step:
+            raise ConfigError(
+                f"share: begin must not lie before step {context.first_usable_step}, when weights are pruned for the "
+                f"last time, got {self.config.begin!r} = step {self._begin}; begin later"
+            )
+        context.first_usable_step = self._begin
+        return [(self._begin, f"weights are clustered, {2**self.config.bits} values a tensor; clusters train on")]
+
+    def unreached(self, context: Context) -> str | None:
+        """Return that weights are not shared, until they are."""
+        return None if self._codes else f"weights are not shared yet, clustered at step {self._begin}"
+
+    def begin(self, context: Context) -> None:
+        """Resolve `begin`; put saved clusters back, or make them if they are due.
+
+        Raises:
+            ConfigError: If pruning ends after weights would be shared.
+            CompatibilityError: If an optimizer cannot be handled.
+        """
+        self.timeline(context)
+        refuse_lbfgs(context.optimizers, "share", "which moves weights apart within a step")
+        self._weights = self._targets.weights()
+        for optimizer in context.optimizers:
+            if not is_element_wise(optimizer):
+                context.services.say(
+                    f"efftrain: share: {type(optimizer).__name__} makes its step of a gradient as a whole, or may: "
+                    "each shared value moves as it would where its first weight lies; element-wise optimizers (AdamW, "
+                    "SGD) do not care where that is"
+                )
+        if self._codes:
+            self._set_codes(self._codes)
+            self._tie()
+        elif context.step >= self._begin:
+            self._cluster(context)
+
+    @torch.no_grad()
+    def before_optimizer_step(self, context: Context) -> None:
+        """Give each centroid the sum of its members' gradients."""
+        gradients = {name: grad for name in self._codes if (grad := self._weights[name].grad) is not None}
+        if any(gradient.layout != torch.strided for gradient in gradients.values()):
+            raise CompatibilityError("share: gradients must be dense, got a sparse one; use sparse=False")
+        parts = {name: local_part(gradient) for name, gradient in gradients.items()}
+        rows = [(bundle, bundle.flat(parts)) for bundle in self._bundles.of(parts)]
+        summed = [(bundle, summed_by_code(flat, bundle.codes, bundle.num_values)) for bundle, flat in rows]
+        for (bundle, flat), sums in zip(rows, self._collected(summed), strict=True):
+            flat.zero_()
+            flat.index_copy_(0, bundle.first, (sums if bundle.is_whole else sums[bundle.of]).to(flat.dtype))
+            bundle.put_(flat, parts)
+
+    def after_optimizer_step(self, context: Context) -> None:
+        """Cluster the weights if that is due; otherwise let every weight follow its centroid."""
+        if not self._codes and context.step >= self._begin:
+            self._cluster(context)
+        else:
+            self._tie()
+
+    def constrain(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Share other values for the weights by the clusters there are."""
+        self._tie(values)
+
+    def weights_replaced(self, context: Context) -> None:
+        """Share the new weights by the clusters there are."""
+        self._tie()
+
+    def finish(self, model: nn.Module, context: Context) -> None:
+        """Leave shared what is shared: a run that ended before `begin` keeps its weights."""
+        reshard_(model)
+        self._tie()
+        if any(map(is_sharded, self._weights.values())):
+            self._gathered, self._told = self._whole_codes(), self._tensors(gather=True)
+
+    def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
+        """Return that each weight has no more values than its bits can tell apart."""
+        shared = [entry for entry in report["tensors"] if entry["name"] in self._codes]
+        return {entry["name"]: FewValues(2 ** entry["bits"], entry["values"], holds=Where.TRAINED) for entry in shared}
+
+    def before_save(self, context: Context, baked: bool) -> None:
+        """Gather the clusters of sharded weights, so that saving needs no other process."""
+        self._gathered = self._whole_codes()
+
+    def after_save(self, context: Context) -> None:
+        """Let them go."""
+        self._gathered = None
+
+    def _whole_codes(self) -> dict[str, Tensor]:
+        return {name: whole_of(codes, self._weights.get(name)) for name, codes in self._codes.items()}
+
+    def detach(self, model: nn.Module) -> None:
+        """Let go of the weights; the clusters stay readable, unless a run is cut short of which each has a part."""
+        if any(map(is_sharded, self._weights.values())):
+            self._codes = {}
+        self._codes = {name: codes.cpu() for name, codes in (self._gathered or self._codes).items()}
+        self._weights, self._bundles, self._gathered = {}, Bundles(), None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the clusters, one or two bytes a weight, and when they were made."""
+        codes = self._whole_codes() if self._gathered is None else self._gathered
+        return {"codes": dict(codes), "clustered_at": self._clustered_at, "errors": dict(self._errors)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back a saved state; clusters are put on the weights' devices in `begin`.
+
+        Raises:
+            CheckpointError: If the state belongs to other weights.
+        """
+        codes, weights = dict(state["codes"]), self._targets.weights()
+        odd = sorted(set(codes) ^ set(weights)) if codes else []
+        odd += [name for name, saved in codes.items() if not odd and not _fits(saved, weights[name])]
+        if odd:
+            raise CheckpointError(
+                f"share: saved clusters must be those of this model's weights, got a difference at {odd[0]}; resume "
+                "with the model and recipe that wrote the checkpoint"
+            )
+        self._codes = codes
+        self._clustered_at = int(state["clustered_at"])
+        self._errors = {name: float(error) for name, error in state["errors"].items()}
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``share/values``, the number of distinct values that all shared weights together have."""
+        return {"share/values": float(self._num_values)}
+
+    def report(self) -> dict[str, Any]:
+        """Return per tensor the distinct nonzero values, counted in the weights, and what codes of them would take.
+
+        Of sharded weights that is counted when the run has ended.
+        """
+        tensors = self._told or self._tensors()
+        return {
+            "tensors": tensors,
+            "bytes": sum(entry["bytes"] for entry in tensors),
+            "code_bytes": sum(entry["code_bytes"] for entry in tensors),
+            "begin_step": self._begin,
+            "clustered_at_step": self._clustered_at,
+            "left_out": dict(self._targets.left_out),
+            "note": NOTE,
+        }
+
+    def _tensors(self, *, gather: bool = False) -> list[dict[str, Any]]:
+        tensors = []
+        for name, weight in self._targets.weights().items():
+            if is_sharded(weight) and not gather:
+                continue
+            numbers = wide(whole(weight.detach()))
+            live = numbers[numbers != 0]
+            values = len(np.unique(live))
+            item = weight.element_size()
+            width = max(values - 1, 1).bit_length() if values else 0
+            entry = {"name": name, "shape": list(weight.shape), "numel": weight.numel(), "nonzero": len(live)}
+            sizes = {"bytes": weight.numel() * item, "code_bytes": -(-len(live) * width // 8) + values * item}
+            told = {"bits": self._targets.bits[name], "values": values, "rms_error": self._errors.get(name)}
+            tensors.append({**entry, **told, **sizes})
+        return tensors
+
+    def _cluster(self, context: Context) -> None:
+        codes = {}
+        with torch.no_grad():
+            for name, weight in self._weights.items():
+                numbers = whole(weight)
+                shared = share_values(numbers, self._targets.bits[name], name=f"share: {name}")
+                new = shared.weight()
+                difference = wide(numbers).astype("float64") - wide(new)
+                self._errors[name] = float((difference**2).mean() ** 0.5)
+                fill_(weight, new)
+                codes[name] = shared.codes
+        self._set_codes(codes)
+        self._clustered_at = context.step
+        context.constraint_changes += 1
+        self._restart(context)
+
+    def _set_codes(self, codes: Mapping[str, Tensor]) -> None:
+        self._codes, singles = {}, []
+        for name, weight in self._weights.items():
+            flat = codes[name].reshape(-1)
+            count = int(flat.max()) if flat.numel() else 0
+            places = torch.full((count + 1,), flat.numel(), dtype=torch.int64)
+            places.scatter_reduce_(0, flat.cpu().long(), torch.arange(flat.numel()), "amin")
+            if count and int(places[1:].max()) == flat.numel():
+                raise CheckpointError(f"share: saved clusters of {name} must have members, got an empty one")
+            marked = torch.zeros(flat.numel(), dtype=torch.int64)
+            marked[places[1:]] = torch.arange(1, count + 1)
+            mine = part_of(marked.view(weight.shape).to(weight.device), weight).reshape(-1)
+            first = mine.nonzero().view(-1)
+            of, order = (mine[first] - 1).sort()
+            self._codes[name] = part_of(codes[name].to(weight.device), weight)
+            singles.append(Bundle((name,), self._codes[name].reshape(-1), first[order], of, count))
+        self._bundles = Bundles(singles, self._weights)
+        self._num_values = self._bundles.num_values
+
+    def _collected(self, values: list[tuple[Bundle, Tensor]]) -> list[Tensor]:
+        """Return sums over the parts of sharded weights: one collective for all of them."""
+        sharded = [found for bundle, found in values if is_sharded(self._weights[bundle.names[0]])]
+        if not sharded:
+            return [found for _, found in values]
+        sums = iter(torch.split(all_reduce_(torch.cat(sharded), "sum"), [len(found) for found in sharded]))
+        return [next(sums) if is_sharded(self._weights[bundle.names[0]]) else found for bundle, found in values]
+
+    @torch.no_grad()
+    def _tie(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
+        if not self._weights:
+            return
+        parts: dict[str, Tensor] = {}
+        for name in self._codes:
+            weight: Any = self._weights[name]
+            part = local_part(weight) if values is None else values.get(weight)
+            if part is not None:
+                parts[name] = part
+        rows = [(bundle, bundle.flat(parts)) for bundle in self._bundles.of(parts)]
+        centroids = []
+        for bundle, flat in rows:
+            found = flat.index_select(0, bundle.first)
+            if not bundle.is_whole:
+                found = flat.new_zeros(bundle.num_values).index_copy_(0, bundle.of, found)
+            centroids.append((bundle, found))
+        for (bundle, flat), shared in zip(rows, self._collected(centroids), strict=True):
+            put_values_(flat, bundle.codes, shared.to(flat.dtype))
+            bundle.put_(flat, parts)
+
+    def _restart(self, context: Context) -> None:
+        """Clear what optimizers remember: it belonged to single weights, and a centroid starts anew."""
+        parts = {name: local_part(weight) for name, weight in self._weights.items()}
+        nothing = {name: torch.zeros(part.shape, dtype=torch.bool) for name, part in parts.items()}
+        clear_moments_(context.optimizers, self._weights, nothing)
+        for optimizer in context.optimizers:
+            for weight in self._weights.values():
+                state = optimizer.state.get(weight, {})
+                if isinstance(state.get("step"), Tensor):
+                    state["step"].zero_()  # Adam corrects its cleared moments for their bias by it
+                elif "step" in state:
+                    state["step"] = 0
+
+
+def _fits(codes: Tensor, weight: Tensor) -> bool:
+    if codes.shape != weight.shape or codes.dtype not in (torch.uint8, torch.int16):
+        return False
+    return not codes.numel() or (int(codes.min()) >= 0 and int(codes.max()) <= 2**MAX_BITS)

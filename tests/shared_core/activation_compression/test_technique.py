@@ -1,0 +1,128 @@
+"""The technique in a plain loop: receipts, refusals, draws, and what it is combined with."""
+
+import pytest
+import torch
+from torch import nn
+
+from shared_core.activation_compression import ActivationsConfig
+from shared_core.engine import compatibility
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
+from shared_core.errors import CompatibilityError, ConfigError, TrainingError
+
+
+def relu_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+
+
+def session_of(model, seed=0, **options):
+    session = Session(Recipe.from_dict({"activations": {"pack": "exact", "min_size": 8} | options}), seed=seed)
+    session.attach(model)
+    session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=9)
+    return session
+
+
+def gradient(session, model, x):
+    with session.forward():
+        loss = model(x).square().sum()
+    return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+def test_the_receipt_counts_what_lies_in_between():
+    model, x = relu_net(), torch.randn(32, 16)
+    session = session_of(model)
+    gradient(session, model, x)
+    session.before_optimizer_step()
+    zeros = int((torch.relu(model[0](x)) == 0).sum())
+    told = session.techniques["activations"].report()
+    packed = 32 * 64 // 8 + 4 * (32 * 64 - zeros)
+    rest = 4 * (32 * 16 + 32 * 4)  # the batch, and the output that square saves
+    assert told["bytes_before"] == 4 * 32 * 64 + rest
+    assert told["bytes_after"] == packed + rest
+    assert told["share_saved"] == round(1 - (packed + rest) / (4 * 32 * 64 + rest), 4)
+    assert session.metrics()["activations/saved"] == pytest.approx(told["share_saved"], abs=1e-4)
+
+
+def test_int8_draws_anew_each_micro_batch_and_step_and_again_the_same_after_a_resume():
+    model, x = relu_net(), torch.randn(32, 16)
+    session, draws, states = session_of(model, pack="int8"), [], []
+    for _ in range(2):
+        for _ in range(2):
+            states.append(session.state_dict())
+            draws.append(gradient(session, model, x))
+        session.before_optimizer_step()
+        session.after_optimizer_step()
+    assert all(not torch.equal(a, b) for i, a in enumerate(draws) for b in draws[i + 1 :])
+    session.detach()
+    for state, expected in zip(states, draws, strict=True):  # the second and fourth in the middle of a step
+        resumed = Session(session.recipe, seed=7)
+        resumed.attach(model)
+        resumed.load_state_dict(state)
+        resumed.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=9)
+        assert torch.equal(gradient(resumed, model, x), expected)
+        resumed.detach()
+    assert not torch.equal(gradient(session_of(model, seed=7, pack="int8"), model, x), draws[0])
+
+
+def test_processes_draw_differently(monkeypatch):
+    model, x = relu_net(), torch.randn(32, 16)
+    first = gradient(session_of(model, pack="int8"), model, x)
+    assert torch.equal(gradient(session_of(model, pack="int8"), model, x), first)
+    monkeypatch.setattr("shared_core.activation_compression.technique.rank", lambda: 1)
+    assert not torch.equal(gradient(session_of(model, pack="int8"), model, x), first)
+
+
+def test_nothing_packed_is_an_error_at_the_end_of_the_first_step():
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+    session = session_of(model)
+    gradient(session, model, torch.randn(32, 16))
+    with pytest.raises(TrainingError, match=r"packed a tensor, got none with pack=exact; left alone were 3 nothing to"):
+        session.before_optimizer_step()
+    session.detach()
+    session = session_of(model, min_size=10**6)
+    gradient(session, model, torch.randn(32, 16))
+    with pytest.raises(TrainingError, match=r"left alone were 4 small, 1 weights"):
+        session.before_optimizer_step()
+    session = session_of(relu_net())
+    with pytest.raises(TrainingError, match=r"must run inside session.forward\(\)"):
+        session.before_optimizer_step()
+
+
+def test_nothing_rounded_is_an_error_too():
+    model = relu_net().bfloat16()
+    session = session_of(model, pack="bf16")
+    gradient(session, model, torch.randn(32, 16).bfloat16())
+    with pytest.raises(TrainingError, match=r"rounded a tensor, got none with pack=bf16"):
+        session.before_optimizer_step()
+
+
+def test_options_that_do_nothing_are_refused():
+    with pytest.raises(ConfigError, match="must be exact, bf16, fp16 or int8 without offload"):
+        ActivationsConfig(pack="none")
+    with pytest.raises(ConfigError, match="must come with pack=int8"):
+        ActivationsConfig(pack="bf16", group_size=64)
+
+
+def test_rounding_and_checkpointing_are_refused_together():
+    for pack, refused in (("exact", False), ("int8", True), ("bf16", True)):
+        recipe = {"activations": ActivationsConfig(pack=pack), "checkpointing": None}
+        if refused:
+            with pytest.raises(CompatibilityError, match=f"activations with pack {pack} cannot be combined with check"):
+                compatibility.check(recipe)
+        else:
+            compatibility.check(recipe)
+
+
+def test_log_probabilities_and_statistics_are_not_rounded():
+    model = nn.Sequential(nn.Linear(16, 512), nn.LayerNorm(512))
+    session = session_of(model, pack="int8")
+    x, labels = torch.randn(64, 16), torch.randint(0, 512, (64,))
+    with session.forward():
+        logits = model(x)
+        loss = nn.functional.cross_entropy(logits, labels)
+    (ours,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    (plain,) = torch.autograd.grad(nn.functional.cross_entropy(logits, labels), logits)
+    assert torch.equal(ours, plain)
+    kept = session.techniques["activations"].report()["left_alone"]["nothing to leave out"]
+    assert kept == {"tensors": 4, "bytes": 4 * (64 * 16 + 64 * 512 + 2 * 64)}

@@ -1,0 +1,124 @@
+"""The command eff export: files that either trainer saved become ONNX, and what it refuses."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from quantization_export_runs import examples, expected, mlp, run, trained
+from reports import report_of, row
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+from typer.testing import CliRunner
+
+from shared_core.checkpoint_formats.plain import write_deployment
+from shared_core.cli import app
+from shared_core.errors import CheckpointError, ConfigError
+from shared_core.quantization import apply_ranges
+
+TASK = """
+import torch
+from torch import nn
+def build():
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 40), nn.GELU(), nn.Linear(40, 10))
+    return net, torch.ones(2, 24)
+def alone():
+    return build()[0]
+def none():
+    pass
+"""
+
+
+@pytest.fixture
+def room(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "export_task.py").write_text(TASK)
+    yield tmp_path
+    sys.modules.pop("export_task", None)
+
+
+def eff(*arguments):
+    result = CliRunner().invoke(app, ["export", *map(str, arguments)], catch_exceptions=True)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_the_command_exports_what_either_trainer_saved(room):
+    model, ranges = trained(mlp, finish=True)
+    deployment = {"qat": {"ranges": ranges}}
+    (room / "run").mkdir()
+    save_file(model.state_dict(), room / "run" / "model.safetensors")
+    write_deployment(room / "run", deployment)
+    prefixed = {"net." + key: value for key, value in model.state_dict().items()}
+    latent = {key: value + 1 for key, value in prefixed.items()}
+    inner = {"qat": {"ranges": {"net." + key: value for key, value in ranges.items()}}}
+    torch.save({"state_dict": prefixed, "eff_raw_state_dict": latent, "eff_deployment": inner}, room / "last.ckpt")
+    x = examples(mlp)
+    reference = expected(apply_ranges(model, ranges), x)
+    for weights in ("run/model.safetensors", "last.ckpt"):
+        result = eff("export_task:build", "--weights", weights, "--out", "model.onnx", "--format", "onnx")
+        assert "3 layers quantised" in result.output
+        assert "3 QGemm" in result.output
+        assert np.allclose(run("model.onnx", x), reference, atol=1e-5)
+    report = json.loads(eff("export_task:build", "--weights", "run", "--out", "model.onnx", "--json").output)
+    assert report["integer_nodes"] == {"QGemm": 3}
+    assert report["largest_difference"] <= 1e-5
+    assert row(report_of(room / "model.onnx"), "bytes of model.onnx")[1] == f"{report['bytes']:,}"
+
+
+def test_a_sharded_checkpoint_of_lightning_gives_its_baked_weights_and_ranges(room):
+    model, ranges = trained(mlp, finish=True)
+    baked = {"net." + key: value for key, value in model.state_dict().items()}
+    save({"state_dict": baked}, storage_writer=FileSystemWriter(room / "last.ckpt"), no_dist=True)
+    latent = {key: value + 1 for key, value in baked.items()}
+    inner = {"qat": {"ranges": {"net." + key: value for key, value in ranges.items()}}}
+    torch.save({"eff_raw_state_dict": latent, "eff_deployment": inner}, room / "last.ckpt" / "meta.pt")
+    assert "3 layers quantised" in eff("export_task:build", "--weights", "last.ckpt", "--out", "model.onnx").output
+    x = examples(mlp)
+    assert np.allclose(run("model.onnx", x), expected(apply_ranges(model, ranges), x), atol=1e-5)
+
+
+def test_the_command_writes_over_nothing_but_its_own_kind(room):
+    weights = room / "model.safetensors"
+    save_file(mlp().state_dict(), weights)
+    before = weights.read_bytes()
+    with pytest.raises(ConfigError, match=r"--out must be a new file, or a \.onnx file to write anew, got .*exists"):
+        eff("export_task:build", "--weights", weights, "--out", weights)
+    assert weights.read_bytes() == before
+
+
+def test_the_command_refuses(room):
+    model, ranges = trained(mlp, finish=True)
+    for arguments, error, message in (
+        (["export_task:build"], ConfigError, "--out must be given"),
+        (["export_task:build", "--out", "no/m.onnx"], ConfigError, "--out must lie in a folder that exists"),
+        (["export_task:build", "--out", "."], ConfigError, "--out must be a file, got the folder"),
+        (["export_task:build", "--out", "m", "--calibration", "export_task:none"], ConfigError, "must return batches"),
+        (
+            ["export_task:build", "--out", "m", "--format", "pt"],
+            ConfigError,
+            "--format must be onnx or executorch, got 'pt'",
+        ),
+        (["export_task", "--out", "m"], ConfigError, "MODEL must be module:function"),
+        (["missing:build", "--out", "m"], ConfigError, "MODEL must name an importable module"),
+        (["export_task.py:build", "--out", "m"], ConfigError, "write export_task:build"),
+        (["export_task:nothing", "--out", "m"], ConfigError, "must name a function of export_task"),
+        (["export_task:alone", "--out", "m"], ConfigError, "must return .model, example_inputs., got a model alone"),
+        (["export_task:build", "--out", "m", "--length", "4"], ConfigError, "--length must come with a folder"),
+        ([".", "--out", "m", "--weights", "m"], ConfigError, "--weights must be left out for a folder"),
+        (["export_task:build", "--out", "m", "--weights", "absent"], CheckpointError, "absent"),
+    ):
+        with pytest.raises(error, match=message):
+            eff(*arguments)
+    save_file({"0.weight": model[0].weight.detach()}, room / "model.safetensors")
+    with pytest.raises(CheckpointError, match="must hold what a model needs beside its weights"):
+        eff("export_task:build", "--out", "m", "--weights", "model.safetensors")
+    write_deployment(room, {"qat": {"ranges": ranges}})
+    with pytest.raises(CheckpointError, match="must hold the weights of the model, got missing"):
+        eff("export_task:build", "--out", "m", "--weights", "model.safetensors")
+    assert not (room / "m").exists()

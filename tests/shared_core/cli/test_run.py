@@ -1,0 +1,88 @@
+"""`eff run` leaves a script its own help, errors and flags."""
+
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from shared_core.cli import app
+from shared_core.errors import ConfigError
+from shared_core.front_ends.flags import _nearest_flag, take_flags
+
+HELP = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--lr')\nparser.parse_args()\n"
+FAILS = "def main():\n    open('/nowhere/data.csv')\n\n\nmain()\n"
+
+
+class Taken:
+    name, libraries = "taken", ()
+
+    def install(self, recipe):
+        self.recipe = recipe
+
+    def used(self):
+        return True
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    front_end = Taken()
+    monkeypatch.setattr(sys.modules["shared_core.cli.run"], "front_ends", lambda: [front_end])
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def call(text, *arguments):
+        (tmp_path / "train.py").write_text(text)
+        result = CliRunner().invoke(app, ["run", str(tmp_path / "train.py"), *arguments])
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result, front_end
+
+    return call
+
+
+@pytest.mark.parametrize("flags", [(), ("--prune_sparsity", "0.5")])
+def test_help_is_that_of_the_script(run, flags):
+    result, front_end = run(HELP, *flags, "--help")
+    assert result.exit_code == 0
+    assert "--lr" in result.output
+    assert "eff flags" in result.output
+    assert bool(front_end.recipe) == bool(flags)
+
+
+def test_an_error_of_the_script_is_told_as_without_eff_run(run):
+    result, _ = run(FAILS, "--prune_sparsity", "0.5")
+    assert result.exit_code == 1
+    lines = [line for line in result.stderr.splitlines() if line.startswith(("Traceback", "  File"))]
+    assert [line.rpartition(", ")[2] for line in lines[1:]] == ["in <module>", "in main"]
+    assert "FileNotFoundError" in result.stderr
+
+
+def test_errors_of_ours_stay_errors_of_ours(run):
+    with pytest.raises(ConfigError, match="from a technique"):
+        run("from shared_core.errors import ConfigError\nraise ConfigError('from a technique')", "--qat_scheme", "int8")
+    with pytest.raises(ConfigError, match="at least one technique"):
+        run("", "--lr", "0.1")
+
+
+def test_a_flag_before_the_script_is_refused():
+    result = CliRunner().invoke(app, ["run", "--prune_sparsity", "0.5", "train.py"])
+    assert isinstance(result.exception, ConfigError)
+    assert "script must come before" in str(result.exception)
+
+
+def test_a_typo_names_the_flags_of_its_technique_alone():
+    with pytest.raises(ConfigError, match=r"known: comm_begin, comm_hook, comm_rank; the script's own"):
+        take_flags(["--comm_zzz", "1"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "meant"),
+    [
+        (["--max_steps", "3", "--pruning_sparsity", "0.5"], "--prune_sparsity"),
+        (["--distil-teacher=runs/t"], "--distill_teacher"),
+        (["--max_steps", "3", "--learning_rate", "1"], None),
+    ],
+)
+def test_what_resembles_a_flag_of_ours_most_is_suggested(flags, meant):
+    hint = _nearest_flag(flags)
+    assert hint == (f"; did you mean '{meant}'?" if meant else "")

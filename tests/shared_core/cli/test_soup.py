@@ -1,0 +1,361 @@
+"""`eff soup`: what it writes, what it refuses."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from reports import report_of, row
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+from typer.testing import CliRunner
+
+from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE, DEPLOYMENT_KEY, read_deployment, write_deployment
+from shared_core.cli import app
+from shared_core.engine.state_file import save_state
+from shared_core.errors import CheckpointError, ConfigError, EffError
+
+TASK = """
+calls = []
+def quality(weights):
+    calls.append(1)
+    return -float((weights["w"] - 1.6).abs().max())
+def two(weights):
+    return -float((weights["w"] - 2).abs().max())
+def nan(weights):
+    return float("nan") if float(weights["w"][0, 0]) == 1.0 else 0.0
+def all_nan(weights):
+    return float("nan")
+def never(weights):
+    raise AssertionError("the search has begun")
+number = 3
+"""
+
+
+@pytest.fixture
+def room(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "soup_task.py").write_text(TASK)
+    for step in (1, 2, 3):
+        folder = tmp_path / "run" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        save_file({"w": torch.full((4, 4), float(step))}, folder / "model.safetensors")
+        (folder / "config.json").write_text('{"width": 4}')
+    yield tmp_path
+    sys.modules.pop("soup_task", None)
+
+
+def eff(*arguments):
+    result = CliRunner().invoke(app, ["soup", *map(str, arguments)], catch_exceptions=True)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_a_greedy_soup_of_a_run(room):
+    result = eff("run", "--eval", "soup_task:quality", "--out", "soup", "--plot", "path.svg")
+    assert result.exit_code == 0
+    assert "soup of 2 of 3: -0.1" in result.output
+    assert load_file("soup/model.safetensors")["w"].unique().tolist() == [1.5]
+    path = json.loads((room / "soup" / "soup_path.json").read_text())
+    assert [name.rsplit("-", 1)[1] for name in path["ingredients"]] == ["2", "1"]
+    assert [row["accepted"] for row in path["history"]] == [True, True, False]
+    assert {file.name for file in (room / "soup").iterdir()} == {"model.safetensors", "config.json", "soup_path.json"}
+    assert b"<svg" in (room / "path.svg").read_bytes()
+    text = report_of(room / "soup")
+    assert row(text, "held-out metric, first ingredient and soup")[:2] == ["-0.4", "-0.1"]
+    assert [line.split(" | ")[4] for line in text.splitlines() if "checkpoint-" in line] == ["yes", "yes", "no"]
+
+
+def test_json_is_all_that_goes_to_stdout(room):
+    result = eff("run", "--eval", "soup_task:quality", "--out", "soup", "--json", "--mode", "min", "--strict")
+    assert json.loads(result.stdout)["ingredients"] == ["run/checkpoint-3"]
+
+
+def test_a_journal_spares_evaluations(room):
+    eff("run", "--eval", "soup_task:quality", "--out", "one", "--journal", "journal.json")
+    import soup_task
+
+    assert len(soup_task.calls) == 6  # three alone, the best once more, two averages
+    eff("run", "--eval", "soup_task:quality", "--out", "two", "--journal", "journal.json")
+    assert len(soup_task.calls) == 6
+    assert (room / "one" / "model.safetensors").read_bytes() == (room / "two" / "model.safetensors").read_bytes()
+    (room / "soup_task.py").write_text(TASK.replace("1.6", "1.7"))
+    with pytest.raises(CheckpointError, match="its evaluate_file were"):
+        eff("run", "--eval", "soup_task:quality", "--out", "three", "--journal", "journal.json")
+
+
+def test_order_min_delta_and_an_evaluation_with_noise(room):
+    arguments = ("run", "--eval", "soup_task:quality", "--no-repeat", "--order", "given", "--min-delta")
+    result = eff(*arguments, 0.4, "--out", "one", "--json")
+    assert [row["score"] for row in json.loads(result.stdout)["history"]] == pytest.approx([-0.6, -0.1, -0.4])
+    assert len(sys.modules["soup_task"].calls) == 3
+    result = eff(*arguments, 0.6, "--out", "two", "--json")
+    assert json.loads(result.stdout)["ingredients"] == ["run/checkpoint-1"]
+    (room / "soup_noise.py").write_text("from itertools import count\nnext_one = count()\n"
+                                        "def noisy(weights):\n    return -float(next(next_one))\n")  # fmt: skip
+    result = eff("run", "--eval", "soup_noise:noisy", "--out", "three", "--json")
+    assert "not deterministic: run/checkpoint-1 got 0, then -3" in result.stderr
+    assert json.loads(result.stdout)["repeat"] == [0.0, -3.0]
+    sys.modules.pop("soup_noise")
+
+
+def test_uniform_and_weighted(room):
+    eff("run", "--uniform", "--out", "mean")
+    assert load_file("mean/model.safetensors")["w"].unique().tolist() == [2.0]
+    eff("run", "--weighted", "1,1,2", "--out", "weighted")
+    assert load_file("weighted/model.safetensors")["w"].unique().tolist() == [2.25]
+
+
+def test_the_path_of_an_average_names_its_members_and_who_was_left_out(room):
+    save_file({"w": torch.full((4, 4), torch.nan)}, room / "run" / "checkpoint-1" / "model.safetensors")
+    result = eff("run", "--uniform", "--out", "mean")
+    assert "run/checkpoint-1 is left out: 'w' holds a NaN" in result.stderr
+    assert "uniform average of 2 ingredients" in result.stdout
+    path = json.loads((room / "mean" / "soup_path.json").read_text())
+    assert path["ingredients"] == ["run/checkpoint-2", "run/checkpoint-3"]
+    assert list(path["left_out"]) == ["run/checkpoint-1"]
+    path = json.loads(eff("run", "--weighted", "5,0,2", "--out", "weighted", "--json").stdout)
+    assert (path["ingredients"], path["weights"]) == (["run/checkpoint-3"], [2.0])
+
+
+def test_a_nan_metric_leaves_an_ingredient_out_and_says_so(room):
+    result = eff("run", "--eval", "soup_task:nan", "--out", "soup", "--json")
+    rows = {row["name"]: row["reason"] for row in json.loads(result.stdout)["history"]}
+    assert "its metric is nan" in rows["run/checkpoint-1"]
+    with pytest.raises(CheckpointError, match="finite metric"):
+        eff("run", "--eval", "soup_task:all_nan", "--out", "other")
+    assert not (room / "other").exists()
+
+
+def test_lightning_style_checkpoints(room):
+    for i in range(2):
+        torch.save({"state_dict": {"w": torch.full((2, 2), float(i))}, "epoch": i}, f"{i}.ckpt")
+    eff("0.ckpt", "1.ckpt", "--eval", "soup_task:quality", "--out", "out/soup.ckpt")
+    assert torch.load("out/soup.ckpt", weights_only=True)["epoch"] == 1
+    assert json.loads((room / "out" / "soup_soup_path.json").read_text())["ingredients"] == ["1.ckpt"]
+    with pytest.raises(CheckpointError, match=r"ending in .ckpt"):
+        eff("0.ckpt", "1.ckpt", "--eval", "soup_task:quality", "--out", "folder")
+    # formats mix, and the soup has the first one's
+    torch.save({"state_dict": {"model.w": torch.zeros(4, 4)}, "epoch": 3}, "0.ckpt")
+    eff("0.ckpt", "run/checkpoint-1", "--uniform", "--out", "mixed.ckpt")
+    mixed = torch.load("mixed.ckpt", weights_only=True)
+    assert mixed["epoch"] == 3
+    assert mixed["state_dict"]["model.w"].unique().tolist() == [0.5]
+    eff("run/checkpoint-3", "0.ckpt", "--eval", "soup_task:quality", "--mode", "min", "--out", "mixed")
+    assert load_file("mixed/model.safetensors")["w"].shape == (4, 4)
+
+
+GREEDY = ["--eval", "soup_task:all_nan"]  # would fail otherwise, if it were ever called
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "match"),
+    [
+        (["--out", "soup", *GREEDY], CheckpointError, "at least two checkpoints, got 0"),
+        (["run/checkpoint-1", "--out", "soup", *GREEDY], CheckpointError, "at least two checkpoints, got 1"),
+        (["run/checkpoint-1", "gone", "--out", "soup", *GREEDY], CheckpointError, "gone: file must exist"),
+        (["run", "wide", "--out", "soup", *GREEDY], CheckpointError, r"\(4, 4\) in .* and \(5, 5\) in wide"),
+        (["run", "--out", "full", *GREEDY], CheckpointError, "must not exist yet"),
+        (["run", "--out", "link", *GREEDY], CheckpointError, "must not exist yet, got link"),
+        (["run", "--out", "soup_task.py/soup", *GREEDY], CheckpointError, "must be writable"),
+        (["run", *GREEDY], ConfigError, "--out must be given"),
+        (["run", "--out", "soup"], ConfigError, "--eval must be given"),
+        (["run", "--out", "soup", "--eval", "soup_task"], ConfigError, "must be module:function"),
+        (["run", "--out", "soup", "--eval", "no_such_module:f"], ConfigError, "can be imported"),
+        (["run", "--out", "soup", "--eval", "soup_task:number"], ConfigError, "'number'"),
+        (["run", "--out", "soup", "--eval", "soup_task:nothing"], ConfigError, "'nothing'"),
+        (["run", "--out", "soup", "--mode", "best", *GREEDY], ConfigError, "--metric-mode must be max or min"),
+        (["run", "--out", "soup", "--weighted", "1,1,1", *GREEDY], ConfigError, "--weighted must stand without --eval"),
+        (["run", "--out", "soup", "--weighted", "1,x,1"], ConfigError, "--weighted must be numbers"),
+        (["run", "--out", "soup", "--weighted", "1,1"], ConfigError, "one for each of 3"),
+        (["run", "--out", "soup", "--weighted", "1,1,1", "--uniform"], ConfigError, "leave one out"),
+        (["run", "--out", "soup", "--order", "best", *GREEDY], ConfigError, "--order must be metric, random or given"),
+        (["run", "--out", "soup", "--seed", "3", *GREEDY], ConfigError, "--seed must come with --order random"),
+        (["run", "--out", "soup", "--min-delta", "-1", *GREEDY], ConfigError, "min_delta must be a finite number >= 0"),
+        (["run", "--out", "soup", "--uniform", *GREEDY], ConfigError, "--uniform must stand without --eval"),
+        (["run", "--out", "soup", "--max-ingredients", "0", *GREEDY], ConfigError, "max_ingredients"),
+        (["run", "--out", "soup", "--journal", "soup_task.py/x", *GREEDY], CheckpointError, "must be writable"),
+        (["run", "--out", "soup", "--plot", "path.xyz", *GREEDY], ConfigError, "--plot must be a file ending in .png"),
+        (["run", "--out", "soup", "--plot", "full", *GREEDY], ConfigError, "--plot must .* got full"),
+        (["run", "run/../run/checkpoint-2", "--out", "soup", *GREEDY], CheckpointError, "must be named once"),
+        (["run", "soup_task.py", "--out", "soup", *GREEDY], CheckpointError, "got Unsupported operand"),
+        (["run", "--out", "soup", "--rank-by", ":min", *GREEDY], ConfigError, "--rank-by must be a metric"),
+        (
+            ["run", "--out", "soup", "--rank-by", "eval_f1", *GREEDY],
+            CheckpointError,
+            "got no metric of its step;",
+        ),
+    ],
+)
+def test_bad_input_is_one_error_and_writes_nothing(room, arguments, kind, match):
+    (room / "full").mkdir()
+    (room / "full" / "file").write_text("kept")
+    (room / "link").symlink_to("nowhere")
+    (room / "wide").mkdir()
+    save_file({"w": torch.ones(5, 5)}, room / "wide" / "model.safetensors")
+    before = sorted(path for path in room.rglob("*") if "__pycache__" not in path.parts)
+    with pytest.raises(kind, match=match):
+        eff(*arguments)
+    assert sorted(path for path in room.rglob("*") if "__pycache__" not in path.parts) == before
+
+
+def test_the_command_ends_with_2_and_one_line(room):
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "from shared_core.cli import main; main()", "soup", "run", "--out", "soup"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: eff soup: --eval must be given")
+    assert len(done.stderr.splitlines()) == 1
+
+
+# --- pruned runs ------------------------------------------------------------------------------------------------------
+
+
+def prune(folder, step, sparsity, mask):
+    packed = torch.from_numpy(np.packbits(mask.numpy().reshape(-1)))
+    save_state(
+        folder,
+        {
+            "step": step,
+            "recipe": {"prune": {"sparsity": 0.5}},
+            "techniques": {"prune": {"masks": {"w": packed}, "last_update": step, "sparsity": sparsity}},
+        },
+    )
+    weights = load_file(folder / "model.safetensors")
+    save_file({"w": weights["w"] * mask}, folder / "model.safetensors")
+
+
+def test_the_newest_mask_holds_and_unfinished_ones_are_left_out(room):
+    run = room / "run"
+    early, half = torch.ones(4, 4, dtype=torch.bool), torch.arange(16).view(4, 4) % 2 == 0
+    early[0, 0] = False
+    prune(run / "checkpoint-1", 1, 0.1, early)
+    prune(run / "checkpoint-2", 2, 0.5, ~half)
+    prune(run / "checkpoint-3", 3, 0.5, half)
+    (room / "soup_task.py").write_text(
+        "def same(weights):\n    assert (weights['w'] == 0).sum() >= 8\n    return 0.0\n"
+    )
+    result = eff("run", "--eval", "soup_task:same", "--out", "soup")
+    assert "left out: run/checkpoint-1" in result.stderr
+    assert "newest mask (step 3)" in result.stderr
+    soup = load_file("soup/model.safetensors")["w"]
+    assert torch.equal(soup, half * 1.5)  # (0 + 3) / 2 where the newest mask keeps
+    assert torch.equal(load_file(run / "checkpoint-3" / "model.safetensors")["w"], half * 3.0)
+    result = eff("run", "--uniform", "--out", "all", "--unpruned")
+    assert "left out" not in result.stderr
+    soup = load_file("all/model.safetensors")["w"]
+    assert not soup[~half].any()
+    assert soup[0, 2] == pytest.approx(4 / 3)
+    for step in (2, 3):
+        prune(run / f"checkpoint-{step}", step, 0.2, half)
+    with pytest.raises(EffError, match="after its pruning ended"):
+        eff("run", "--uniform", "--out", "none")
+
+
+def test_a_copy_without_state_is_used_if_it_obeys_the_mask(room):
+    run, half = room / "run", torch.arange(16).view(4, 4) % 2 == 0
+    prune(run / "checkpoint-3", 3, 0.5, half)
+    save_file({"w": half * 7.0}, run / "checkpoint-1" / "model.safetensors")
+    result = eff("run", "--uniform", "--out", "soup")
+    assert "left out: run/checkpoint-2" in result.stderr
+    assert torch.equal(load_file("soup/model.safetensors")["w"], half * 5.0)
+
+
+def test_masks_in_a_lightning_checkpoint(room):
+    half = torch.arange(16).view(4, 4) % 2 == 0
+    for i, sparsity in enumerate((0.3, 0.5, 0.5)):
+        state = {
+            "step": i,
+            "recipe": {"prune": {"sparsity": 0.5}},
+            "techniques": {
+                "prune": {
+                    "masks": {"w": torch.from_numpy(np.packbits(half.numpy()))},
+                    "last_update": i,
+                    "sparsity": sparsity,
+                }
+            },
+        }
+        torch.save(
+            {"state_dict": {"w": torch.ones(4, 4) * i}, "callbacks": {"Pruning{}": {"session": state}}}, f"{i}.ckpt"
+        )
+    eff("0.ckpt", "1.ckpt", "2.ckpt", "--uniform", "--out", "soup.ckpt")
+    assert torch.equal(torch.load("soup.ckpt", weights_only=True)["state_dict"]["w"], half * 1.5)
+
+
+def test_masks_of_a_real_session(room):
+    from shared_core import Recipe, Session
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 6)
+    session = Session(
+        Recipe.from_dict({"prune": {"sparsity": 0.5, "schedule": "linear", "begin": 1, "end": 4, "every": 1}})
+    )
+    session.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.begin([optimizer], total_steps=6)
+    for step in range(1, 7):
+        session.loss(model(torch.randn(4, 8)).square().mean()).backward()
+        session.before_optimizer_step()
+        optimizer.step()
+        session.after_optimizer_step()
+        optimizer.zero_grad()
+        folder = room / "pruned" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        save_file(model.state_dict(), folder / "model.safetensors")
+        save_state(folder, session.state_dict())
+    result = eff("pruned", "--uniform", "--out", "soup", "--json")
+    assert [name.rsplit("-", 1)[1] for name in json.loads(result.stdout)["ingredients"]] == ["4", "5", "6"]
+    assert result.stderr.count("left out") == 3
+    soup = load_file("soup/model.safetensors")["weight"]
+    assert torch.equal(soup == 0, model.weight == 0)
+    assert (soup == 0).sum() == 24
+
+
+def test_ranges_of_qat_stay_with_the_weights_they_belong_to(room):
+    members = [f"run/checkpoint-{step}" for step in (1, 2, 3)]
+    for member in members:
+        write_deployment(member, {"qat": {"ranges": {"w": {"min": 0.0, "max": 1.0}}}, "other": {"kept": member}})
+    told = eff(*members, "--uniform", "--out", "soup")
+    assert read_deployment("soup") == {"other": {"kept": members[0]}}
+    assert "soup has no ranges of qat" in told.stderr
+    assert "eff quantize soup --out NEW" in told.stderr
+    told = eff(*members, "--eval", "soup_task:two", "--out", "best")  # a soup of one: its weights, and its ranges
+    assert (room / "best" / DEPLOYMENT_FILE).read_text() == (room / members[1] / DEPLOYMENT_FILE).read_text()
+    assert "ranges" not in told.stderr
+    for value in (1.0, 2.0):
+        torch.save({"state_dict": {"w": torch.full((2,), value)}, DEPLOYMENT_KEY: {"qat": {}}}, f"{value}.ckpt")
+    told = eff("1.0.ckpt", "2.0.ckpt", "--uniform", "--out", "soup.ckpt")
+    assert DEPLOYMENT_KEY not in torch.load("soup.ckpt")
+    assert "eff quantize module:function --weights soup.ckpt --out NEW" in told.stderr
+
+
+def test_a_sharded_soup_of_lightning_tells_of_ranges_and_keeps_what_else_its_weights_need(room):
+    for value in (1.0, 2.0):
+        folder = room / f"sharded-{value}"
+        save({"state_dict": {"w": torch.full((2,), value)}}, storage_writer=FileSystemWriter(folder), no_dist=True)
+        torch.save({"epoch": 1, DEPLOYMENT_KEY: {"qat": {"ranges": {}}, "low_rank": {"rank": 2}}}, folder / "meta.pt")
+    told = eff("sharded-1.0", "sharded-2.0", "--uniform", "--out", "soup.ckpt")
+    kept = torch.load("soup.ckpt/meta.pt", weights_only=True)
+    assert kept == {"epoch": 1, DEPLOYMENT_KEY: {"low_rank": {"rank": 2}}}
+    assert "eff quantize module:function --weights soup.ckpt --out NEW" in told.stderr
+
+
+def test_a_damaged_file_beside_the_weights_is_refused_before_the_search(room):
+    (room / "run" / "checkpoint-2" / DEPLOYMENT_FILE).write_text('{"qat": ')
+    with pytest.raises(CheckpointError, match=r"checkpoint-2.eff_deployment\.json must hold"):
+        eff("run/checkpoint-1", "run/checkpoint-2", "--eval", "soup_task:never", "--out", "soup")
+
+
+def test_a_soup_takes_the_config_of_the_member_that_has_one(room):
+    (room / "run" / "checkpoint-1" / "config.json").unlink()
+    eff("run/checkpoint-1", "run/checkpoint-2", "--uniform", "--out", "soup")
+    assert json.loads((room / "soup" / "config.json").read_text()) == {"width": 4}
+    assert load_file("soup/model.safetensors")["w"].unique().tolist() == [1.5]

@@ -1,0 +1,308 @@
+"""`eff doctor`, `eff init`, `eff explain`: what they tell is what a run then does, and they change nothing."""
+
+import json
+import sys
+from importlib.metadata import version
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from typer.testing import CliRunner
+
+from shared_core import Recipe, Session
+from shared_core.cli import app
+from shared_core.cli.explain import run_length
+from shared_core.cli.init import GOALS, commented_recipe
+from shared_core.engine.registry import ROOMS
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MissingExtraError
+from shared_core.front_ends.finding import front_ends
+from shared_core.libraries import Library, libraries
+from shared_core.tools.planning import PlannedRun
+from shared_core.tools.planning.explain import explain
+from shared_core.tools.planning.plan import counted_costs, saved_bytes
+
+STEPS = 8
+
+
+def net():
+    def block():
+        return nn.Sequential(nn.Linear(32, 32), nn.ReLU())
+
+    return nn.Sequential(nn.Sequential(block(), block()), nn.Linear(32, 2))
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def run_through(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def build():
+    return net(), torch.randn(64, 32)
+
+
+def build_refused():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def started(recipe, model, total=STEPS):
+    """Return a session that has begun on a model, and the batches it trains on."""
+    session = Session(recipe)
+    session.attach(model)
+    loader = DataLoader(TensorDataset(torch.randn(STEPS * 64, 32)), batch_size=64)
+    if "dp" in recipe:
+        loader = session.techniques["dp"].loader(loader)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session.begin([optimizer], total_steps=total)
+    return session, optimizer, loader
+
+
+# -- init
+
+
+@pytest.mark.parametrize(("goal", "kind"), [*((goal, "transformer") for goal in GOALS), ("less-memory", "cnn")])
+def test_the_recipe_of_each_goal_trains_as_it_stands(goal, kind):
+    recipe = Recipe.from_yaml(commented_recipe(goal, kind, "hf", "recipe.yaml"))
+    model = net()
+    assert not explain(recipe, net().to("meta"), total_steps=STEPS).conflicts
+    session, optimizer, loader = started(recipe, model)
+    for (batch,) in loader:
+        with session.forward():
+            loss = session.loss(model(batch).square().sum(1).mean())
+        loss.backward()
+        session.before_optimizer_step()
+        optimizer.step()
+        session.after_optimizer_step()
+        optimizer.zero_grad()
+    session.finish()
+    assert session.step == STEPS
+    assert all(report for report in session.receipt()["techniques"].values())
+    assert model.state_dict().keys() == net().state_dict().keys()
+
+
+def test_every_line_of_a_recipe_tells_its_flag():
+    for goal in GOALS:
+        text = commented_recipe(goal, "other", "lightning", "recipe.yaml")
+        flags = {}
+        for line in text.splitlines():
+            if line.startswith("  "):
+                flag, value = line.rpartition("(--")[2].rstrip(")").split(" ")
+                flags[flag] = value
+        # a position is kept as it was written: "0.5" of a flag, 0.5 of the file
+        by_flag, by_file = (
+            {key: {name: str(value) for name, value in values.items()} for key, values in recipe.to_dict().items()}
+            for recipe in (Recipe.from_flags(flags), Recipe.from_yaml(text))
+        )
+        assert by_flag == by_file
+
+
+def test_init_writes_asks_and_never_overwrites(tmp_path, monkeypatch):
+    out = tmp_path / "recipe.yaml"
+    done = run("init", "--goal", "smaller", "--out", out)
+    assert done.exit_code == 0, done.output
+    before = out.read_text()
+    assert {*Recipe.from_yaml(out)} == {"prune", "share"}
+    with pytest.raises(ConfigError, match="must be a new file"):
+        CliRunner().invoke(app, ["init", "--goal", "private", "--out", str(out)], catch_exceptions=False)
+    assert out.read_text() == before
+    assert run("init", "--goal", "private", "--out", out, "--force").exit_code == 0
+    assert {*Recipe.from_yaml(out)} == {"dp"}
+
+    monkeypatch.setattr(sys.modules["shared_core.cli.init"], "_at_a_terminal", lambda: True)
+    asked = CliRunner().invoke(
+        app, ["init", "--out", str(tmp_path / "asked.yaml")], input="less-memory\ntransformer\nlightning\n"
+    )
+    assert asked.exit_code == 0, asked.output
+    assert "EFF_RECIPE" in (tmp_path / "asked.yaml").read_text()
+    assert {*Recipe.from_yaml(tmp_path / "asked.yaml")} == {"checkpointing"}
+
+
+def test_init_runs_no_code_of_a_folder_and_asks_nobody(tmp_path, monkeypatch):
+    told = {"model_type": "own", "auto_map": {"AutoConfig": "code.Config"}, "architectures": ["Own"]}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda *asked: "y")
+    with pytest.raises(CheckpointError, match=r"init: .* must be a model that can be loaded: [^\n]+$"):
+        run_through("init", "--goal", "smaller", "--model", tmp_path, "--out", tmp_path / "recipe.yaml")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "told"),
+    [
+        ([], ConfigError, "--goal must be given"),
+        (["--goal", "smallr"], ConfigError, "did you mean 'smaller'"),
+        (["--goal", "smaller", "--model", "gpt"], ConfigError, "model must be transformer"),
+        (["--goal", "smaller", "--trainer", "keras"], ConfigError, "trainer must be hf or lightning"),
+        (["--goal", "private", "--model", "test_start:build_refused"], CompatibilityError, "GroupNorm"),
+        (["--goal", "smaller", "--model", "test_start:nobody"], ConfigError, "^init: MODEL must name a function"),
+    ],
+)
+def test_init_refuses_what_would_not_run(arguments, error, told, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(__file__.rsplit("/", 1)[0])
+    out = tmp_path / "recipe.yaml"
+    with pytest.raises(error, match=told):
+        CliRunner().invoke(app, ["init", "--out", str(out), *arguments], catch_exceptions=False)
+    assert not out.exists()
+
+
+# -- explain
+
+ALL = {
+    "prune": {"sparsity": 0.5, "begin": 0.25, "skip": "last"},
+    "qat": {"scheme": "int8", "begin": 2, "freeze_observers": 0.75},
+    "average": {"kind": "swa"},
+}
+
+
+def test_the_timeline_holds_the_steps_that_the_run_takes():
+    recipe = Recipe.from_dict({"prune": ALL["prune"], "share": {"bits": 4}, "average": ALL["average"]})
+    told = explain(recipe, net(), total_steps=STEPS)
+    steps = {(event["technique"], event["step"]) for event in told.timeline}
+    session, _, _ = started(recipe, net())
+    prune, share, average = (session.techniques[key] for key in ("prune", "share", "average"))
+    wanted = {("prune", prune._begin), ("prune", prune._end), ("share", share._begin), ("average", average._first)}
+    assert steps == {*wanted, ("average", None)}
+    assert {prune._begin, prune._end, share._begin, average._first} == {2, 4, 6}
+
+
+def test_matched_tensors_are_those_of_the_receipt():
+    recipe = Recipe.from_dict(ALL)
+    with torch.device("meta"):
+        told = explain(recipe, net(), total_steps=STEPS)
+    session, _, _ = started(recipe, net())
+    report = session.receipt()["techniques"]
+    assert [*told.touched["qat"].tensors] == [layer["name"] for layer in report["qat"]["per_layer"]]
+    assert told.touched["prune"].left_out == report["prune"]["left_out"] != {}
+    assert told.touched["prune"].tensors == {"0.0.0.weight": 1024, "0.1.0.weight": 1024}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [
+        ({"qat": {"scheme": "int8"}, "fp8": {"recipe": "rowwise"}}, "qat cannot be combined with fp8"),
+        ({"prune": {"sparsity": 0.5, "skip": "nothing*"}}, "skip pattern 'nothing\\*' matches no module"),
+        ({"prune": {"sparsity": 0.5, "begin": 6, "end": 7}, "share": {"bits": 4, "begin": 3}}, "share: begin must not"),
+        ({"average": {"kind": "ema", "begin": 9}}, "within the 8 steps"),
+        ({"activations": {"pack": "none", "offload": True}}, "nothing to offload"),
+    ],
+)
+def test_conflicts_are_the_errors_of_the_start(recipe, told):
+    recipe = Recipe.from_dict(recipe)
+    conflicts = explain(recipe, net(), total_steps=STEPS).conflicts
+    with pytest.raises(ValueError, match=told) as error:
+        started(recipe, net())
+    assert [line for line in conflicts if line in str(error.value)], conflicts
+
+
+def test_steps_come_from_epochs_as_trainers_count_them():
+    assert run_length(None, 2, 10, 4) == (6, 3)
+    assert run_length(None, 0.5, 10, 4) == (2, 3)
+    for wrong in ((None, 2, None, None), (3, 2, 10, 4), (None, None, 10, None), (0, None, None, None)):
+        with pytest.raises(ConfigError, match="explain: "):
+            run_length(*wrong)
+
+
+def test_the_command_tells_all_of_it_and_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(__file__.rsplit("/", 1)[0])
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(ALL | {"matmul": {"precision": "high"}}))
+    before = torch.get_float32_matmul_precision()
+    options = ["--epochs", 2, "--examples", 100, "--batch-size", 10, "--model", "test_start:build"]
+    done = run("explain", file, *options, "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["steps"] == {"total": 20, "per_epoch": 10}
+    assert told["model"]["parameters"] == told["model"]["trained"] == sum(p.numel() for p in net().parameters())
+    assert told["model"]["without_values"]
+    assert told["techniques"]["prune"]["elements"] == 2048
+    assert any("masks" in line for line in told["techniques"]["prune"]["measured"])
+    assert torch.get_float32_matmul_precision() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+    table = run("explain", file, *options).stdout
+    assert "step 5" in table
+    assert "0.0.0.weight" in table
+    written = json.loads(run("explain", file, "--json").stdout)  # neither steps nor a model
+    assert [(event["technique"], event["at"]) for event in written["timeline"]] == [
+        ("matmul", "step 0"), ("prune", "0.25"), ("prune", "0.5"), ("qat", "2"), ("qat", "0.75"), ("qat", "1.0"),
+        ("average", "by default"),
+    ]  # fmt: skip
+    assert not written["conflicts"]
+    refused = run("explain", file, "--steps", 8, "--surrounding", "deepspeed")
+    assert refused.exit_code == 1
+    assert "DeepSpeed" in refused.stdout
+
+
+def test_memory_is_that_of_the_model_that_trains():
+    model, inputs = net(), torch.randn(16, 32)
+    costs = {cost.what: cost for cost in counted_costs(model, PlannedRun(), {}, touched={}, activations=0)}
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    model(inputs).sum().backward()
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    assert costs["weights"].held == costs["gradients"].during == size
+    assert costs["moments of adamw"].held == sum(value.nbytes for value in states)
+    # inputs of three linear layers, of which the ReLUs keep the results that two of them are fed
+    kept = 4 * 16 * (32 + 32 + 32)
+    assert saved_bytes(net(), inputs) == saved_bytes(net().to("meta"), inputs) == kept
+
+
+# -- doctor
+
+
+def test_the_version_is_told():
+    assert run("--version").stdout.split() == ["efftrain", version("efftrain")]
+
+
+def test_doctor_tells_every_technique_and_missing_library(monkeypatch):
+    done = run("doctor", "--json")
+    told = json.loads(done.stdout)
+    assert done.exit_code == (0 if told["usable"] else 1)
+    assert told["techniques"].keys() == ROOMS.keys()
+    assert told["devices"][0]["device"] == "cpu"
+    assert {library["name"] for library in told["libraries"]} >= {"torch", "transformers", "opacus"}
+    missing = [Library("torch", ">=2", "1.0", ""), Library("peft", ">=0.15", None, "lora")]
+    monkeypatch.setattr("shared_core.libraries.libraries", lambda: missing)
+    wrong = run("doctor")
+    assert wrong.exit_code == 1
+    assert 'pip install "efftrain[lora]"' in wrong.stdout
+    assert "torch 1.0 is out of range" in wrong.stdout
+
+
+def test_versions_are_held_against_the_ranges_of_the_metadata():
+    spec = "!=2.6.2,<2.7,>=2.6.1"
+    states = {found: Library("x", spec, found, "e").state for found in ("2.6.1", "2.6.2", "2.7.0", "2.6.3+cpu", None)}
+    assert [*states.values()] == ["ok", "known bad", "out of range", "ok", "missing"]
+    found = libraries(["torch>=1", 'peft>=1; extra == "lora"', 'ruff; extra == "dev"', 'peft>=1; extra == "all"'])
+    assert [(each.name, each.extra) for each in found] == [("torch", ""), ("peft", "lora")]
+
+
+def test_a_technique_without_its_library_is_refused_with_the_extra(monkeypatch, tmp_path):
+    monkeypatch.setattr("shared_core.engine.preview.find_spec", lambda name: None)
+    ability = ROOMS["dp"].technique_class.ability(torch.device("cpu"))
+    assert ability.level == "refused"
+    written = run("init", "--goal", "private", "--out", tmp_path / "recipe.yaml").stdout
+    assert "pip install 'efftrain[privacy]'" in ability.why
+    assert ability.why in written
+
+
+@pytest.mark.parametrize("flag", ["--sparsity=0.5", "--pruning_sparsity", "--prune-sparcity"])
+def test_a_run_with_nothing_switched_on_tells_the_nearest_flag(flag):
+    nothing_on = r"eff run: .*(switched on.*did you mean '--prune_sparsity'|did you mean 'prune_sparsity')"
+    with pytest.raises(ConfigError, match=nothing_on):
+        run_through("run", "train.py", "--lr", "1", flag)
+
+
+def test_without_a_trainer_what_needs_one_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys.modules["shared_core.cli.run"], "find_spec", lambda name: None)
+    (tmp_path / "train.py").touch()
+    assert front_ends() == []  # which is what `eff doctor` shows
+    with pytest.raises(ConfigError, match=r"eff run: needs a trainer; pip install 'efftrain\[hf\]'"):
+        run_through("run", tmp_path / "train.py", "--prune_sparsity", "0.5")
+    with pytest.raises(MissingExtraError, match=r"eff prune: a model folder: needs transformers.*efftrain\[hf\]"):
+        run_through("prune", tmp_path, "--sparsity", "0.5", "--out", tmp_path / "out")

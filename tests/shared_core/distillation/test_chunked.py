@@ -1,0 +1,214 @@
+"""Chunked distillation against the same losses of whole logits in float64: values, gradients, refusals."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from chunked_distillation_runs import assert_same_gradients, chunked, leaves, problem, whole
+from torch import nn
+
+from shared_core.distillation.chunked.loss import chunked_kd_loss, chunked_kd_sum
+from shared_core.distillation.losses.divergences import kd_loss
+from shared_core.errors import ConfigError
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 30.0])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("chunk_rows", [1, 4, 100])
+def test_equal_to_whole_logits_in_float64(kind, temperature, bias, softcap, chunk_rows):
+    student, teacher = problem(bias=bias)
+    labels = torch.randint(29, (3, 7), generator=torch.Generator().manual_seed(1))
+    labels[0, 2] = labels[2] = -100
+    options = {"temperature": temperature, "labels": labels, "alpha": 0.3, "beta": 0.2, "softcap": softcap}
+    ours, theirs = leaves(student), leaves(student)
+    loss = chunked(ours, teacher, divergence=kind, chunk_rows=chunk_rows, **options)
+    expected = whole(theirs, teacher, kind=kind, **options)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-13)
+    (3 * loss).backward()
+    (3 * expected).backward()
+    assert_same_gradients(ours, theirs, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
+def test_equal_to_kd_loss_and_cross_entropy_in_float32(alpha):
+    student, teacher = problem((100,), 997, (16, 24), torch.float32)
+    student, teacher = (student[0], student[1] / 2, None), (teacher[0], teacher[1] / 2, None)
+    labels = torch.randint(997, (100,), generator=torch.Generator().manual_seed(1))
+    labels[::7] = -100
+    ours, theirs = leaves(student), leaves(student)
+    loss = chunked(ours, teacher, labels=labels, alpha=alpha, chunk_rows=16)
+    logits = theirs[0] @ theirs[1].t()
+    soft = kd_loss(logits, teacher[0] @ teacher[1].t(), mask=labels != -100)
+    expected = alpha * F.cross_entropy(logits, labels) + (1 - alpha) * soft
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    loss.backward()
+    expected.backward()
+    largest = theirs[1].grad.abs().max().item()
+    assert_same_gradients(ours, theirs, rtol=1e-5, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+def test_gradcheck(kind):
+    (hidden, weight, bias), teacher = problem((5,), 6, (3, 4), bias=True)
+    labels = torch.tensor([0, 5, -100, 2, 3])
+
+    def loss(hidden, weight, bias):
+        return chunked(
+            (hidden, weight, bias), teacher, labels=labels, alpha=0.4, divergence=kind, softcap=2.0, chunk_rows=2
+        )
+
+    assert torch.autograd.gradcheck(loss, leaves((hidden, weight, bias)))
+
+
+def test_mask_lets_unlabelled_rows_count_in_the_soft_term_alone():
+    student, teacher = problem((6,))
+    labels = torch.tensor([3, -100, 5, -100, 0, 1])
+    mask = torch.tensor([True, True, True, False, True, False])
+    ours, theirs = leaves(student), leaves(student)
+    loss = chunked(ours, teacher, labels=labels, alpha=0.3, mask=mask)
+    some = tuple(value[mask] if index == 0 else value for index, value in enumerate(theirs))
+    soft = whole(some, (teacher[0][mask], *teacher[1:]))
+    hard = F.cross_entropy((theirs[0] @ theirs[1].t())[mask], labels[mask])
+    expected = 0.3 * hard + 0.7 * soft
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    loss.backward()
+    expected.backward()
+    assert_same_gradients(ours, theirs, rtol=1e-11, atol=1e-13)
+
+
+def test_sums_of_parts_add_up_and_tell_what_they_hold():
+    student, teacher = problem((8,))
+    labels = torch.tensor([0, 1, -100, 3, 4, -100, 6, 7])
+    sums = [
+        chunked_kd_sum(
+            student[0][part], student[1], teacher[0][part], teacher[1], labels=labels[part], alpha=0.25, temperature=3.0
+        )
+        for part in (slice(0, 8), slice(0, 3), slice(3, 8))
+    ]
+    for field in sums[0]._fields:
+        one, first, second = (getattr(each, field) for each in sums)
+        torch.testing.assert_close(one, first + second, rtol=1e-12, atol=0)
+    total = sums[0]
+    assert (total.rows.item(), total.labelled.item(), total.rows.dtype) == (6, 6, torch.int64)
+    torch.testing.assert_close(total.total, 0.25 * total.hard + 0.75 * total.soft, rtol=1e-12, atol=0)
+    expected = whole(student, teacher, labels=labels, alpha=0.25, temperature=3.0)
+    torch.testing.assert_close(total.total / total.rows, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_the_ends_of_jsd_are_the_kullback_leibler_divergences(beta):
+    student, teacher = problem()
+    other = "reverse_kl" if beta else "forward_kl"
+    assert torch.equal(
+        chunked(student, teacher, divergence="jsd", beta=beta), chunked(student, teacher, divergence=other)
+    )
+
+
+def test_without_the_factor_of_the_temperature():
+    student, teacher = problem()
+    ours, theirs = leaves(student), leaves(student)
+    loss = chunked(ours, teacher, temperature=3.0, scale_by_temperature=False)
+    expected = whole(theirs, teacher, temperature=3.0) / 9
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    loss.backward()
+    expected.backward()
+    assert_same_gradients(ours, theirs, rtol=1e-11, atol=1e-14)
+
+
+def test_padded_vocabularies_of_one_tokenizer():
+    (hidden, weight, bias), teacher = problem(bias=True)
+    pad = torch.full((3, 5), 9.0, dtype=torch.float64), torch.full((3,), 9.0, dtype=torch.float64)
+    ours, theirs = (
+        leaves((hidden, torch.cat([weight, pad[0]]), torch.cat([bias, pad[1]]))),
+        leaves((hidden, weight, bias)),
+    )
+    loss = chunked(ours, teacher, vocab_size=29)
+    expected = whole(theirs, teacher)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(ours[0].grad, theirs[0].grad, rtol=1e-11, atol=1e-13)
+    for a, b in zip(ours[1:], theirs[1:], strict=True):
+        torch.testing.assert_close(a.grad[:29], b.grad, rtol=1e-11, atol=1e-13)
+        assert not a.grad[29:].any()
+
+
+def test_tied_embedding_gets_its_gradient_from_both_ends():
+    student, teacher = problem((7,))
+    tokens = torch.arange(7)
+    ours, theirs = (nn.Parameter(student[1].clone()) for _ in range(2))
+    chunked((F.embedding(tokens, ours), ours, None), teacher).backward()
+    whole((F.embedding(tokens, theirs), theirs, None), teacher).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-13)
+
+
+def test_layers_as_heads_and_only_wanted_gradients():
+    student, teacher = problem(dtype=torch.float32, bias=True)
+    ours, teacher_layer = nn.Linear(5, 29), nn.Linear(9, 29)
+    ours.weight.requires_grad_(False)
+    loss = chunked_kd_loss(student[0], ours, teacher[0], teacher_layer)
+    expected = kd_loss(ours(student[0]), teacher_layer(teacher[0]))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    loss.backward()
+    assert ours.weight.grad is None
+    assert ours.bias.grad is not None
+    assert teacher_layer.weight.grad is None
+    ours.bias.requires_grad_(False)
+    assert not chunked_kd_loss(student[0], ours, teacher[0], teacher_layer).requires_grad
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+HIDDEN, TEACHER = torch.zeros(2, 4), torch.zeros(2, 6)
+WEIGHT, TEACHER_WEIGHT = torch.zeros(8, 4), torch.zeros(8, 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 0.0}, "temperature must be finite and above 0, got 0.0"),
+        ({"temperature": NAN}, "temperature must be finite and above 0, got nan"),
+        ({"alpha": 1.5}, r"alpha must be in \[0, 1\], got 1.5"),
+        ({"alpha": 0.5}, "labels must be given with alpha above 0"),
+        ({"divergence": "js"}, "divergence must be one of forward_kl, reverse_kl, jsd, got 'js'"),
+        ({"divergence": "jsd", "beta": -0.1}, "beta must be in"),
+        ({"softcap": 0.0}, "softcap must be finite and above 0, got 0.0"),
+        ({"softcap": (None, NAN)}, "softcap must be finite and above 0, got nan"),
+        ({"chunk_rows": 0}, "chunk_rows must be at least 1, got 0"),
+        ({"budget_mib": NAN}, "budget_mib must be finite and above 0, got nan"),
+        ({"vocab_size": 9}, "vocab_size must be in 1 to 8, .* got 9"),
+        ({"mask": torch.ones(2)}, r"mask must be bool of shape \(2,\)"),
+        ({"labels": torch.zeros(2)}, r"labels must be integers of shape \(2,\), .* got torch.float32"),
+        ({"labels": torch.tensor([0, 8])}, "labels must be in 0 to 7 or -100, got 0 to 8"),
+        ({"labels": torch.tensor([-1, -100])}, "got -1 to -1"),
+        ({"teacher_head": torch.zeros(9, 6)}, "teacher_head must have the student's 8 classes, got 9; .*vocab_size"),
+        (
+            {"teacher_hidden": torch.zeros(3, 6)},
+            r"teacher_hidden must have the rows of student_hidden, \(2,\), got \(3,\)",
+        ),
+        ({"student_hidden": torch.zeros(2, 5)}, r"student_hidden must be floating point of shape \(\.\.\., 4\)"),
+        ({"student_hidden": torch.zeros(2, 4).long()}, "student_hidden must be floating point"),
+        ({"student_head": torch.zeros(8, 4).char()}, r"floating point weight \(classes, features\), got torch.int8"),
+        ({"student_head": (torch.zeros(8, 4), torch.zeros(4))}, r"must have a bias \(8,\), got \(4,\)"),
+        ({"student_head": Scaled(4, 8)}, "must be an nn.Linear with its own forward, got Scaled"),
+        ({"teacher_head": nn.Identity()}, "must be an nn.Linear with its own forward, got Identity"),
+        ({"student_head": torch.zeros(8, 4, device="meta")}, "must be on the device of its input, cpu, got meta"),
+    ],
+)
+def test_refusals(changes, message):
+    arguments = {
+        "student_hidden": HIDDEN,
+        "student_head": WEIGHT,
+        "teacher_hidden": TEACHER,
+        "teacher_head": TEACHER_WEIGHT,
+        **changes,
+    }
+    with pytest.raises(ConfigError, match=message):
+        chunked_kd_loss(**arguments)

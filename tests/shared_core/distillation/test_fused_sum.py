@@ -1,0 +1,208 @@
+"""The soft loss of large logits, whose gradient is computed with it: the same as autograd's, in less memory."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shared_core.distillation.chunked import loss as module
+from shared_core.distillation.chunked.loss import fits_fused_sum, fused_sum
+from shared_core.distillation.losses.divergences import DIVERGENCES
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
+from shared_core.errors import ConfigError, TrainingError
+
+FUSED = ("forward_kl", "reverse_kl", "jsd")
+KD_ROWS = module.kd_rows_
+
+
+def pair(dtype=torch.float64, shape=(3, 5, 11)):
+    torch.manual_seed(0)
+    student, teacher = 3 * torch.randn(shape, dtype=torch.float64), 3 * torch.randn(shape, dtype=torch.float64)
+    student[0, 0, 1] = teacher[0, 0, 1] = -math.inf  # a class that both rule out
+    return student.to(dtype).requires_grad_(), teacher.to(dtype)
+
+
+def reference(divergence, student, teacher, temperature, mask, beta):
+    """Return sum and gradient from the equations, in float64, with a finite logit for what is ruled out."""
+    student, teacher = (side.detach().double().clamp_min(-1e6) for side in (student, teacher))
+    student.requires_grad_()
+    log_s, log_t = F.log_softmax(student / temperature, -1), F.log_softmax(teacher / temperature, -1)
+    log_m = torch.logaddexp(log_t + math.log(beta), log_s + math.log(1 - beta))
+
+    def kl(log_p, log_q):
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+    rows = {
+        "forward_kl": lambda: kl(log_t, log_s),
+        "reverse_kl": lambda: kl(log_s, log_t),
+        "jsd": lambda: beta * kl(log_t, log_m) + (1 - beta) * kl(log_s, log_m),
+    }[divergence]()
+    total = temperature**2 * rows[mask].sum()
+    (gradient,) = torch.autograd.grad(total, student)
+    return total.detach(), gradient
+
+
+@pytest.mark.parametrize("divergence", FUSED)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)],
+)
+@pytest.mark.parametrize("temperature", [0.5, 2.0, 40.0])
+@pytest.mark.parametrize("masked", [True, False])
+def test_it_is_the_equation(divergence, dtype, tolerance, temperature, masked):
+    student, teacher = pair(dtype)
+    mask = torch.rand(3, 5) > 0.4 if masked else torch.ones(3, 5, dtype=torch.bool)
+    total, gradient = reference(divergence, student, teacher, temperature, mask, 0.3)
+    found, count = fused_sum(
+        divergence, student, teacher, temperature=temperature, mask=mask if masked else None, beta=0.3
+    )
+    found.backward()
+    assert count == mask.sum()
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert found.item() == pytest.approx(total.item(), rel=tolerance)
+    assert student.grad.dtype == dtype
+    scale = gradient.abs().max()
+    assert (student.grad.double() - gradient).abs().max() <= tolerance * scale
+    assert not student.grad[~mask].any()
+
+
+def test_without_the_square_of_the_temperature():
+    student, teacher = pair()
+    options = {"temperature": 3.0, "scale_by_temperature": False}
+    found, _ = fused_sum("forward_kl", student, teacher, **options)
+    expected, _ = DIVERGENCES["forward_kl"](student, teacher, **options)
+    assert torch.allclose(found, expected, rtol=1e-12)
+    ours, theirs = (torch.autograd.grad(each, student)[0] for each in (found, expected))
+    assert torch.allclose(ours, theirs, atol=1e-14)
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_the_ends_of_jsd(beta):
+    student, teacher = pair()
+    expected, _ = DIVERGENCES["jsd"](student, teacher, beta=beta)
+    assert torch.allclose(fused_sum("jsd", student, teacher, beta=beta)[0], expected, rtol=1e-12)
+
+
+def test_no_row_that_counts():
+    student, teacher = pair(torch.float32)
+    total, count = fused_sum("forward_kl", student, teacher, mask=torch.zeros(3, 5, dtype=torch.bool))
+    total.backward()
+    assert (total.item(), count.item()) == (0.0, 0)
+    assert not student.grad.any()
+
+
+def test_rows_that_do_not_count_are_not_read():
+    student, teacher = pair(torch.float32)
+    mask = torch.arange(15).view(3, 5) % 2 == 0
+    with torch.no_grad():
+        student[~mask] = math.nan
+    total, _ = fused_sum("forward_kl", student, teacher, mask=mask)
+    total.backward()
+    assert total.isfinite()
+    assert student.grad.isfinite().all()
+
+
+def test_float16_keeps_what_the_scale_of_a_loss_is_to_save():
+    student = torch.zeros(1, 60_000, dtype=torch.float16, requires_grad=True)
+    teacher = torch.zeros(1, 60_000)
+    teacher[0, 0] = 1e-3
+    total, _ = fused_sum("forward_kl", student, teacher, temperature=1.0)
+    (total * 2.0**20).backward()
+    assert (student.grad != 0).float().mean() > 0.99  # unscaled they are below 2^-24
+
+
+def test_logits_that_are_cut_out_of_others():
+    student, teacher = torch.randn(4, 6, 10, requires_grad=True), torch.randn(4, 6, 12)
+    for fused in (fused_sum, lambda divergence, *rest: DIVERGENCES[divergence](*rest)):
+        total, _ = fused("forward_kl", student[..., :8], teacher[..., :8])
+        total.backward()
+    assert torch.equal(student.grad[..., 8:], torch.zeros(4, 6, 2))
+    first = torch.autograd.grad(fused_sum("forward_kl", student[..., :8], teacher[..., :8])[0], student)[0]
+    assert torch.allclose(2 * first, student.grad, atol=1e-6)
+
+
+def test_a_second_backward_needs_the_graph():
+    student, teacher = pair(torch.float32)
+    total, _ = fused_sum("forward_kl", student, teacher)
+    total.backward(retain_graph=True)
+    first = student.grad.clone()
+    total.backward()
+    assert torch.equal(student.grad, 2 * first)
+    with pytest.raises(TrainingError, match="backward must run once"):
+        total.backward()
+
+
+def test_a_second_derivative_is_refused():
+    student, teacher = pair(torch.float32)
+    total, _ = fused_sum("forward_kl", student, teacher)
+    with pytest.raises(TrainingError, match="got a backward with create_graph"):
+        total.backward(create_graph=True)
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", 0.0), ("temperature", math.nan), ("beta", 1.5)])
+def test_odd_options_are_refused(name, value):
+    with pytest.raises(ConfigError, match=name):
+        fused_sum("jsd", *pair(), **{name: value})
+
+
+def test_what_it_is_not_for():
+    logits = torch.zeros(module.SMALLEST, 1, requires_grad=True)
+    assert fits_fused_sum("forward_kl", logits, logits)
+    assert not fits_fused_sum("forward_kl", logits[1:], logits)
+    assert not fits_fused_sum("logit_mse", logits, logits)
+    assert not fits_fused_sum("forward_kl", logits.detach(), logits)
+    with torch.no_grad():
+        assert not fits_fused_sum("forward_kl", logits, logits)
+
+
+class Classifier(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 9))
+
+    def forward(self, x, labels=None):
+        logits = self.layers(x)
+        return {"logits": logits} | ({} if labels is None else {"loss": F.cross_entropy(logits, labels)})
+
+
+def trained(options):
+    model, x = Classifier(0), torch.randn(16, 6, generator=torch.Generator().manual_seed(3))
+    session = Session(Recipe.from_dict({"distill": {"teacher": Classifier(1), **options}}))
+    session.attach(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    session.begin([optimizer], total_steps=5)
+    for step in range(5):
+        optimizer.zero_grad()
+        session.loss(model(x, labels=(torch.arange(16) + step) % 9)["loss"]).backward()
+        session.before_optimizer_step()
+        optimizer.step()
+        session.after_optimizer_step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("divergence", FUSED)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"vocab_size": 7},
+        {"temperature_end": 1.0},
+        {"scale_by_temperature": False},
+        {"teacher": [Classifier(1), Classifier(2)]},
+        {"teacher": "mutual", "peers": 2},
+    ],
+)
+def test_a_run_takes_the_same_steps(divergence, more, monkeypatch):
+    options = {"divergence": divergence, **more}
+    expected = trained(options)
+    calls = []
+    monkeypatch.setattr(module, "SMALLEST", 1)
+    monkeypatch.setattr(module, "kd_rows_", lambda *args: calls.append(1) or KD_ROWS(*args))
+    found = trained(options)
+    assert len(calls) == (10 if "peers" in more else 5)
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, atol=2e-5), name

@@ -1,0 +1,244 @@
+"""Several teachers, the student's own average, schedules, confidence and hidden pairs, in whole runs."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shared_core.distillation.teacher_cache import write_teacher_cache
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
+from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
+
+STEPS = 6
+
+
+def make(width, seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
+
+
+class Run:
+    def __init__(self, options, state=None):
+        self.model = make(8, 0)
+        options = {"teacher": [make(16, 1)], **options}
+        self.session = Session(Recipe.from_dict({"distill": options}), seed=2)
+        self.session.attach(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.taken = 0
+        if state:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.session.load_state_dict(state["session"])
+            self.taken = state["taken"]
+        self.session.begin([self.optimizer], total_steps=STEPS)
+
+    @property
+    def technique(self):
+        return self.session.techniques["distill"]
+
+    def batch(self):
+        generator = torch.Generator().manual_seed(self.taken)
+        return torch.randn(8, 5, generator=generator), torch.randint(3, (8,), generator=generator)
+
+    def loss(self):
+        x, y = self.batch()
+        return self.session.loss(F.cross_entropy(self.model(x), y))
+
+    def step(self):
+        self.loss().backward()
+        self.session.before_optimizer_step()
+        self.optimizer.step()
+        self.session.after_optimizer_step()
+        self.optimizer.zero_grad()
+        self.taken += 1
+
+    def state(self):
+        return copy.deepcopy({
+            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "session": self.session.state_dict(), "taken": self.taken,
+        })  # fmt: skip
+
+
+VARIANTS = {
+    "several": {"teacher": [make(16, 1), make(4, 2)], "teacher_weights": [3, 1]},
+    "ema": {"teacher": "ema", "ema_decay": 0.5},
+    "schedule": {"alpha": 1.0, "alpha_end": 0.2, "temperature": 4.0, "temperature_end": 1.0},
+    "jsd": {"divergence": "jsd", "beta": 0.3, "confidence": 0.4},
+    "hidden": {"hidden": ["2=2"], "hidden_weight": 0.5},
+    "relations": {"hidden": ["2=2", "3=3"], "hidden_loss": "rkd"},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_run_stopped_anywhere_and_resumed_is_the_run_never_stopped(name):
+    whole = Run(copy.deepcopy(VARIANTS[name]))
+    states = []
+    for _ in range(STEPS):
+        states.append(whole.state())
+        whole.step()
+    whole.session.finish()
+    assert list(whole.model.state_dict()) == list(make(8, 0).state_dict())
+    for state in states[1:]:
+        resumed = Run(copy.deepcopy(VARIANTS[name]), state)
+        while resumed.taken < STEPS:
+            resumed.step()
+        resumed.session.finish()
+        for key, value in whole.model.state_dict().items():
+            assert torch.equal(value, resumed.model.state_dict()[key]), (state["taken"], key)
+
+
+def test_several_teachers_are_the_mean_of_their_probabilities():
+    run = Run(copy.deepcopy(VARIANTS["several"]))
+    x, y = run.batch()
+    student = copy.deepcopy(run.model).double()
+    teachers = [copy.deepcopy(teacher).double() for teacher in VARIANTS["several"]["teacher"]]
+    mean = sum(w * F.softmax(t.eval()(x.double()) / 2, -1) for w, t in zip((0.75, 0.25), teachers, strict=True))
+    logits = student.train()(x.double())
+    soft = 4 * F.kl_div(F.log_softmax(logits / 2, -1), mean, reduction="batchmean")
+    expected = 0.5 * F.cross_entropy(logits, y) + 0.5 * soft
+    torch.testing.assert_close(run.loss().double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_average_follows_applied_steps_alone():
+    run = Run({"teacher": "ema", "ema_decay": 0.75})
+    expected = run.model[0].weight.detach().clone()
+    average = run.technique._comparison.teachers.modules[0]
+    for _ in range(3):
+        run.step()
+        expected = 0.75 * expected + 0.25 * run.model[0].weight.detach()
+    torch.testing.assert_close(average[0].weight.detach(), expected)
+    assert torch.equal(average[1].running_mean, run.model[1].running_mean)
+    before = average[0].weight.detach().clone()
+    run.loss().backward()
+    run.session.before_optimizer_step()
+    run.session.skipped_optimizer_step()
+    assert torch.equal(average[0].weight.detach(), before)
+    assert not any(parameter.requires_grad for parameter in average.parameters())
+
+
+def test_alpha_and_temperature_walk_evenly_from_begin_to_end():
+    run = Run(dict(VARIANTS["schedule"]))
+    found = []
+    for _ in range(STEPS):
+        context = run.session.context
+        found.append((run.technique._at(context, 1.0, 0.2), run.technique._at(context, 4.0, 1.0)))
+        run.step()
+        logged = run.session.metrics()
+        assert (logged["distill/alpha"], logged["distill/temperature"]) == found[-1]
+    torch.testing.assert_close(torch.tensor(found)[:, 0], torch.linspace(1.0, 0.2, STEPS))
+    torch.testing.assert_close(torch.tensor(found)[:, 1], torch.linspace(4.0, 1.0, STEPS))
+
+
+def test_only_confident_positions_count():
+    run = Run({"confidence": 0.45, "alpha": 0.0, "temperature": 1.0})
+    x, _ = run.batch()
+    teacher, student = run.technique._comparison.teachers.modules[0], copy.deepcopy(run.model)
+    wanted, found = F.log_softmax(teacher(x), -1), F.log_softmax(student(x), -1)
+    confident = wanted.exp().amax(-1) >= 0.45
+    sure = int(confident.sum())
+    assert 0 < sure < 8
+    each = (wanted.exp() * (wanted - found)).sum(-1)
+    assert run.loss().item() == pytest.approx(float(each[confident].sum() / 8), rel=1e-5)
+    run = Run({"confidence": 0.45})
+    run.step()
+    assert run.session.receipt()["techniques"]["distill"]["positions"] == sure
+
+
+def test_projections_learn_and_no_checkpoint_holds_them():
+    run = Run(dict(VARIANTS["hidden"]))
+    (projection,) = run.technique._pairs["hidden"]._projections.values()
+    first = projection.detach().clone()
+    assert projection.shape == (16, 8)
+    for _ in range(3):
+        run.step()
+    assert not torch.equal(projection, first)
+    assert list(run.model.state_dict()) == list(make(8, 0).state_dict())
+    run.session.finish()
+    assert [name for name, _ in run.model.named_parameters()] == [name for name, _ in make(8, 0).named_parameters()]
+
+
+def test_the_hidden_term_is_the_mean_squared_error_of_projected_features():
+    run = Run({"hidden": ["2=2"], "hidden_weight": 2.0, "alpha": 1.0})
+    x, y = run.batch()
+    student, teacher = copy.deepcopy(run.model), run.technique._comparison.teachers.modules[0]
+    (projection,) = run.technique._pairs["hidden"]._projections.values()
+    features = student[:3](x) @ projection.T
+    expected = F.cross_entropy(student(x), y) + 2 * F.mse_loss(features, teacher[:3](x))
+    # the copy's batch norm has seen x once more, which train mode does not look at
+    torch.testing.assert_close(run.loss(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"teacher": "ema, runs/a"}, ConfigError, "ema alone"),
+        ({"teacher_weights": [1, 2]}, ConfigError, "for each of 1 teachers"),
+        ({"hidden": ["2"]}, ConfigError, "student=teacher pairs"),
+        ({"hidden": ["9=2"]}, MatchError, "the student has not"),
+        ({"hidden": ["2=layer.9"]}, MatchError, "the teacher has not"),
+        ({"divergence": "logit_mse", "confidence": 0.5}, ConfigError, "confidence must be 0"),
+        ({"divergence": "bernouli_kl"}, ConfigError, "bernoulli_kl"),
+    ],
+)
+def test_refusals(options, error, message):
+    with pytest.raises(error, match=message):
+        Run(options)
+
+
+def test_regression_and_independent_labels():
+    x = torch.randn(8, 5)
+    for divergence, target, task in (
+        ("logit_mse", torch.randn(8, 3), F.mse_loss),
+        ("bernoulli_kl", torch.rand(8, 3).round(), F.binary_cross_entropy_with_logits),
+    ):
+        run = Run({"divergence": divergence, "temperature": 1.0})
+        run.technique.labels = target
+        loss = run.session.loss(task(run.model(x), target))
+        assert loss.isfinite()
+        assert run.session.metrics()["distill/soft_loss"] > 0
+
+
+def test_a_cached_teacher_teaches_what_the_teacher_would(tmp_path):
+    live = Run({"alpha": 0.3})
+    batches = []
+    for step in range(STEPS):
+        live.taken = step
+        batches.append(live.batch()[0])
+    live.taken = 0
+    write_teacher_cache(make(16, 1).eval(), batches, tmp_path / "cache", temperature=2.0, dtype="float32")
+    cached = Run({"alpha": 0.3, "teacher": f"cache:{tmp_path / 'cache'}"})
+    for _ in range(STEPS):
+        live.step()
+        cached.step()
+    for name, value in live.model.state_dict().items():
+        torch.testing.assert_close(cached.model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+    assert cached.session.receipt()["techniques"]["distill"]["discarded_mass"] == 0
+    with pytest.raises(CheckpointError, match="temperature must be the 2"):
+        Run({"temperature": 3.0, "teacher": f"cache:{tmp_path / 'cache'}"})
+    with pytest.raises(ConfigError, match="allows no temperature_end"):
+        Run({"temperature_end": 3.0, "teacher": f"cache:{tmp_path / 'cache'}"})
+
+
+class TakesTwo(nn.Module):
+    def forward(self, x, y):
+        return x + y
+
+
+class Broken(nn.Module):
+    def forward(self, x):
+        return x + None
+
+
+def test_a_teacher_of_other_inputs_is_named():
+    with pytest.raises(
+        TrainingError, match=r"takes the student's inputs \(1 by position\), got TakesTwo: missing .*'y'"
+    ):
+        Run({"teacher": [TakesTwo()]}).loss()
+
+
+def test_a_teacher_that_fails_by_itself_fails_with_its_own_error():
+    with pytest.raises(TypeError, match="NoneType"):
+        Run({"teacher": [Broken()]}).loss()

@@ -1,0 +1,93 @@
+"""Two processes whose batches take other paths: each reaches another expert, with sequences of another length."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from two_ranks import leave, saved_by_two_ranks
+
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
+from shared_core.errors import CompatibilityError
+
+GROWING = {"sparsity": 0.5, "begin": 1, "end": 5, "every": 1}
+RECIPES = {
+    "costs": {"prune": {**GROWING, "cost": "energy"}},
+    "costs of gradients": {"prune": {**GROWING, "criterion": "taylor", "cost": "flops"}},
+    "peers": {"distill": {"teacher": "mutual", "peers": 2}},
+}
+NEURONS = {"prune": {**GROWING, "granularity": "neuron", "criterion": "l2_norm"}}
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2))
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x, expert):
+        x = torch.relu(self.first(x))
+        logits = self.last((x + self.experts[expert](x)).mean(1))
+        return {"logits": logits, "loss": logits.square().mean()}
+
+
+def train(recipe, rank):
+    torch.manual_seed(0)
+    model = Mixture()
+    session = Session(Recipe.from_dict(recipe), seed=1)
+    session.attach(model)
+    network = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    session.begin([optimizer], total_steps=6)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(6):
+        x = torch.randn(4, 3 + 9 * rank, 8, generator=generator)
+        session.loss(network(x, rank)["loss"]).backward()
+        session.before_optimizer_step()
+        optimizer.step()
+        session.after_optimizer_step()
+        optimizer.zero_grad()
+    peers = session.state_dict()["techniques"].get("distill", {}).get("teachers", {}).get("peers", [])
+    return {"weights": dict(model.state_dict()), "peers": peers}
+
+
+def refused(rank):
+    try:
+        train(NEURONS, rank)
+    except CompatibilityError as error:
+        return str(error)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return saved_by_two_ranks(__file__, tmp_path_factory.mktemp("experts"))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_weights_are_the_same_on_both(found, name):
+    first, second = (rank[name] for rank in found)
+    for key, value in first["weights"].items():
+        assert torch.equal(value, second["weights"][key]), key
+    assert bool(first["peers"]) == (name == "peers")
+    for one, other in zip(first["peers"], second["peers"], strict=True):
+        for key, value in one["weights"].items():
+            assert torch.equal(value, other["weights"][key]), key
+
+
+def test_units_that_processes_trace_otherwise_are_refused_on_both(found):
+    for rank in found:
+        assert "every process must find the same neurons" in rank["refused"]
+
+
+if __name__ == "__main__":
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    trained = {name: train(recipe, rank) for name, recipe in RECIPES.items()}
+    torch.save({**trained, "refused": refused(rank)}, folder / f"{rank}.pt")
+    leave()

@@ -1,0 +1,95 @@
+"""What a receipt says of final weights is found again in them, and one weight that differs is found too."""
+
+import pytest
+import torch
+from torch import nn
+
+from shared_core import Recipe, Session
+from shared_core.engine.claims import Grid, Where
+from shared_core.errors import ReceiptError
+
+
+def trained(recipe):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 48), nn.ReLU(), nn.Linear(48, 40), nn.ReLU(), nn.Linear(40, 4))
+    session = Session(Recipe.from_dict(recipe))
+    session.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.begin([optimizer], total_steps=4)
+    for _ in range(4):
+        session.loss(model(torch.randn(8, 96)).square().mean()).backward()
+        session.before_optimizer_step()
+        optimizer.step()
+        session.after_optimizer_step()
+        optimizer.zero_grad()
+    session.finish()
+    return session, model
+
+
+SCHEMES = ("int8", "int8_weight", "int4_weight", "int8_dynamic_int4_weight", "fp8", "mxfp4", "ternary", "binary")
+RECIPES = {
+    "prune": {"prune": {"sparsity": 0.6, "schedule": "one_shot", "begin": 1}},
+    "neuron": {"prune": {"sparsity": 0.5, "granularity": "neuron", "schedule": "one_shot", "begin": 1}},
+    "share": {"share": {"bits": 3, "begin": 2, "min_size": 64}},
+    "low_rank": {"low_rank": {"rank": 4, "force": True, "merge": True}},
+    "average": {"average": {"kind": "ema", "decay": 0.5}},
+    "average of pruned": {
+        "average": {"kind": "ema", "decay": 0.5},
+        "prune": {"sparsity": 0.6, "schedule": "one_shot", "begin": 1},
+    },
+    "low_rank averaged": {"average": {"kind": "swa"}, "low_rank": {"rank": 4, "force": True, "merge": True}},
+    "lsq": {"qat": {"scheme": "int8", "range": "lsq", "begin": 1}},
+    **{scheme: {"qat": {"scheme": scheme, "begin": 1}} for scheme in SCHEMES},
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_weight_that_moved_is_found(recipe):
+    session, model = trained(recipe)
+    session.verify(None, "the model")
+    session.verify(dict(model.state_dict()), "a file")
+    with torch.no_grad():
+        model[0].weight += 1e-3 * torch.randn(48, 96, generator=torch.Generator().manual_seed(1))
+    for weights in (None, dict(model.state_dict())):
+        with pytest.raises(ReceiptError, match=r"^run/model: .*0.weight.* changed by Swa, Ema"):
+            session.verify(weights, "run/model", ["Swa", "Ema", "Swa"])
+    assert any(note.startswith("NOT AS THIS RECEIPT SAYS") for note in session.receipt()["notes"])
+
+
+def test_a_dead_weight_that_the_receipt_counts_as_live_is_found():
+    session, model = trained(RECIPES["prune"])
+    with torch.no_grad():
+        model[0].weight.view(-1)[model[0].weight.view(-1).nonzero()[0]] = 0
+    with pytest.raises(ReceiptError, match="weights are 0, the receipt says"):
+        session.verify(None, "the model")
+    session.verify(None, "a checkpoint of that step", where=Where.TRAINED)  # of which no figure was told
+
+
+def test_not_a_number_is_not_what_was_said():
+    for name in ("prune", "share", "int8", "low_rank", "average"):
+        session, model = trained(RECIPES[name])
+        with torch.no_grad():
+            model[0].weight.fill_(float("nan"))
+        with pytest.raises(ReceiptError):
+            session.verify(None, name)
+
+
+def test_a_tensor_that_is_gone_is_told_of_the_model_alone():
+    session, model = trained(RECIPES["prune"])
+    weights = dict(model.state_dict())
+    del weights["0.weight"]
+    session.verify(weights, "a file that leaves some out")
+    model[0] = nn.Identity()
+    with pytest.raises(ReceiptError, match=r"prune: 0.weight is not there"):
+        session.verify(None, "the model")
+
+
+def test_the_step_of_a_learned_scale_may_be_any_but_must_be_one():
+    steps, codes = (
+        torch.tensor([[0.1], [0.7]]),
+        torch.randint(-90, 91, (2, 40), generator=torch.Generator().manual_seed(0)),
+    )
+    claim = Grid(lambda weight: weight, levels=256, largest=127, any_step=True)
+    assert claim.wrong(steps * codes, Where.END) is None
+    assert "away from the nearest code" in Grid(claim.rows, 256, largest=127).wrong(steps * codes, Where.END)
+    assert "away from the nearest code" in claim.wrong(steps * codes + torch.eye(2, 40) * 0.03, Where.END)

@@ -1,0 +1,377 @@
+"""Recipe, positions, module matching, state file, atomic files, compatibility, receipt: the frame without a trainer."""
+
+import json
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from shared_core import Recipe, Session
+from shared_core.checkpoint_formats.plain import PlainKeys
+from shared_core.cli import app
+from shared_core.config.training_time import parse_position
+from shared_core.engine import compatibility
+from shared_core.engine.registry import ROOMS
+from shared_core.engine.state_file import STATE_FILE, load_state, rng_state, save_state, set_rng_state
+from shared_core.engine.technique import FINISH_ORDER, ORDER
+from shared_core.errors import (
+    CheckpointError,
+    CompatibilityError,
+    ConfigError,
+    MatchError,
+    TrainingError,
+)
+from shared_core.front_ends.flags import recipe_of, take_flags
+from shared_core.low_rank import factorize
+from shared_core.modules.matching import match_modules
+from shared_core.pruning import PruneConfig, prune
+from shared_core.quantization import convert, quantize
+
+
+def resolve(value, total=100, epoch=10):
+    return parse_position(value).resolve("prune.begin", total_steps=total, steps_per_epoch=epoch)
+
+
+@pytest.mark.parametrize(
+    ("value", "step"),
+    [
+        (0, 0),
+        (1, 1),
+        (1.0, 100),
+        ("1", 1),
+        ("1.0", 100),
+        ("0.3", 30),
+        (0.305, 31),
+        ("2ep", 20),
+        ("0.25ep", 3),
+        ("1e-1", 10),
+    ],
+)
+def test_positions(value, step):
+    assert resolve(value) == step
+
+
+@pytest.mark.parametrize(
+    "value", [-1, 1.5, "1.5", "abc", "ep", None, True, float("nan"), "nan", float("inf"), "-2ep", [1]]
+)
+def test_bad_positions_are_refused(value):
+    with pytest.raises(ConfigError, match=r"prune\.begin: begin must be a step"):
+        parse_position(value, "prune.begin")
+
+
+def test_positions_need_a_known_length():
+    with pytest.raises(ConfigError, match="number of training steps is unknown"):
+        resolve(0.5, total=None)
+    with pytest.raises(ConfigError, match="length of an epoch is unknown"):
+        resolve("2ep", epoch=None)
+    assert resolve(7, total=None, epoch=None) == 7
+
+
+def test_recipes_are_equal_from_dict_yaml_json_and_flags(tmp_path):
+    by_dict = Recipe.from_dict({"prune": {"sparsity": 0.001, "skip": ["last"]}})
+    (tmp_path / "recipe.yaml").write_text("prune: {sparsity: 1e-3, skip: [last]}\n")
+    assert Recipe.from_yaml(tmp_path / "recipe.yaml") == by_dict
+    assert Recipe.from_yaml("prune: {sparsity: 1e-3, skip: last}") == by_dict
+    assert Recipe.from_json(json.dumps(by_dict.to_dict())) == by_dict
+    assert Recipe.from_flags({"prune_sparsity": "1e-3", "prune_skip": "last", "qat_scheme": None}) == by_dict
+    assert Recipe.from_yaml(by_dict.to_yaml()) == by_dict
+    assert eval(repr(by_dict)) == by_dict
+    assert hash(by_dict) == hash(Recipe.from_dict(by_dict.to_dict()))
+    assert Recipe.from_yaml("{}") == Recipe({})
+
+
+def test_recipe_order_is_the_order_of_composition():
+    given = {"soup": {"kind": "uniform"}, "qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5}}
+    assert list(Recipe.from_dict(given)) == ["prune", "qat", "soup"]
+    assert set(ORDER) == set(FINISH_ORDER)
+    assert set(ROOMS) <= set(ORDER)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ({"prun": {}}, r"'prun' is not a technique; did you mean 'prune'\?"),
+        ({"pruning": {}}, r"'pruning' is not a technique; did you mean 'prune' or 'ticket' or 'share'\?"),
+        ({"quantization": {}}, r"did you mean 'lora' or 'qat'\?"),
+        ({"average": {"kind": "EMA"}}, r"must be one of ema, swa, last_k, got 'EMA'; did you mean 'ema'\?"),
+        ({"average": {"kind": "mean"}}, r"must be one of ema, swa, last_k, got 'mean'$"),
+        ({"prune": {"sparsity": 80}}, r"must be in \[0, 1\), got 80.0; 80 % is written 0.8"),
+        ({"prune": {"sparsity": "80%"}}, "must be a finite number, got '80%'; 80 % is written 0.8"),
+        ({"prune": {"sparsity": 0.5, "begin": "50 %"}}, "got '50 %'; 50 % is written 0.5"),
+        ({"prune": {"sparsitty": 0.5}}, r"prune\.sparsitty is not an option; did you mean 'sparsity'\?"),
+        ({"prune": {}}, r"prune\.sparsity must be given"),
+        ({"prune": None}, r"prune\.sparsity must be given"),
+        ({"prune": 0.8}, "prune must be a mapping"),
+        ({"prune": {"sparsity": "lots"}}, r"sparsity must be a finite number, got 'lots'"),
+        ({"prune": {"sparsity": float("nan")}}, "sparsity must be a finite number"),
+        ({"prune": {"sparsity": 1.0}}, "sparsity must"),
+        ({"prune": {"sparsity": True}}, "sparsity must be a finite number"),
+        ({"prune": {"sparsity": 0.5, "every": 2.5}}, "every must be a whole number"),
+        ({"prune": {"sparsity": 0.5, "schedule": "cubik"}}, "schedule must be one of .*; did you mean 'cubic'"),
+        ({"prune": {"sparsity": 0.5, "skip": 3}}, "skip must be a list"),
+        ({"distill": {"teacher": ""}}, "teacher must"),
+        ([], "must be a mapping"),
+        ({"loss_scale": {"kind": "dynamic", "growth_factor": 0.5}}, "growth_factor must"),
+    ],
+)
+def test_bad_recipes_are_refused_by_name(recipe, message):
+    with pytest.raises(ConfigError, match=message):
+        Recipe.from_dict(recipe)
+
+
+@pytest.mark.parametrize(("suffix", "read"), [("YAML", Recipe.from_yaml), ("JSON", Recipe.from_json)])
+def test_a_broken_recipe_file_is_named(suffix, read, tmp_path):
+    file = tmp_path / "broken"
+    file.write_text("{prune: {sparsity: 0.5}")
+    with pytest.raises(ConfigError, match=rf"recipe: {file} must be valid {suffix}, got"):
+        read(file)
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match=rf"recipe: {file} must be a mapping"):
+        read(file)
+
+
+def test_what_is_no_recipe_no_option_and_no_model_is_told():
+    assert Session({"prune": {"sparsity": 0.5}}).recipe == Recipe.from_dict({"prune": {"sparsity": 0.5}})
+    with pytest.raises(ConfigError, match="must be a mapping"):
+        Session("prune")
+    with pytest.raises(ConfigError, match=r"prune must be a PruneConfig.*Recipe\.from_dict takes options"):
+        Recipe({"prune": {"sparsity": 0.5}})
+    with pytest.raises(ConfigError, match=r"prune\.sparsitty is not an option; did you mean 'sparsity'"):
+        PruneConfig(sparsitty=0.5)
+    options = {prune: {"sparsity": 0.5}, quantize: "int8_weight", factorize: {"rank": 2}, convert: None}
+    for function, config in options.items():
+        with pytest.raises(ConfigError, match="model must be a module, got dict; build it first"):
+            function({"0.weight": torch.ones(2, 2)}, config)
+
+
+def test_flags_without_their_switch_are_refused():
+    with pytest.raises(ConfigError, match=r"--prune_begin must come with --prune_sparsity"):
+        Recipe.from_flags({"prune_begin": "0.1"})
+    with pytest.raises(ConfigError, match="did you mean 'prune_sparsity'"):
+        Recipe.from_flags({"prune_sparsty": 0.5})
+
+
+def test_a_technique_given_twice_is_refused():
+    one = Recipe.from_dict({"prune": {"sparsity": 0.5}})
+    with pytest.raises(ConfigError, match="prune must be given once"):
+        one.merged(one)
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 8), nn.Conv1d(1, 1, 3), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, ["0", "2", "4"]),
+        ({"skip": ["first"]}, ["2", "4"]),
+        ({"skip": ["last"]}, ["0", "2"]),
+        ({"include": ["2"]}, ["2"]),
+        ({"include": ["[02]"], "skip": ["first"]}, ["2"]),
+        ({"include": ["Linear"], "min_size": 20}, ["0", "2"]),
+        ({"skip": ["LayerNorm"]}, ["0", "2", "4"]),
+    ],
+)
+def test_module_match(options, names):
+    assert [found.name for found in match_modules(net(), (nn.Linear,), where="prune", **options)] == names
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"include": ["encoder.*"]}, "include pattern 'encoder.*' matches no module"),
+        ({"skip": ["9"]}, "skip pattern '9' matches no module"),
+        ({"min_size": 1000}, "all 3 candidates were left out"),
+        ({"include": ["0"], "skip": ["0"]}, "all 3 candidates were left out"),
+    ],
+)
+def test_matching_nothing_is_an_error(options, message):
+    with pytest.raises(MatchError, match=message.replace("*", r"\*")):
+        match_modules(net(), (nn.Linear,), where="prune", **options)
+    with pytest.raises(MatchError, match="has no Bilinear"):
+        match_modules(net(), (nn.Bilinear,), where="prune")
+
+
+def test_known_modules_are_listed_as_far_as_a_line_is_read():
+    many = nn.Sequential(*(nn.Linear(2, 2) for _ in range(100)))
+    with pytest.raises(MatchError, match=r"known: 0, 1, 10, .* and 70 more$"):
+        match_modules(many, (nn.Linear,), where="prune", skip=["zzz"])
+
+
+def test_compiled_modules_keep_their_names():
+    compiled = nn.Sequential(torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager"))
+    assert [found.name for found in match_modules(compiled, (nn.Linear,), where="prune", include=["0.0"])] == ["0.0"]
+
+
+def test_state_file_round_trip_and_damage(tmp_path):
+    shared = torch.arange(3.0)
+    state = {
+        "a": shared,
+        "b": [shared, {"c": torch.tensor(True)}],
+        "d": 1e-3,
+        "e": None,
+        "f": "x",
+        "empty": torch.ones(0),
+    }
+    save_state(tmp_path, state)
+    loaded = load_state(tmp_path)
+    assert torch.equal(loaded["b"][0], shared)
+    assert (loaded["d"], loaded["e"], loaded["f"], bool(loaded["b"][1]["c"])) == (1e-3, None, "x", True)
+    assert [path.name for path in tmp_path.iterdir()] == [STATE_FILE]
+    whole = (tmp_path / STATE_FILE).read_bytes()
+    for length in (0, 4, len(whole) // 2, len(whole) - 1):
+        (tmp_path / STATE_FILE).write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="must be a whole state file"):
+            load_state(tmp_path)
+    (tmp_path / STATE_FILE).unlink()
+    with pytest.raises(CheckpointError, match="must exist"):
+        load_state(tmp_path)
+    with pytest.raises(TypeError, match="cannot be saved"):
+        save_state(tmp_path, {"x": object()})
+
+
+def test_a_pickle_in_place_of_the_state_file_runs_no_code(tmp_path):
+    class Gadget:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "ran"),))
+
+    torch.save({"x": Gadget()}, tmp_path / STATE_FILE)
+    with pytest.raises(CheckpointError, match="must be a whole state file"):
+        load_state(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_every_random_generator_is_restored():
+    state = rng_state()
+    drawn = torch.rand(2), random.random(), np.random.rand()
+    torch.rand(7), random.random(), np.random.rand(3)
+    set_rng_state(state)
+    again = torch.rand(2), random.random(), np.random.rand()
+    assert torch.equal(drawn[0], again[0])
+    assert drawn[1:] == again[1:]
+
+
+def test_plain_keys_name_what_differs():
+    plain = PlainKeys(nn.Linear(2, 2))
+    plain.check(nn.Linear(2, 2).state_dict())
+    with pytest.raises(CheckpointError, match=r"missing \['weight'\], unexpected \['weight_orig'\]"):
+        plain.check({"weight_orig": torch.ones(2, 2), "bias": torch.ones(2)})
+    with pytest.raises(CheckpointError, match=r"other shapes \{'bias'"):
+        plain.check({"weight": torch.ones(2, 2), "bias": torch.ones(3)})
+
+
+def test_every_refusal_has_a_known_name_and_a_reason():
+    for first, second in compatibility.REFUSED:
+        assert first in ROOMS
+        assert second in ROOMS or second in compatibility.SURROUNDINGS
+        with pytest.raises(CompatibilityError, match=r"cannot be combined with .*: \w+"):
+            compatibility.check([first], [second]) if second not in ROOMS else compatibility.check([first, second])
+    refusing = ("low_rank", "fp8", "lora", "ticket", "share", "dp")  # qat or prune
+    compatibility.check(key for key in ROOMS if key not in refusing)
+    assert len(compatibility.matrix()) == len(ROOMS)
+
+
+def test_flags_are_taken_out_of_a_command_line():
+    ours, rest = take_flags(
+        ["--lr", "1", "--prune-sparsity", "0.5", "--x", "--soup_strict", "pos", "--", "--prune_sparsity=1"]
+    )
+    assert ours == {"prune_sparsity": "0.5", "soup_strict": "true"}
+    assert rest == ["--lr", "1", "--x", "pos", "--prune_sparsity=1"]
+    for wrong, message in [
+        (["--prune_sparsty", "0.5"], "did you mean 'prune_sparsity'"),
+        (["--prune_sparsity"], "must have a value"),
+        (["--prune_sparsity=1", "--prune_sparsity=1"], "given once"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            take_flags(wrong)
+
+
+def test_flags_and_a_recipe_file_make_one_recipe(tmp_path):
+    (tmp_path / "r.yaml").write_text("prune: {sparsity: 0.5}")
+    assert list(recipe_of({"eff_recipe": str(tmp_path / "r.yaml"), "qat_scheme": "int8"})) == ["prune", "qat"]
+    with pytest.raises(ConfigError, match="must be a readable text file"):
+        recipe_of({"eff_recipe": str(tmp_path / "none.yaml")})
+
+
+def test_a_session_with_nothing_on_changes_nothing():
+    model = net()
+    before = {name: type(module) for name, module in model.named_modules()}
+    session = Session(Recipe({}))
+    session.attach(model)
+    session.begin([], total_steps=3)
+    loss = torch.tensor(1.0)
+    assert session.loss(loss) is loss
+    session.before_optimizer_step()
+    session.after_optimizer_step()
+    with session.evaluating(), session.evaluating():
+        pass
+    session.finish()
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    assert session.receipt()["steps"]["applied"] == 1
+    assert "1 steps applied" in session.receipt().text()
+
+
+def test_a_receipt_is_json_for_every_parser(tmp_path):
+    model, session = net(), Session(Recipe.from_dict({"qat": {"scheme": "int8_weight", "include": ["0"]}}))
+    model[0].weight.data.zero_()  # no noise: infinitely many dB
+    session.attach(model)
+    session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=1)
+    text = session.receipt().write(tmp_path).read_text()
+    (entry,) = json.loads(text, parse_constant=pytest.fail)["techniques"]["qat"]["per_layer"]
+    assert entry["sqnr_db"] is None
+    printed = CliRunner().invoke(app, ["report", str(tmp_path), "--json"])
+    told = json.loads(printed.output)
+    assert told.pop("report")["files"] == ["eff_receipt.json"]
+    assert told == json.loads(text)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_run_cut_short_still_has_a_receipt(begun):
+    model, session = net(), Session(Recipe.from_dict({"qat": {"scheme": "int8"}}))
+    session.attach(model)
+    if begun:
+        session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=3)
+    session.detach()
+    assert session.receipt()["techniques"]["qat"]["layers"] == len(session.techniques["qat"].layers)
+    assert all(type(module).__module__.startswith("torch.nn") for module in model.modules())
+
+
+def test_a_session_refuses_wrong_order_and_a_second_model():
+    session = Session(Recipe({}))
+    with pytest.raises(TrainingError, match="attach must come before begin"):
+        session.begin([], total_steps=1)
+    model = net()
+    session.attach(model)
+    session.attach(model)
+    with pytest.raises(TrainingError, match="list of optimizers"):
+        session.begin(torch.optim.SGD(model.parameters(), lr=0.1), total_steps=1)
+    with pytest.raises(TrainingError, match="attached to one model only"):
+        session.attach(net())
+    with pytest.raises(TrainingError, match="must join before training starts"):
+        session.join(Recipe({}))
+    with pytest.raises(CheckpointError, match="must be one that a session saved"):
+        session.load_state_dict({"step": 1})
+
+
+def test_a_failed_attach_leaves_the_model_as_it_was():
+    model = nn.Sequential(nn.Linear(4, 4))
+    session = Session(Recipe.from_dict({"qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5, "include": ["nothing"]}}))
+    with pytest.raises(MatchError, match="include pattern 'nothing'"):
+        session.attach(model)
+    assert type(model[0]) is nn.Linear
+    assert not session.is_attached
+
+
+def test_positions_in_epochs_of_different_lengths():
+    assert [resolve(value, epoch=(10, 10, 4)) for value in ("1ep", "2ep", "2.5ep", "3ep", "5ep")] == [
+        10,
+        20,
+        22,
+        24,
+        32,
+    ]

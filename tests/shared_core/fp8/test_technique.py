@@ -1,0 +1,347 @@
+"""FP8 training in a session: histories move once a step, resume is exact, stock layers come back."""
+
+import copy
+import math
+import pickle
+from collections import deque
+
+import pytest
+import torch
+from fp8_runs import ALL, Quiet, data, net
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shared_core.engine import compatibility
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
+from shared_core.engine.state_file import load_state, save_state
+from shared_core.errors import CheckpointError, CompatibilityError, TrainingError
+from shared_core.fp8 import Fp8Linear
+from shared_core.fp8.scaling import ROLES
+
+
+def start(model, state=None, surroundings=(), **options):
+    session = Session(Recipe.from_dict({"fp8": {"recipe": "delayed", **options}}), services=Quiet())
+    session.attach(model, surroundings)
+    if state is not None:
+        session.load_state_dict(state)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session.begin([optimizer], total_steps=100)
+    return session, optimizer
+
+
+def step(session, optimizer, forward, micro_batches, *, skip=False):
+    for x in micro_batches:
+        session.loss(forward(x).square().mean() / len(micro_batches)).backward()
+    session.before_optimizer_step()
+    if skip:
+        session.skipped_optimizer_step()
+    else:
+        optimizer.step()
+        session.after_optimizer_step()
+    optimizer.zero_grad()
+
+
+def amaxes(session):
+    state = session.state_dict()["techniques"]["fp8"]
+    return state["bank"]["history"].clone()
+
+
+def test_the_next_scale_is_of_the_largest_of_the_last_steps():
+    model = net()
+    session, optimizer = start(model, amax_history=3, include=["2"])
+    bank = session.techniques["fp8"]._bank
+    seen = {role: deque(maxlen=3) for role in ROLES}
+    layer = model[2]
+    now = {}
+    layer.register_forward_pre_hook(lambda module, inputs: now.update(input=inputs[0].abs().max().item()))
+    layer.register_full_backward_hook(lambda module, _, out: now.update(gradient=out[0].abs().max().item()))
+    for x in data():
+        now["weight"] = layer.weight.abs().max().item()
+        step(session, optimizer, model, [x])
+        for role in ROLES:
+            seen[role].append(now[role])
+            assert bank.past(0, role, torch.device("cpu")).item() == pytest.approx(max(seen[role]), rel=1e-6)
+    entry = session.receipt()["techniques"]["fp8"]["per_layer"][0]
+    assert entry["amax"]["gradient"] == pytest.approx(max(seen["gradient"]), rel=1e-6)
+    assert entry["emulated"] == {"forward": 8, "grad_input": 8, "grad_weight": 8}
+
+
+def test_a_past_scale_saturates_and_a_first_step_does_not():
+    model = nn.Sequential(nn.Linear(16, 16, bias=False))
+    session, optimizer = start(model, include=["0"])
+    nn.init.eye_(model[0].weight)
+    x = torch.full((2, 16), 1.0)
+
+    def far_outside():
+        nn.init.eye_(model[0].weight)
+        with torch.no_grad():  # such a forward leaves no trace
+            return model(100 * x)
+
+    torch.testing.assert_close(far_outside(), 100 * x)  # no history yet: the current magnitude
+    step(session, optimizer, model, [x])
+    torch.testing.assert_close(far_outside(), x)  # 100 lies outside the scale of 1
+    session.context.weights_replaced()
+    torch.testing.assert_close(far_outside(), 100 * x)
+
+
+def test_micro_batches_recomputation_evaluation_and_skips_leave_one_entry_a_step():
+    batches = data()
+    whole, parts, recomputed = net(), net(), net()
+
+    def again(x):
+        return checkpoint(recomputed, x, use_reentrant=False)
+
+    runs = [start(model) for model in (whole, parts, recomputed)]
+    for x in batches[:3]:
+        step(*runs[0], whole, [x])
+        step(*runs[1], parts, x.chunk(3))
+        step(*runs[2], again, [x])
+        session = runs[1][0]
+        with session.evaluating():
+            parts(1e6 * x).sum().backward()  # a metric that differentiates must not count either
+            parts.zero_grad()
+        with torch.no_grad():
+            parts(1e6 * x)
+        runs[1][1].zero_grad()
+    histories = [amaxes(session) for session, _ in runs]
+    assert torch.equal(histories[0], histories[2])
+    for a, b in zip(whole.parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(a, b)
+    # not equal: a first micro-batch has a scale of its own, as there is no history yet
+    torch.testing.assert_close(histories[1], histories[0], rtol=0.05, atol=0)
+    assert (histories[1] > 0).sum() == (histories[0] > 0).sum() == 3 * 3  # three steps, three roles, one layer
+
+    step(*runs[0], whole, [100 * batches[3]], skip=True)
+    assert torch.equal(amaxes(runs[0][0]), histories[0])
+    step(*runs[0], whole, [batches[4]])
+    assert amaxes(runs[0][0])[0, 0] < 50  # of the applied step alone
+
+
+# without hfp8, which always has a loss scaler
+UNSCALED = [recipe for recipe in ALL if recipe != "hfp8"]
+
+
+def everything(session, model, optimizer):
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for index, moments in enumerate(optimizer.state.values()):
+        state |= {f"{index}.{name}": value.clone() for name, value in moments.items()}
+    bank = session.state_dict()["techniques"]["fp8"].get("bank", {})
+    return state | {name: torch.as_tensor(value) for name, value in bank.items()}
+
+
+@pytest.mark.parametrize("recipe", UNSCALED)
+@pytest.mark.parametrize("where", ["input", "gradient"])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_step_with_nan_or_infinity_moves_nothing_and_training_goes_on(recipe, where, bad):
+    model = net()
+    session, _ = start(model, recipe=recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    session.context.optimizers = (optimizer,)
+    batches = data()
+    step(session, optimizer, model, [batches[0]])
+    before = everything(session, model, optimizer)
+    x = batches[1].clone()
+    if where == "input":
+        x[0, 0] = bad
+    y = model(x)
+    y.backward(torch.full_like(y, bad if where == "gradient" else 0.1))
+    session.before_optimizer_step()
+    optimizer.step()
+    assert session.after_optimizer_step() is False
+    optimizer.zero_grad()
+    after = everything(session, model, optimizer)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    told = session.receipt()
+    assert told["techniques"]["fp8"]["discarded_steps"] == told["steps"]["skipped"] == 1
+    assert told["steps"]["applied"] == 1
+    step(session, optimizer, model, [batches[2]])
+    assert session.step == 2
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    assert not torch.equal(model[2].weight, before["2.weight"])
+
+
+def test_training_stops_when_every_step_is_discarded():
+    model = net()
+    session, optimizer = start(model, recipe="rowwise", max_skips=3)
+    bad = [math.nan * x for x in data()]
+    step(session, optimizer, model, [bad[0]])
+    step(session, optimizer, model, [bad[1]])
+    step(session, optimizer, model, [data()[0]])  # an applied step starts the count anew
+    step(session, optimizer, model, [bad[2]])
+    state = session.state_dict()
+    step(session, optimizer, model, [bad[3]])
+    with pytest.raises(TrainingError, match=r"finite at least once in 3 steps \(max_skips\)"):
+        step(session, optimizer, model, [bad[4]])
+    session, optimizer = start(net(), state, recipe="rowwise", max_skips=3)  # and a resume does not
+    step(session, optimizer, session.context.model, [bad[5]])
+    with pytest.raises(TrainingError, match="max_skips"):
+        step(session, optimizer, session.context.model, [bad[6]])
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "hfp8"])
+def test_a_scaler_skips_the_step_that_overflowed(recipe):
+    model = net()
+    loss_scale = {"kind": "dynamic", "init_scale": 8.0, "format": "fp8_e5m2"}
+    session = Session(Recipe.from_dict({"fp8": {"recipe": recipe}, "loss_scale": loss_scale}), services=Quiet())
+    session.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session.begin([optimizer], total_steps=10)
+    scaler = session.techniques["loss_scale"].scaler
+    weights = copy.deepcopy(model.state_dict())
+    scaler.scale(session.loss(model(data()[0] * math.inf).square().mean())).backward()
+    scaler.unscale_(optimizer)
+    session.before_optimizer_step()
+    scaler.step(optimizer)
+    scaler.update()
+    session.skipped_optimizer_step()
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert scaler.get_scale() < 8.0
+    assert session.skipped == 1
+    assert not session.context.discard_step
+    if recipe == "delayed":
+        assert not amaxes(session).any()
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_resume_is_bit_exact_also_inside_a_window(stop, tmp_path):
+    batches = data()
+
+    def run(model, session, optimizer, first, last):
+        for x in batches[first:last]:
+            step(session, optimizer, model, x.chunk(2))
+        return amaxes(session)
+
+    model = net()
+    session, optimizer = start(model, amax_history=4)
+    run(model, session, optimizer, 0, stop)
+    session.loss(model(batches[stop][:6]).square().mean() / 2).backward()
+    save_state(tmp_path, session.state_dict())
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    again = net(seed=5)
+    again.load_state_dict(model.state_dict())
+    resumed, other = start(again, load_state(tmp_path), amax_history=4)
+    for parameter, gradient in zip(again.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    ends = []
+    for one, mine, its in ((model, session, optimizer), (again, resumed, other)):
+        step(mine, its, one, [batches[stop][6:]])
+        ends.append(run(one, mine, its, stop + 1, 7))
+    assert torch.equal(*ends)
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_states_of_other_runs_are_refused():
+    session, _ = start(net())
+    state = session.state_dict()
+    with pytest.raises(CheckpointError, match=r"must be of the layers that are in FP8 now, but differ in 0, 2"):
+        start(net(), state, include=["0"])
+    with pytest.raises(CheckpointError, match="amax_history must be the saved 16 steps, got 4"):
+        start(net(), state, amax_history=4)
+    del state["techniques"]["fp8"]["bank"]["window"]
+    with pytest.raises(CheckpointError, match="must be one that fp8 saved"):
+        start(net(), state)
+
+
+def test_the_run_says_once_and_aloud_that_it_emulates():
+    for options, reason in (
+        ({}, "cpu does not multiply FP8"),
+        ({"recipe": "mx"}, "cpu does not multiply FP8"),
+        ({"recipe": "rowwise", "backend": "emulated"}, "backend=emulated asks"),
+        ({"recipe": "mxfp4"}, "this recipe has no scaled matmul"),
+        ({"recipe": "int16"}, "on int16 values"),
+        ({"recipe": "rowwise", "backend": "torchao"}, "cpu does not multiply FP8"),
+    ):
+        session, optimizer = start(net(), **options)
+        model = session.context.model
+        for x in data(3):
+            step(session, optimizer, model, [x])
+        (line,) = session._services.of_fp8()
+        assert "EMULATED" in line
+        assert reason in line
+        session.finish()
+        told = session.receipt()["techniques"]["fp8"]
+        assert f"EMULATED, as {told['emulated_because']}: products" in line
+        assert told["native_layers"] == 0
+        assert told["per_layer"][0].get("emulated", {"forward": 3})["forward"] == 3
+    session, _ = start(net(), backend="scaled_mm")
+    assert not any("EMULATED" in said for said in session._services.said)
+
+
+def test_scaled_matmul_on_a_cpu_is_counted_but_not_called_native():
+    model = net()
+    session, optimizer = start(model, backend="scaled_mm")
+    step(session, optimizer, model, [data()[0]])
+    session.finish()
+    entry = session.receipt()["techniques"]["fp8"]["per_layer"][0]
+    assert entry["scaled_mm"] == {"forward": 1, "grad_input": 1, "grad_weight": 1}
+    assert not any(entry["emulated"].values())
+    assert not entry["native"]
+
+
+def test_stock_layers_with_the_same_parameters_come_back():
+    model = net()
+    parameters, keys = list(model.parameters()), list(model.state_dict())
+    session, optimizer = start(model)
+    assert type(model[2]) is Fp8Linear
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert list(model.state_dict()) == keys
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for other in copies:
+        assert torch.equal(other(data()[0]), model(data()[0]))
+    step(session, optimizer, model, [data()[0]])
+    before = session.bake(model.state_dict())
+    session.finish()
+    assert {type(module) for module in model.modules()} == {nn.Sequential, nn.Linear, nn.GELU}
+    assert "fp8" not in vars(model[2])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_fused_encoder_layer_does_not_bypass_fp8():
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True), 2).eval()
+    x = torch.randn(2, 5, 32)
+    with torch.no_grad():
+        exact = model(x)
+        session, _ = start(model, recipe="tensorwise", include=["layers.1.linear1", "layers.1.linear2"])
+        assert (model(x) - exact).norm() > 1e-3 * exact.norm()
+        session.finish()
+        assert torch.equal(model(x), exact)
+
+
+def test_learning_in_fp8_is_learning():
+    torch.manual_seed(0)
+    x = torch.randn(256, 16)
+    target = torch.tanh(x @ torch.randn(16, 16) / 4)
+    losses = {}
+    for recipe in (None, "delayed", "tensorwise", "rowwise", "blockwise", "mx"):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        session = Session(Recipe.from_dict({"fp8": {"recipe": recipe}} if recipe else {}), services=Quiet())
+        session.attach(model)
+        session.begin([optimizer], total_steps=150)
+        for _ in range(150):
+            loss = session.loss((model(x) - target).square().mean())
+            loss.backward()
+            session.before_optimizer_step()
+            optimizer.step()
+            session.after_optimizer_step()
+            optimizer.zero_grad()
+        losses[recipe] = loss.item()
+    exact = losses.pop(None)
+    assert exact < 0.02
+    assert all(loss < 1.5 * exact + 2e-3 for loss in losses.values()), (exact, losses)
+
+
+@pytest.mark.parametrize("other", ["deepspeed", "fsdp1", "tensor_parallel", "lbfgs", "data_parallel", "tpu"])
+def test_surroundings_that_are_not_proven_are_refused(other):
+    with pytest.raises(CompatibilityError, match="fp8 cannot be combined with"):
+        start(net(), surroundings=[other])
+
+
+def test_int8_and_fp8_of_the_same_layers_are_refused_with_the_reason():
+    with pytest.raises(CompatibilityError, match="change the class of the same linear layers"):
+        compatibility.check(["qat", "fp8"])
+    compatibility.check(["prune", "fp8", "distill", "loss_scale", "soup"])

@@ -1,0 +1,201 @@
+"""The search: the curve and its files, stopped and extended searches, wrong options, wrong commands."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from lottery_runs import train
+from reports import part, report_of
+from typer.testing import CliRunner
+
+from shared_core import Recipe
+from shared_core.cli import app
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
+from shared_core.lottery_ticket import LotteryTicket
+from shared_core.lottery_ticket.curve import curve_of
+from shared_core.lottery_ticket.search import RoundCommand
+
+
+def result(history, **more):
+    entries = [{"step": step, "metrics": metrics} for step, metrics in history]
+    return {"history": entries, "kept": 8, "numel": 10, "replay": None, "unmeasured": None, **more}
+
+
+def test_the_curve_tells_when_a_ticket_is_as_good_as_the_dense_run():
+    nan = float("nan")
+    runs = [
+        (0, "none", Path("a"), result([(1, {"acc": 0.5}), (2, {"acc": 0.9}), (3, {"acc": 0.8})], kept=10)),
+        (1, "none", Path("b"), result([(1, {"acc": 0.8}), (2, {"acc": 0.85}), (3, {"acc": 0.7})])),
+        (2, "none", Path("c"), result([(1, {"acc": nan}), (2, {"other": 1.0}), (3, {"acc": 0.8})], kept=6)),
+        (2, "random_mask", Path("d"), result([(1, {"acc": 0.1}), (3, {"acc": 0.2})], kept=6)),
+    ]
+    last = curve_of(runs, metric="acc")
+    assert [row.quality for row in last.rows] == [0.8, 0.7, 0.8, 0.2]
+    assert [row.reached_dense_at for row in last.rows] == [2, 1, 3, None]
+    assert [row.best_step for row in last.rows] == [2, 2, 3, 3]
+    assert last.smallest_winning.folder == "c"
+    best = curve_of(runs, metric="acc", quality="best")
+    assert [row.quality for row in best.rows] == [0.9, 0.85, 0.8, 0.2]
+    assert [row.reached_dense_at for row in best.rows] == [2, None, None, None]
+    assert best.smallest_winning is None
+    smaller = curve_of(runs, metric="acc", mode="min")
+    assert [row.best_step for row in smaller.rows] == [1, 3, 3, 1]
+    assert not curve_of([(0, "none", Path("a"), result([(1, {"val_loss": 1.0, "acc": 0.2})]))]).larger_is_better
+    unmeasured = curve_of([(0, "none", Path("a"), result([]))])
+    assert (unmeasured.metric, unmeasured.rows[0].quality, unmeasured.smallest_winning) == (None, None, None)
+
+
+def test_the_metric_must_be_one_that_there_is():
+    dense = [(0, "none", Path("a"), result([(1, {"acc": 0.5, "f1": 0.2})]))]
+    with pytest.raises(ConfigError, match=r"metric must be chosen, got none; it may be acc, f1"):
+        curve_of(dense)
+    with pytest.raises(ConfigError, match=r"got 'ac'; did you mean 'acc'\?"):
+        curve_of(dense, metric="ac")
+    with pytest.raises(ConfigError, match=r"got 'acc' \(there is no eval_dataset\)"):
+        curve_of([(0, "none", Path("a"), result([], unmeasured="there is no eval_dataset"))], metric="acc")
+
+
+def test_a_search_writes_table_json_csv_and_plot(tmp_path):
+    search = LotteryTicket(
+        rounds=2, rate=0.5, rewind_to=2, controls=["random_mask", "random_reinit"], control_rounds=[2]
+    )
+    curve = search.run(train, tmp_path)
+    folders = ["round-00", "round-01", "round-02", "round-02-random_mask", "round-02-random_reinit"]
+    assert [row.folder for row in curve.rows] == folders
+    assert [row.control for row in curve.rows[2:]] == ["none", "random_mask", "random_reinit"]
+    assert [row.replay for row in curve.rows] == [None, "bit-equal", "bit-equal", "bit-equal", None]
+    assert len({row.kept for row in curve.rows[2:]}) == 1
+    assert (curve.metric, curve.larger_is_better) == ("val_loss", False)
+    assert json.loads((tmp_path / "curve.json").read_text())["rows"][1]["kept"] == curve.rows[1].kept
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "curve.csv").read_text())))
+    assert [row["folder"] for row in rows] == folders
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert curve.table().row_count == 5
+    told = json.loads((tmp_path / "round-01" / "round.json").read_text())
+    assert [entry["step"] for entry in told["history"]] == [4, 8, 12]
+    assert list(told["history"][0]["metrics"]) == ["val_loss"]  # and not how long it took
+    assert sum(entry["kept"] for entry in told["tensors"]) == told["kept"] == curve.rows[1].kept
+    assert not list(tmp_path.rglob(".eff-tmp-*"))
+    text = part(report_of(tmp_path), "Lottery tickets")
+    assert text.count("| random mask |") == text.count("| random re-init |") == text.count("| dense |") == 1
+    assert f"| 1 | winning ticket | {curve.rows[1].kept:,} | {curve.rows[1].left:.6g} |" in text
+
+
+def test_a_stopped_search_goes_on_and_can_be_extended(tmp_path):
+    calls = []
+
+    def stops(recipe):
+        calls.append(recipe["ticket"].out)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        train(recipe)
+
+    options = {"rate": 0.5, "rewind_to": 2}
+    with pytest.raises(KeyboardInterrupt):
+        LotteryTicket(rounds=3, **options).run(stops, tmp_path / "a")
+    LotteryTicket(rounds=3, **options).run(stops, tmp_path / "a")
+    assert [Path(out).name[-2:] for out in calls] == ["00", "01", "02", "02", "03"]
+    again = LotteryTicket(rounds=4, controls=["random_mask"], control_rounds=[1], **options).run(stops, tmp_path / "a")
+    assert [Path(out).name for out in calls[5:]] == ["round-01-random_mask", "round-04"]
+    whole = LotteryTicket(rounds=4, controls=["random_mask"], control_rounds=[1], **options).run(train, tmp_path / "b")
+    assert again == whole
+    for file in (tmp_path / "b").glob("*/ticket.safetensors"):
+        assert file.read_bytes() == (tmp_path / "a" / file.parent.name / file.name).read_bytes()
+    with pytest.raises(CheckpointError, match=r"must be of this search, got that of one whose rate is 0\.5, now 0\.4"):
+        LotteryTicket(rounds=4, rate=0.4, rewind_to=2).run(train, tmp_path / "a")
+    (tmp_path / "a" / "lottery.json").write_text("{")
+    with pytest.raises(CheckpointError, match="must be JSON"):
+        LotteryTicket(rounds=4, **options).run(train, tmp_path / "a")
+    (tmp_path / "a" / "lottery.json").unlink()
+    with pytest.raises(CheckpointError, match="must be new or hold a search"):
+        LotteryTicket(rounds=4, **options).run(train, tmp_path / "a")
+
+
+def test_a_wrong_metric_costs_one_run_and_no_second_one(tmp_path):
+    with pytest.raises(ConfigError, match="did you mean 'val_loss'"):
+        LotteryTicket(rounds=1, metric="val_los").run(train, tmp_path)
+    calls = []
+    LotteryTicket(rounds=1, metric="val_loss").run(lambda recipe: (calls.append(1), train(recipe)), tmp_path)
+    assert len(calls) == 1
+
+
+def test_training_without_the_recipe_is_told(tmp_path):
+    with pytest.raises(
+        TrainingError, match=r"round-00 must train with the recipe it was given, but left no round\.json"
+    ):
+        LotteryTicket(rounds=1).run(lambda recipe: None, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rounds": 0}, "rounds must be a whole number of at least 1"),
+        ({"rounds": 2.0}, "rounds must be a whole number"),
+        ({"rate": 1.0}, "rate must be in"),
+        ({"rewind_to": -1}, "rewind_to must be a step"),
+        ({"controls": ["random"]}, "controls must be of random_reinit, random_mask, got 'random'"),
+        ({"control_rounds": [11]}, "control_rounds must be rounds from 1 to 10, got 11"),
+        ({"control_rounds": [5]}, r"control_rounds must come with controls, got \[5\] without"),
+        ({"controls": "random_mask"}, r"controls must be a list, got 'random_mask'"),
+        ({"mode": "up"}, "mode must be auto, max or min"),
+        ({"quality": "first"}, "quality must be last or best"),
+        ({"out": "x"}, "out must not be given"),
+        ({"rewind": "lr"}, "rewind must be one of"),
+        ({"rewnd": "weights"}, "did you mean 'rewind'"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        LotteryTicket(**options)
+
+
+def test_commands_are_taken_apart(tmp_path):
+    path = str(tmp_path / "my_train.py")
+    Path(path).touch()
+    parsed = RoundCommand(["python", "-u", path, "--lr", "1", "--qat_scheme", "int8", "--", "--prune_x"])
+    assert parsed.command.interpreter == ("python", "-u")
+    assert parsed.command.arguments == (path, "--lr", "1", "--prune_x")
+    assert parsed.recipe == Recipe.from_dict({"qat": {"scheme": "int8"}})
+    assert RoundCommand(["/usr/bin/python3.11", "-m", "pkg.train", "x.py"]).command.arguments == (
+        "-m",
+        "pkg.train",
+        "x.py",
+    )
+    for other in (
+        ["torchrun", path],
+        ["bash", "train.sh"],
+        ["python", "-c", "pass"],
+        ["python", "-X", "dev", path],
+        ["python", "-m", "torch.distributed.run", "eff", "run", path, "--eff_recipe", "{recipe}"],
+    ):
+        assert RoundCommand(other).command.interpreter == ()
+    for command, message in (
+        ([], "command must be given"),
+        (["python", "nowhere.py"], "script must be a file, got 'nowhere.py'"),
+        (["python", "-m"], "must be followed by a module"),
+        (["python", path, "--ticket_out", "x"], "must not have flags of ticket"),
+        (["python", path, "--prune_sparsitty", "1"], "did you mean 'prune_sparsity'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            RoundCommand(command)
+
+
+def test_the_command_line_refuses_before_it_trains(tmp_path):
+    script = tmp_path / "my_train.py"
+    script.write_text("raise SystemExit('trained')")
+    for arguments, message in (
+        (["--", "python", script], "--out must be given"),
+        (["--out", tmp_path / "o", "--rate", "2", "--", "python", script], "rate must be in"),
+        (["--out", tmp_path / "o", "--control_rounds", "a", "--", "python", script], "must be numbers"),
+        (["--out", tmp_path / "o", "--control", "none", "--", "python", script], "controls must be of"),
+        (["--out", tmp_path / "o"], "command must be given"),
+    ):
+        done = CliRunner().invoke(app, ["lottery", *map(str, arguments)])
+        assert isinstance(done.exception, ConfigError)
+        assert message in str(done.exception)
+    flags = ["--out", tmp_path / "o", "--", "python", script, "--prune_sparsity", "0.5"]
+    done = CliRunner().invoke(app, ["lottery", *map(str, flags)])
+    assert isinstance(done.exception, CompatibilityError)
+    assert not (tmp_path / "o").exists()

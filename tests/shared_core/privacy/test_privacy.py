@@ -1,0 +1,472 @@
+"""DP-SGD: clipped sums and noise against their definitions, refusals, resume, two processes."""
+
+import copy
+import importlib
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from privacy_runs import Run, net, steps_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from two_ranks import leave, saved_by_two_ranks
+
+from shared_core import Recipe, Session
+from shared_core.distributed.collectives import local_part
+from shared_core.distributed.sharded_tensors import whole
+from shared_core.engine.compatibility import check, remarks
+from shared_core.errors import CompatibilityError, EffError, MatchError, TrainingError
+from shared_core.privacy.per_sample_gradients import ExampleGradients, PerSample, check_model, clip_factors
+from shared_core.privacy.sampling import Secret
+
+
+def test_a_micro_batch_that_no_example_fell_into_holds_a_row_that_does_not_count():
+    run = Run(nn.Linear(3, 2), num_examples=40, batch_size=1, noise_multiplier=0.0)
+    empty = next(step for step in range(50) if not len(run.technique._batches.chosen(step)))
+    run.technique._draws = empty
+    assert next(iter(run.technique._batches)) == [0]
+    run.step(empty)
+    assert all(not parameter.grad.any() for parameter in run.model.parameters())
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+def test_the_clipped_sum_is_that_of_a_loop_over_examples(accumulate, mode):
+    run = Run(net(), accumulate=accumulate, noise_multiplier=0.0, max_grad_norm=2.0, grad_sample_mode=mode)
+    for step in range(2):
+        run.step(step)
+        found = [parameter.grad.clone() for parameter in run.model.parameters()]
+        for gradient, expected in zip(found, run.oracle(step, 2.0), strict=True):
+            torch.testing.assert_close(gradient, expected, atol=1e-13, rtol=1e-12)
+        run.optimizer.zero_grad()
+
+
+def test_without_noise_and_with_a_huge_bound_it_is_sgd_on_the_sampled_batch():
+    run = Run(net(), noise_multiplier=0.0, max_grad_norm=1e9)
+    run.step(0)
+    found = [parameter.grad.clone() for parameter in run.model.parameters()]
+    chosen = run.technique._batches.chosen(0)
+    loss = run.loss(run.x[chosen], run.y[chosen], run.twin) * len(chosen) / 8
+    for gradient, expected in zip(found, torch.autograd.grad(loss, list(run.twin.parameters())), strict=True):
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_noise_has_the_accounted_width_once_a_step_however_it_is_accumulated():
+    found = []
+    for accumulate in (1, 4):
+        model = nn.Sequential(nn.Linear(3, 2), nn.Identity())
+        model[1].unused = nn.Linear(200, 200, bias=False)
+        run = Run(model, batch_size=8 // accumulate, accumulate=accumulate, noise_multiplier=0.7, max_grad_norm=1.5)
+        noise = []
+        for step in range(2):
+            run.step(step)
+            noise.append(model[1].unused.weight.grad.flatten())
+            run.optimizer.zero_grad()
+        found.append(noise)
+        for values in noise:
+            width = 0.7 * 1.5 / 8
+            assert abs(float(values.std()) / width - 1) < 3 / math.sqrt(2 * 40_000)
+            assert abs(float(values.mean())) < 3 * width / math.sqrt(40_000)
+        assert abs(float(torch.corrcoef(torch.stack(noise))[0, 1])) < 0.015
+    assert torch.equal(found[0][0], found[1][0])
+
+
+def test_an_example_that_is_not_finite_counts_as_nothing():
+    layer = nn.Linear(2, 1, bias=False)
+    samples = torch.tensor([[[math.nan, 1.0]], [[math.inf, 0.0]], [[0.3, 0.4]]])
+    norms = samples.flatten(1).norm(dim=1)
+    uses = [(layer, samples[:, 0], torch.ones(3, 1))]
+    for kept in (ExampleGradients(norms, samples), ExampleGradients(norms, None, uses)):
+        found = kept.weighted_sum(clip_factors(norms, torch.ones(3), 10.0), all_finite=False)
+        assert torch.equal(found, torch.tensor([[0.3, 0.4]]))
+        assert not kept.weighted_sum(clip_factors(norms, torch.zeros(3), 10.0), all_finite=False).any()
+
+
+class Tied(nn.Module):
+    """Embedding and head share a weight; positions are looked up once for the whole batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(7, 16), nn.Embedding(5, 16)
+        self.twice, self.head = nn.Linear(16, 16), nn.Linear(16, 7, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        hidden = self.words(ids) + self.places(torch.arange(2)[None])
+        return self.head(self.twice(torch.tanh(self.twice(hidden))))
+
+
+@pytest.mark.parametrize("spares", [False, True])
+def test_tied_weights_reused_layers_and_shared_positions_have_gradients_of_single_examples(spares):
+    torch.manual_seed(0)
+    model, ids = Tied().double(), torch.randint(0, 7, (3, 2))
+    per_sample = PerSample(model, False)
+    per_sample.num_examples, per_sample._hooks.spares = 3, spares
+    found = []
+    for example in torch.eye(3, dtype=torch.double):
+        model.zero_grad()
+        model(ids).square().sum().backward()
+        made = per_sample._hooks.made.items()
+        assert all((kept[0].samples is None) == spares for name, kept in made if "bias" not in name)
+        found.append(dict(per_sample.clipped_sums(example, 1e9, check_sum=True)))
+    per_sample.remove()
+    for index in range(3):
+        model.zero_grad()
+        model(ids[index : index + 1]).square().sum().backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[index][name], parameter.grad)
+
+
+class Padded(nn.Module):
+    """Looks words up, of which one is padding, and reads them in their own length from states of its own."""
+
+    def __init__(self, padding=0, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(7, 4, padding_idx=padding, **options)
+        layers = importlib.import_module("opacus.layers")
+        self.lstm, self.gru = layers.DPLSTM(4, 3, 2, batch_first=True), layers.DPGRU(3, 3)
+
+    def forward(self, ids):
+        words = self.words(ids)
+        start = words.sum((1, 2)).expand(2, -1)[..., None].expand(-1, -1, 3)
+        lengths = (ids != 6).sum(1)
+        packed = nn.utils.rnn.pack_padded_sequence(words, lengths, batch_first=True, enforce_sorted=False)
+        hidden, _ = self.lstm(packed, (start, start.tanh()))
+        hidden, _ = nn.utils.rnn.pad_packed_sequence(hidden, total_length=ids.shape[1])
+        return self.gru(hidden, start[:1])[0][-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "functorch"), [({}, False), ({}, True), ({"padding": -7}, False), ({"sparse": True}, False)]
+)
+@pytest.mark.parametrize("spares", [False, True])
+def test_padding_and_packed_sequences_have_the_gradients_of_single_examples_in_their_order(options, functorch, spares):
+    model = Padded(**options).double()
+    ids = torch.tensor([[1, 0, 6, 6], [0, 2, 0, 5], [3, 6, 6, 6], [4, 1, 0, 6]])
+    check_model(model, functorch)
+    twin = copy.deepcopy(model)
+    per_sample = PerSample(model, functorch)
+    per_sample.num_examples, per_sample._hooks.spares = 4, spares
+    for index, example in enumerate(torch.eye(4, dtype=torch.double)):
+        model.zero_grad()
+        model(ids).square().sum().backward()
+        found = dict(per_sample.clipped_sums(example, 1e9, check_sum=True))
+        assert not found["words.weight"][0].any()
+        twin.zero_grad()
+        twin(ids[index : index + 1]).square().sum().backward()
+        for name, parameter in twin.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad.to_dense(), atol=1e-13, rtol=1e-12)
+    per_sample.remove()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+class Cell(nn.Module):
+    """A step of a network of the user's own, from a state."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x, state=None):
+        return x @ self.weight + (state[0] if state else 0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cell, x: cell(x, (x, x)),
+        lambda cell, x: cell(x, x),
+        lambda cell, x: cell(x, state=(x, x)),
+        lambda cell, x: cell(x=x),
+    ],
+)
+def test_a_layer_without_a_rule_that_gets_a_state_is_refused_by_name(call):
+    cell = Cell()
+    per_sample = PerSample(nn.Sequential(cell), False)
+    with pytest.raises(TrainingError, match=r"0\.weight must be of a layer with one tensor as input, by position"):
+        call(cell, torch.ones(3, 4))
+    per_sample.remove()
+
+
+class Router(nn.Module):
+    """Returns two tensors, as a router of experts does, of which the first may not be used."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 4))
+
+    def forward(self, x):
+        scores = x @ self.weight.T
+        return scores, scores.softmax(1)
+
+
+class Routed(nn.Sequential):
+    def forward(self, x):
+        return self[1](x)[1] * self[0](x)
+
+
+def test_a_layer_without_a_rule_that_gives_several_tensors_is_refused_by_name():
+    model = Routed(nn.Linear(4, 2), Router())
+    per_sample = PerSample(model, False)
+    with pytest.raises(TrainingError, match=r"1\.weight must be of a layer with one tensor as output, got 2"):
+        model(torch.ones(3, 4)).sum().backward()
+    per_sample.remove()
+
+
+def test_nothing_is_left_on_the_model():
+    model = net()
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    keys = list(model.state_dict())
+    run = Run(model, noise_multiplier=1.0)
+    run.step(0)
+    assert list(model.state_dict()) == keys
+    run.session.finish()
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert model[1].inplace
+    assert not any(module._forward_hooks or module._backward_hooks or module._forward_pre_hooks for module in model)
+    assert not any(vars(parameter) for parameter in model.parameters())
+
+
+class Loose(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.layer.weight)
+
+
+class Buffered(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+        self.register_buffer("seen", torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "says"),
+    [
+        (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), CompatibilityError, r"1 \(BatchNorm1d\).*GroupNorm"),
+        (nn.LSTM(3, 4), CompatibilityError, "LSTM"),
+        (nn.RNN(3, 4), CompatibilityError, "DPRNN in its place"),
+        (nn.GRUCell(3, 4), CompatibilityError, "DPGRUCell in its place"),
+        (nn.Embedding(3, 4, max_norm=1.0), CompatibilityError, "max_norm"),
+        (nn.Embedding(3, 4, scale_grad_by_freq=True), CompatibilityError, "scale_grad_by_freq"),
+        (nn.EmbeddingBag(3, 4), CompatibilityError, r"EmbeddingBag\) has no rule"),
+        (Buffered(), CompatibilityError, "beside buffers"),
+        (nn.Linear(3, 2).bfloat16(), CompatibilityError, "would round the noise"),
+        (nn.Linear(3, 2).requires_grad_(False), MatchError, "must have a trainable parameter"),
+    ],
+)
+def test_models_without_gradients_of_single_examples_are_refused_by_name(model, error, says):
+    with pytest.raises(error, match=says):
+        check_model(model)
+
+
+def test_the_reason_of_many_layers_is_told_once_in_one_line():
+    norms = nn.Sequential(*(nn.BatchNorm1d(width) for width in range(1, 9)), nn.Linear(8, 8))
+    with pytest.raises(CompatibilityError) as refused:
+        check_model(norms)
+    told = str(refused.value)
+    assert told.count("GroupNorm") == 1
+    assert "\n" not in told
+    assert told.endswith("(so too 1 (BatchNorm1d), 2 (BatchNorm1d), 3 (BatchNorm1d) and 4 more)")
+
+
+def test_a_frozen_batch_norm_is_refused_too_and_frozen_layers_are_not():
+    model = nn.Sequential(nn.Linear(3, 4).requires_grad_(False), nn.Linear(4, 2))
+    check_model(model)
+    with pytest.raises(CompatibilityError, match="BatchNorm"):
+        check_model(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).requires_grad_(False)))
+
+
+def test_a_parameter_used_past_its_module_stops_the_run():
+    run = Run(Loose(), noise_multiplier=1.0)
+    with pytest.raises(
+        TrainingError, match=r"layer\.weight must get its gradient through the forward of its own module"
+    ):
+        run.step(0)
+
+
+def test_rows_that_are_not_the_drawn_examples_stop_the_run():
+    run = Run(nn.Linear(3, 2), noise_multiplier=1.0)
+    with pytest.raises(TrainingError, match="must get a gradient from each of the"):
+        run.session.loss(run.loss(run.x, run.y)).backward()
+
+
+def test_a_step_with_too_few_or_too_many_micro_batches_stops_the_run():
+    run = Run(nn.Linear(3, 2), accumulate=2, noise_multiplier=1.0)
+    run.backward(0, 0)
+    with pytest.raises(TrainingError, match="must have the 2 micro-batches"):
+        run.session.before_optimizer_step()
+    run.backward(0, 1)
+    with pytest.raises(TrainingError, match="got more"):
+        run.backward(0, 1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"prune": {"sparsity": 0.5, "criterion": "taylor"}},
+        {"prune": {"sparsity": 0.5, "dynamic": "rigl", "schedule": "one_shot", "criterion": "random"}},
+        {"distill": {"teacher": "mutual"}},
+        {"distill": {"teacher": "somewhere", "hidden": ["*=hidden"]}},
+        {"qat": {"scheme": "int8"}},
+        {"loss_scale": {"kind": "dynamic"}},
+        {"low_rank": {"rank": 1, "decomposition": "scaled"}},
+        {"activations": {"pack": "int8"}},
+    ],
+    ids=str,
+)
+def test_what_sees_the_data_past_the_noise_is_refused(other):
+    with pytest.raises(CompatibilityError, match="dp"):
+        Session(Recipe.from_dict({"dp": {"noise_multiplier": 1.0}, **other})).attach(nn.Linear(3, 2))
+
+
+def test_what_is_outside_the_guarantee_is_told():
+    recipe = {"dp": {"noise_multiplier": 1.0}, "distill": {"teacher": "x"}, "soup": {"kind": "greedy", "metric": "a"}}
+    check(Recipe.from_dict(recipe))
+    allowed = {"prune": {"sparsity": 0.5}, "low_rank": {"rank": 1}, "activations": {"pack": "exact"}}
+    check(Recipe.from_dict({"dp": {"noise_multiplier": 1.0}, **allowed}))
+    assert [("teacher" in line, "validation" in line) for line in remarks(Recipe.from_dict(recipe))] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+def test_a_stopped_run_goes_on_bit_for_bit_also_inside_a_step():
+    def run():
+        return Run(net(), accumulate=2, noise_multiplier=0.9)
+
+    whole = run()
+    for step in range(3):
+        whole.step(step)
+        whole.optimizer.step()
+        whole.session.after_optimizer_step()
+        whole.optimizer.zero_grad()
+    whole.backward(3, 0)
+    state, weights = whole.session.state_dict(), {k: v.clone() for k, v in whole.model.state_dict().items()}
+    whole.backward(3, 1)
+    whole.session.before_optimizer_step()
+    again = run()
+    again.technique._secret = Secret(b"another one here")
+    again.model.load_state_dict(weights)
+    again.session.load_state_dict(state)
+    again.begin()
+    again.backward(3, 1)
+    again.session.before_optimizer_step()
+    for first, second in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(first.grad, second.grad)
+    assert again.session.metrics() == whole.session.metrics()
+    # what was spent later is not forgotten when an earlier checkpoint is the best one
+    whole.session.load_state_dict({**state, "techniques": {"dp": {**state["techniques"]["dp"], "draws": 2}}})
+    assert whole.technique.report()["steps"] == 4
+    saved = {**state["techniques"]["dp"], "processes": 2}
+    with pytest.raises(EffError, match="must lie between two steps to be resumed by 1 processes"):
+        again.technique.load_state_dict(saved)
+    with pytest.raises(EffError, match="must be one that dp saved"):
+        again.technique.load_state_dict({"draws": 1})
+    with pytest.raises(EffError, match="got one without, whose steps no epsilon covers"):
+        run().session.load_state_dict({**state, "techniques": {}})
+
+
+def test_a_target_is_met_by_the_end_and_the_receipt_names_everything():
+    run = Run(net(), target_epsilon=9.0, steps=3)
+    for step in range(3):
+        run.step(step)
+        run.session.after_optimizer_step()
+        run.optimizer.zero_grad()
+    told = run.technique.report()
+    assert 8.8 < told["epsilon"] <= 9.0
+    assert (told["accountant"], told["sampling"], told["delta"], told["sample_rate"]) == ("rdp", "poisson", 1e-3, 0.2)
+    assert (told["expected_batch"], told["steps"]) == (8, 3)
+    assert run.session.metrics()["dp/epsilon"] == told["epsilon"]
+
+
+def test_without_a_seed_no_two_runs_draw_alike():
+    first, second = (Run(nn.Linear(3, 2), noise_multiplier=1.0, seed=None) for _ in range(2))
+    assert first.technique._secret.key != second.technique._secret.key
+
+
+def test_no_noise_is_told_as_no_privacy():
+    run = Run(nn.Linear(3, 2), noise_multiplier=0.0)
+    run.step(0)
+    assert run.technique.report()["epsilon"] == "infinite"
+    assert run.session.metrics() == {}
+
+
+def test_a_loss_that_is_no_mean_over_examples_is_refused():
+    run = Run(nn.Linear(3, 2), noise_multiplier=1.0)
+    run.technique.check_loss(2.0, [(3, 1.0), (1, 5.0)])
+    with pytest.raises(CompatibilityError, match="mean over the examples"):
+        run.technique.check_loss(2.0, [(2, 1.0), (2, 5.0)])
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    return saved_by_two_ranks(__file__, folder)
+
+
+def test_two_processes_make_one_draw_and_add_noise_once(ranks):
+    first, second = ranks
+    one = steps_of(Run(net(), batch_size=8, noise_multiplier=0.5))
+    assert first["key"] == second["key"]
+    for name, weight in one.items():
+        assert torch.equal(first["weights"][name], second["weights"][name])
+        torch.testing.assert_close(first["weights"][name], weight, atol=1e-12, rtol=0)
+
+
+def test_sharded_examples_are_clipped_by_their_norm_over_all_parts(ranks):
+    for rank in ranks:
+        for gradient, expected in zip(rank["sharded"], rank["oracle"], strict=True):
+            torch.testing.assert_close(gradient, expected, atol=1e-13, rtol=1e-12)
+
+
+def test_noise_on_each_part_has_the_accounted_width_and_is_no_other_parts(ranks):
+    width, parts = 0.7 * 1.5 / 8, [part for rank in ranks for part in rank["noise"]]
+    assert [len(part) for part in parts] == [20_000] * 4
+    for part in parts:
+        assert abs(float(part.std()) / width - 1) < 3.5 / math.sqrt(2 * 20_000)
+        assert abs(float(part.mean())) < 3.5 * width / math.sqrt(20_000)
+    correlation = torch.corrcoef(torch.stack(parts))  # two processes, two steps
+    assert float((correlation - torch.eye(4)).abs().max()) < 4 / math.sqrt(20_000)
+
+
+def shard(model):
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (model[-1], model):
+        fully_shard(module, mesh=mesh)
+
+
+def rank_main(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    weights = steps_of(Run(net(), batch_size=4, noise_multiplier=0.5))
+    alone = Run(net(), noise_multiplier=1.0, seed=None)
+    sharded = Run(net(), batch_size=2, accumulate=2, noise_multiplier=0.0, max_grad_norm=2.0, shard=shard)
+    sharded.step(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Identity())
+    model[1].unused = nn.Linear(200, 200, bias=False)
+    noised = Run(model, batch_size=2, accumulate=2, noise_multiplier=0.7, max_grad_norm=1.5, shard=shard)
+    noise = []
+    for step in range(2):
+        noised.step(step)
+        noise.append(local_part(model[1].unused.weight.grad).flatten())
+        noised.optimizer.zero_grad()
+    found = {
+        "weights": weights,
+        "key": alone.technique._secret.key.hex(),
+        "sharded": [whole(parameter.grad) for parameter in sharded.model.parameters()],
+        "oracle": sharded.oracle(0, 2.0),
+        "noise": noise,
+    }
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    leave()
+
+
+if __name__ == "__main__":
+    rank_main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,415 @@
+"""Pruning through a session: long runs, exact resume, and the rule for shared and frozen tensors."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
+from shared_core.pruning import PruneConfig, prune_masks
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=False),
+    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=True),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+}
+
+
+def make_net(seed: int = 0, width: int = 12) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 4))
+
+
+def make_session(model, optimizer=None, total_steps=40, clips=True, state=None, **options):
+    session = Session(Recipe.from_dict({"prune": {"sparsity": 0.75, **options}}))
+    session.attach(model)
+    optimizer = optimizer(model.parameters()) if optimizer else OPTIMIZERS["sgd"](model.parameters())
+    if state is not None:
+        optimizer.load_state_dict(state["optimizer"])
+        session.load_state_dict(state["session"])
+    session.begin([optimizer], total_steps=total_steps, clips_gradients=clips)
+    return session, optimizer
+
+
+def train(session, optimizer, model, steps, check=None, clip=True):
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(8, 6, generator=generator), torch.randn(8, 4, generator=generator)
+        session.loss((model(x) - y).square().mean()).backward()
+        session.before_optimizer_step()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        session.after_optimizer_step()
+        optimizer.zero_grad()
+        if check is not None:
+            check(step + 1)
+
+
+def zeros(model) -> dict[str, torch.Tensor]:
+    return {name: p == 0 for name, p in model.named_parameters() if p.ndim > 1}
+
+
+def is_positive_zero(values: torch.Tensor) -> bool:
+    return not values.any() and not values.signbit().any()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("clip", [True, False])
+def test_a_thousand_steps_keep_exact_counts_and_positive_zeros(optimizer, clip):
+    model = make_net()
+    options = {"begin": 100, "end": 600, "every": 50}
+    session, opt = make_session(model, OPTIMIZERS[optimizer], 1000, clip, **options)
+    total = 12 * 6 + 4 * 12
+    pruned_before = {name: torch.zeros_like(zero) for name, zero in zeros(model).items()}
+
+    def check(step):
+        last = min(max(step - 100, 0) // 50 * 50, 500)
+        expected = round(total * (0.75 - 0.75 * (1 - last / 500) ** 3))
+        now = zeros(model)
+        assert sum(int(zero.sum()) for zero in now.values()) == expected, step
+        for name, parameter in model.named_parameters():
+            if name in now:
+                assert is_positive_zero(parameter.detach()[now[name]])
+                assert not (pruned_before[name] & ~now[name]).any()
+                assert not now[name].all()
+        pruned_before.update(now)
+
+    train(session, opt, model, range(1000), check, clip)
+    assert session.metrics()["prune/sparsity"] == pytest.approx(90 / 120)
+    session.finish()
+    assert session.techniques["prune"].report()["pruned"] == 90
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_moments_of_pruned_weights_are_cleared_at_the_update(optimizer):
+    model = make_net()
+    session, opt = make_session(model, OPTIMIZERS[optimizer], schedule="one_shot", begin=5)
+    train(session, opt, model, range(5))
+    for name, zero in zeros(model).items():
+        state = opt.state[dict(model.named_parameters())[name]]
+        moments = [value for value in state.values() if torch.is_tensor(value) and value.shape == zero.shape]
+        assert moments
+        for moment in moments:
+            assert is_positive_zero(moment[zero])
+            assert moment[~zero].all()
+
+
+def test_a_later_update_clears_the_moments_of_newly_pruned_weights_alone():
+    model = make_net()
+    session, opt = make_session(
+        model, OPTIMIZERS["adamw"], clips=False, schedule="linear", begin=2, end=6, every=4, initial_sparsity=0.3
+    )
+    named = dict(model.named_parameters())
+    train(session, opt, model, range(2), clip=False)
+    before = zeros(model)
+    train(session, opt, model, range(2, 6), clip=False)
+    for name, zero in zeros(model).items():
+        moment, newly = opt.state[named[name]]["exp_avg_sq"], zero & ~before[name]
+        assert newly.any()
+        assert not moment[newly].any()
+        assert moment[before[name]].any()
+
+
+def test_the_survivors_are_the_largest_weights_of_that_step():
+    model, twin = make_net(), make_net()
+    plain = OPTIMIZERS["sgd"](twin.parameters())
+    empty = Session(Recipe.from_dict({}))
+    empty.attach(twin)
+    empty.begin([plain], total_steps=40)
+    session, opt = make_session(model, schedule="one_shot", begin=7)
+    train(session, opt, model, range(7))
+    train(empty, plain, twin, range(7))
+    masks = prune_masks([p.detach().abs() for p in twin.parameters() if p.ndim > 1], 0.75)
+    for zero, mask in zip(zeros(model).values(), masks, strict=True):
+        assert torch.equal(zero, ~mask)
+
+
+@pytest.mark.parametrize("stop", [1, 4, 5, 9, 10, 13, 20, 21, 30])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_resume_is_bit_exact(stop, optimizer, tmp_path):
+    options = {"begin": 5, "end": 20, "every": 5, "scope": "local", "initial_sparsity": 0.1}
+    whole = make_net()
+    session, opt = make_session(whole, OPTIMIZERS[optimizer], **options)
+    train(session, opt, whole, range(40))
+
+    first = make_net()
+    session, opt = make_session(first, OPTIMIZERS[optimizer], **options)
+    train(session, opt, first, range(stop))
+    state = {"optimizer": opt.state_dict(), "session": session.state_dict(), "model": first.state_dict()}
+    torch.save(state, tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+
+    second = make_net(seed=9)
+    second.load_state_dict(state["model"])
+    session, opt = make_session(second, OPTIMIZERS[optimizer], state=state, **options)
+    assert session.state_dict()["techniques"]["prune"].keys() == state["session"]["techniques"]["prune"].keys()
+    train(session, opt, second, range(stop, 40))
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name]), name
+
+
+def test_a_live_weight_that_is_zero_is_not_taken_for_a_pruned_one_on_resume():
+    model = nn.Linear(4, 2, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(8.0).view(2, 4))
+    session, opt = make_session(model, schedule="one_shot", sparsity=0.5)
+    with torch.no_grad():
+        model.weight[1, 3] = 0.0
+    state = {"optimizer": opt.state_dict(), "session": session.state_dict()}
+    session.detach()
+    session, _ = make_session(model, schedule="one_shot", sparsity=0.5, state=state)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    session.context.weights_replaced()
+    assert model.weight.tolist() == [[0.0] * 4, [1.0] * 4]
+
+
+def test_pruned_weights_stay_pruned_among_ties_and_zeros():
+    model = nn.Linear(10, 10, bias=False)
+    session, opt = make_session(model, total_steps=10, begin=0, end=10, every=1, schedule="linear")
+    for _ in range(10):
+        before = session.techniques["prune"]._store.parts.get("weight", torch.ones(10, 10, dtype=torch.bool)).clone()
+        model.weight.data.zero_()  # every live weight ties with the pruned ones
+        opt.zero_grad()
+        session.before_optimizer_step()
+        session.after_optimizer_step()
+        after = session.techniques["prune"]._store.parts["weight"]
+        assert not (after & ~before).any()
+    assert int((~after).sum()) == 75
+
+
+def test_the_norm_is_that_of_live_gradients_only():
+    model = make_net()
+    session, opt = make_session(model, schedule="one_shot", begin=0)
+    model(torch.randn(8, 6)).square().mean().backward()
+    expected = torch.stack([p.grad[p != 0].norm() for p in model.parameters() if p.ndim > 1]).norm()
+    session.before_optimizer_step()
+    grads = [p.grad for p in model.parameters() if p.ndim > 1]
+    assert torch.allclose(torch.nn.utils.get_total_norm(grads), expected)
+    model[0].weight.grad = None
+    session.before_optimizer_step()
+    model[0].weight.grad = torch.ones(12, 6).to_sparse()
+    with pytest.raises(CompatibilityError, match="must be dense"):
+        session.before_optimizer_step()
+    opt.zero_grad()
+
+
+def test_nan_gradients_and_weights_of_pruned_places_do_no_harm_and_live_ones_are_an_error():
+    model = make_net()
+    session, opt = make_session(model, schedule="linear", begin=0, end=20, every=10, initial_sparsity=0.5)
+    zero = zeros(model)["0.weight"]
+    with torch.no_grad():
+        model[0].weight[zero] = float("nan")
+    session.after_optimizer_step()
+    assert is_positive_zero(model[0].weight.detach()[zero])
+    with torch.no_grad():
+        model[0].weight.fill_(float("nan"))
+    with pytest.raises(TrainingError, match=r"NaN in 0.weight at step 10"):
+        for _ in range(9):
+            session.after_optimizer_step()
+    assert opt.state == {}
+
+
+@pytest.mark.parametrize("schedule", ["cubic", "linear", "one_shot"])
+@pytest.mark.parametrize("scope", ["global", "local"])
+def test_short_runs_reach_the_full_sparsity(schedule, scope):
+    model = make_net()
+    session, opt = make_session(model, total_steps=3, schedule=schedule, scope=scope, every=1000)
+    train(session, opt, model, range(3))
+    counts = {name: int(zero.sum()) for name, zero in zeros(model).items()}
+    assert sum(counts.values()) == 90
+    assert scope == "global" or counts == {"0.weight": 54, "3.weight": 36}
+
+
+def test_a_run_cut_short_keeps_the_zeros_that_it_has_and_says_so():
+    model = make_net()
+    session, opt = make_session(model, total_steps=100, begin=0, end=100, every=10)
+    train(session, opt, model, range(15))
+    reached = sum(int(zero.sum()) for zero in zeros(model).values())
+    assert 0 < reached < 60
+    unreached = session.unreached()
+    assert unreached == {"prune": "sparsity 0.2032 of 0.75, complete at step 100"}
+    assert not session.may_be_best()
+    session.finish()
+    assert sum(int(zero.sum()) for zero in zeros(model).values()) == reached
+    receipt = session.receipt()
+    assert receipt["unreached"] == unreached
+    assert (
+        "PRUNE DID NOT REACH WHAT WAS ASKED FOR: sparsity 0.2032 of 0.75, complete at step 100; the run ended after 15 "
+        "steps of 100 planned"
+    ) in receipt["notes"]
+    assert [type(module) for module in model] == [nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.Linear]
+    assert list(model.state_dict()) == list(make_net().state_dict())
+    assert session.state_dict()["techniques"]["prune"]["masks"]
+
+
+def test_sparsity_zero_changes_nothing():
+    model, twin = make_net(), make_net()
+    session, opt = make_session(model, sparsity=0.0)
+    empty = Session(Recipe.from_dict({}))
+    empty.attach(twin)
+    plain = OPTIMIZERS["sgd"](twin.parameters())
+    empty.begin([plain], total_steps=40)
+    train(session, opt, model, range(40))
+    train(empty, plain, twin, range(40))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_no_tensor_is_emptied():
+    model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 2), nn.Linear(2, 1))
+    with torch.no_grad():
+        model[1].weight.mul_(1e-6)
+        model[2].weight.mul_(1e-9)
+    session, _ = make_session(model, schedule="one_shot", sparsity=0.9, max_layer_sparsity=1.0)
+    counts = [int((module.weight != 0).sum()) for module in model]
+    assert min(counts[1:]) == max(counts[1:]) == 1
+    assert sum(counts) == 2602 - round(0.9 * 2602)
+    assert session.techniques["prune"].report()["sparsity"] == pytest.approx(0.9, abs=1e-3)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 6)
+        self.body = nn.Linear(6, 6)
+        self.again = nn.Linear(6, 6)
+        self.again.weight = self.body.weight
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.head = nn.Linear(6, 10, bias=False)
+        self.head.weight = self.embedding.weight
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+
+
+def test_the_rule_for_shared_frozen_and_computed_tensors():
+    model = Tied()
+    options = {"schedule": "one_shot", "sparsity": 0.5, "begin": 0}
+    session = Session(Recipe.from_dict({"prune": options, "allow_partial": True}))
+    session.attach(model)
+    session.begin([torch.optim.SGD(model.parameters())], total_steps=40)
+    report = session.techniques["prune"].report()
+    assert [entry["name"] for entry in report["tensors"]] == ["body.weight"]
+    assert report["numel"] == 36
+    assert report["pruned"] == 18
+    left_out = report["left_out"]
+    assert "shared with embedding" in left_out["head.weight"]
+    assert "frozen" in left_out["frozen.weight"]
+    assert any(name.startswith("normed.") for name in left_out)
+    assert model.embedding.weight.all()
+    assert model.frozen.weight.all()
+    assert model.again.weight is model.body.weight
+
+    session, _ = make_session(Tied(), schedule="one_shot", sparsity=0.5, include=["frozen"])
+    assert [entry["name"] for entry in session.techniques["prune"].report()["tensors"]] == ["frozen.weight"]
+    session, _ = make_session(Tied(), schedule="one_shot", include=["body", "frozen"])
+    left_out = session.techniques["prune"].report()["left_out"]
+    assert left_out["body.weight"] == "shared with again: left out by include, skip or min_size"
+    with pytest.raises(MatchError, match=r"all were left out \(.*frozen"):
+        make_session(nn.Sequential(nn.Linear(3, 3).requires_grad_(False)))
+
+
+def test_convolutions_are_pruned_in_any_memory_format():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 4, 3))
+    model = model.to(memory_format=torch.channels_last)
+    plain = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
+    make_session(model, schedule="one_shot")
+    make_session(plain, schedule="one_shot")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert sum(int((p == 0).sum()) for p in model.parameters()) == round(0.75 * (216 + 288))
+
+
+def test_half_precision_weights():
+    model = make_net().bfloat16()
+    make_session(model, schedule="one_shot")
+    assert sum(int(zero.sum()) for zero in zeros(model).values()) == 90
+
+
+def test_eight_bit_states_hold_zero_and_training_goes_on():
+    import bitsandbytes
+
+    model = make_net(width=1024)  # 8-bit states begin at 4096 elements
+    session, opt = make_session(
+        model,
+        lambda p: bitsandbytes.optim.AdamW8bit(p, lr=0.01, weight_decay=0.1),
+        schedule="one_shot",
+        begin=3,
+    )
+    train(session, opt, model, range(3))
+    weight = model[0].weight
+    state, zero = opt.state[weight], weight == 0
+    assert state["state1"].dtype == torch.uint8
+    assert is_positive_zero(state["qmap1"][state["state1"][zero].long()])
+    assert is_positive_zero(state["qmap2"][state["state2"][zero].long()])
+    assert (state["state1"][~zero] != 127).any()
+    train(session, opt, model, range(3, 10))
+    assert torch.equal(model[0].weight == 0, zero)
+    assert model[0].weight.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sparsity": 1.0}, r"sparsity must be in \[0, 1\)"),
+        ({"sparsity": float("nan")}, "finite"),
+        ({"initial_sparsity": 0.9}, "initial_sparsity must not exceed"),
+        ({"schedule": "one_shot", "initial_sparsity": 0.1}, "must be 0 with schedule one_shot"),
+        ({"every": 0}, "every must be in"),
+        ({"schedule": "qubic"}, "did you mean 'cubic'"),
+        ({"criterion": "luck"}, "criterion must be one of"),
+        ({"n_m": "1:4"}, "n_m must be left out without granularity n_m"),
+        ({"block": "2x2"}, "block must be left out without granularity block"),
+        ({"regularizer_strength": 0.1}, "must be left out without a regularizer"),
+        ({"cost": "flops", "scope": "local"}, "cost must be none with scope local"),
+        ({"criterion": "threshold", "threshold": 0.1, "granularity": "block"}, "must be unstructured"),
+        ({"criterion": "wanda", "granularity": "block"}, "must be unstructured or n_m"),
+        ({"criterion": "wanda", "scope": "erdos_renyi"}, "scope must be global or local"),
+        ({"granularity": "filter", "criterion": "l2_norm", "scope": "erdos_renyi"}, "scope must be global or local"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        PruneConfig(**{"sparsity": 0.8, **options})
+
+
+def test_bad_surroundings_are_refused():
+    with pytest.raises(ConfigError, match="end must not lie before begin"):
+        make_session(make_net(), begin=30, end=20)
+    with pytest.raises(ConfigError, match="within the 40 steps"):
+        make_session(make_net(), schedule="one_shot", begin=41)
+    with pytest.raises(CompatibilityError, match="must not be LBFGS"):
+        make_session(make_net(), torch.optim.LBFGS)
+    with pytest.raises(MatchError, match="has no Linear"):
+        make_session(nn.Sequential(nn.Embedding(3, 3)))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"granularity": "block", "block": "99x99"}, "2 blocks"),
+        ({"sparsity": 0.001}, "weights"),
+        ({"granularity": "layer", "sparsity": 0.2}, "2 layers"),
+    ],
+)
+def test_a_sparsity_that_rounds_to_nothing_is_refused(options, what):
+    with pytest.raises(MatchError, match=f"sparsity must prune at least one of .*{what}, got"):
+        make_session(make_net(), **options)
+
+
+def test_a_state_of_another_model_is_refused():
+    session, opt = make_session(make_net(), schedule="one_shot")
+    state = {"optimizer": opt.state_dict(), "session": session.state_dict()}
+    other = Session(session.recipe)
+    other.attach(make_net(width=16))
+    with pytest.raises(CheckpointError, match=r"0.weight must be 12 bytes, got 9"):
+        other.load_state_dict(state["session"])
+    other = Session(session.recipe)
+    other.attach(nn.Sequential(nn.Linear(6, 12)))
+    with pytest.raises(CheckpointError, match=r"difference at 3.weight"):
+        other.load_state_dict(state["session"])

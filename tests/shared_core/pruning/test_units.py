@@ -1,0 +1,103 @@
+"""Units that are found by tracing, where layers compute something else than stock ones, and where batches differ."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
+from shared_core.errors import CheckpointError
+from shared_core.pruning import prune
+
+STEPS = 6
+PRUNE = {"sparsity": 0.5, "granularity": "neuron", "begin": 1, "end": 5, "every": 2}
+
+
+class Experts(nn.Module):
+    """Two experts, of which each batch reaches one."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x, which):
+        return self.head(self.experts[which](x) + x)
+
+
+def run(recipe, stop=None, state=None):
+    torch.manual_seed(0)
+    model = Experts()
+    session = Session(Recipe.from_dict(recipe))
+    session.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        session.load_state_dict(state["session"])
+    session.begin([optimizer], total_steps=STEPS)
+    for step in range(session.step, STEPS):
+        if step == stop:
+            parts = {"model": model, "optimizer": optimizer, "session": session}
+            state = copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+        session.loss(model(x, step % 2).square().mean()).backward()
+        session.before_optimizer_step()
+        optimizer.step()
+        session.after_optimizer_step()
+        optimizer.zero_grad()
+    report = session.receipt().values["techniques"]["prune"]
+    session.finish()
+    return state, dict(model.state_dict()), report
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_a_resumed_run_prunes_the_units_of_the_first_micro_batch_not_those_of_its_own(stop):
+    state, whole, report = run({"prune": PRUNE}, stop)
+    _, again, same = run({"prune": PRUNE}, state=state)
+    assert report["units"]
+    assert report == same
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_saved_units_are_left_where_options_have_changed_and_refused_where_they_are_none():
+    state = run({"prune": PRUNE}, 3)[0]
+    _, _, report = run({"prune": PRUNE | {"skip": ["experts.0.*"]}}, state=state)
+    assert {unit["group"] for unit in report["units"]} == {"experts.1.0"}
+    state["session"]["techniques"]["prune"]["units"]["groups"] = [{"name": "experts.0.0"}]
+    with pytest.raises(CheckpointError, match="units that prune saved"):
+        run({"prune": PRUNE}, state=state)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"qat": {"scheme": "int8"}},
+        {"qat": {"scheme": "int8", "range": "lsq"}},
+        {"qat": {"scheme": "nvfp4"}},
+        {"fp8": {"recipe": "tensorwise", "include": ["experts.*"]}},
+    ],
+    ids=lambda other: "-".join(str(value) for value in next(iter(other.values())).values() if isinstance(value, str)),
+)
+def test_units_are_found_beneath_layers_that_round(other):
+    _, plain, expected = run({"prune": PRUNE})
+    _, model, report = run({"prune": PRUNE} | other)
+    assert [unit["group"] for unit in report["units"]] == [unit["group"] for unit in expected["units"]]
+    lost = model["experts.0.0.weight"].eq(0).all(1)
+    assert 0 < lost.sum() < 32
+    assert set(model) == set(plain)
+
+
+def test_the_magnitude_of_a_channel_is_the_mean_over_what_makes_scales_and_reads_it():
+    first, norm, last = nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
+    with torch.no_grad():
+        first.weight.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]).view(4, 1, 1, 1))
+        last.weight.fill_(0.5)
+        norm.weight.copy_(torch.tensor([5.0, -5.0, 0.5, 0.5]))  # without them the first two are the lowest
+        norm.bias.copy_(torch.tensor([0.0, 0.0, 9.0, 9.0]))  # a shift counts for nothing
+    model = nn.Sequential(first, norm, last)
+    report = prune(model, {"sparsity": 0.5, "granularity": "channel"}, [torch.zeros(2, 1, 3, 3)])
+    assert [(unit["pruned"], unit["units"]) for unit in report.units] == [(2, 4)]
+    assert [bool(row.any()) for row in first.weight] == [True, True, False, False]

@@ -1,0 +1,309 @@
+"""The flow through a model, batch norm folded after training, and folded in training."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shared_core.errors import CompatibilityError, TrainingError
+from shared_core.quantization.batch_norm import FoldedConv2d, fold_pair_, fuse_batch_norm, unfold_pair_
+from shared_core.quantization.layer_graph import trace
+
+PAIRS = {
+    "linear": (lambda: (nn.Linear(5, 6), nn.BatchNorm1d(6)), (9, 5)),
+    "conv1d": (lambda: (nn.Conv1d(3, 6, 3, bias=False), nn.BatchNorm1d(6)), (4, 3, 8)),
+    "conv2d grouped": (lambda: (nn.Conv2d(4, 6, 3, groups=2, padding=1), nn.BatchNorm2d(6)), (4, 4, 5, 6)),
+    "conv2d depthwise": (lambda: (nn.Conv2d(4, 4, 3, groups=4), nn.BatchNorm2d(4, affine=False)), (4, 4, 5, 6)),
+    "conv2d circular": (
+        lambda: (nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), nn.BatchNorm2d(3, momentum=None)),
+        (4, 2, 5, 6),
+    ),
+    "conv3d": (lambda: (nn.Conv3d(2, 3, 2, stride=2), nn.BatchNorm3d(3, eps=1e-2)), (3, 2, 4, 5, 6)),
+    "transposed 1d": (lambda: (nn.ConvTranspose1d(4, 6, 3, groups=2), nn.BatchNorm1d(6)), (4, 4, 5)),
+    "transposed 2d": (
+        lambda: (nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1, groups=2, bias=False), nn.BatchNorm2d(6)),
+        (3, 4, 4, 5),
+    ),
+    "transposed 3d": (lambda: (nn.ConvTranspose3d(2, 3, 2), nn.BatchNorm3d(3)), (3, 2, 3, 4, 3)),
+}
+
+
+def pair(name, dtype=torch.float64):
+    torch.manual_seed(0)
+    make, shape = PAIRS[name]
+    net = nn.Sequential(*make()).to(dtype)
+    norm = net[1]
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.3, 3)
+    if norm.affine:
+        nn.init.normal_(norm.weight)  # negative too
+        nn.init.normal_(norm.bias)
+    return net, torch.randn(shape, dtype=dtype)
+
+
+class Net(nn.Module):
+    """Convolutions with a residual tap, a functional activation and a shared layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.first_norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.second, self.second_norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.shared, self.shared_norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = torch.relu(self.first_norm(self.first(x)))
+        y = self.second(x)
+        x = self.second_norm(y) + y
+        x = self.shared_norm(self.shared(self.shared(x)))
+        return self.head(x.mean((2, 3)))
+
+
+class NeedsValues(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x, scale=None):
+        x = self.layer(x)
+        if x.sum() > 0:
+            x = self.norm(x)
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", PAIRS)
+def test_fused_pair_computes_the_same(name, dtype):
+    net, x = pair(name, dtype)
+    net.eval()
+    expected, keys = net(x), set(net.state_dict())
+    report = fuse_batch_norm(net, x if dtype == torch.float32 else None)
+    torch.testing.assert_close(net(x), expected)
+    assert type(net[0]) is type(PAIRS[name][0]()[0])
+    assert type(net[1]) is nn.Identity
+    assert [entry.layer for entry in report.fused] == ["0"]
+    assert keys - set(report.vanished_keys) | set(report.new_keys) == set(net.state_dict())
+    assert report.new_keys == (() if "0.bias" in keys else ("0.bias",))
+
+
+def test_fused_weights_are_those_of_the_formula():
+    net, _ = pair("conv1d")
+    conv, norm = copy.deepcopy(net.eval())
+    fuse_batch_norm(net)
+    for channel in range(6):
+        factor = norm.weight[channel].item() / (norm.running_var[channel].item() + norm.eps) ** 0.5
+        torch.testing.assert_close(net[0].weight[channel], conv.weight[channel] * factor)
+        bias = norm.bias[channel].item() - norm.running_mean[channel].item() * factor
+        assert net[0].bias[channel].item() == pytest.approx(bias)
+
+
+@pytest.mark.parametrize("observed", [False, True])
+def test_only_what_may_be_fused_is_fused(observed):
+    torch.manual_seed(0)
+    net, x = Net().eval(), torch.randn(2, 3, 5, 5)
+    expected = net(x)
+    report = fuse_batch_norm(net, x if observed else None)
+    assert [(entry.layer, entry.batch_norm, entry.activation) for entry in report.fused] == [
+        ("first", "first_norm", "relu")
+    ]
+    assert "tapped" in report.refused["second_norm"]
+    assert "add" in report.refused["second_norm"]
+    assert "shared module, called 2 times" in report.refused["shared_norm"]
+    torch.testing.assert_close(net(x), expected)
+
+
+def test_refusals_say_why():
+    tied = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    tied[2].weight = tied[0].weight
+    assert "tied" in fuse_batch_norm(tied.eval()).refused["1"]
+    pruned = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
+    nn.utils.parametrize.register_parametrization(pruned[0], "weight", nn.Identity())
+    assert fuse_batch_norm(pruned).refused
+    alone = nn.Sequential(nn.ReLU(), nn.BatchNorm1d(3)).eval()
+    assert "no Linear or Conv" in fuse_batch_norm(alone).refused["1"]
+    free = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False)).eval()
+    assert "running statistics" in fuse_batch_norm(free).refused["1"]
+    sequence = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
+    assert "axis 1" in fuse_batch_norm(sequence, torch.randn(2, 4, 3)).refused["1"]
+    with pytest.raises(CompatibilityError, match=r"evaluation mode.*model\.eval"):
+        fuse_batch_norm(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    report = fuse_batch_norm(nn.Linear(2, 2))
+    assert (report.fused, report.refused, report.vanished_keys) == ((), {}, ())
+
+
+def test_a_model_that_fx_cannot_trace_needs_inputs():
+    torch.manual_seed(0)
+    net = NeedsValues().eval()
+    with pytest.raises(CompatibilityError, match=r"traceable.*NeedsValues.*example_inputs"):
+        fuse_batch_norm(net)
+    with pytest.raises(CompatibilityError, match=r"must run on example_inputs.*RuntimeError"):
+        fuse_batch_norm(net, torch.randn(2, 9))
+    with torch.no_grad():
+        net.layer.bias.fill_(20.0)
+    # the sum is read as well as the norm: another branch takes the value without it
+    assert "tapped" in fuse_batch_norm(net, {"x": torch.randn(4, 3)}).refused["norm"]
+
+
+def test_observed_and_symbolic_flow_agree():
+    net, x = Net().eval(), torch.randn(2, 3, 5, 5)
+    flows = [[(str(node), [str(source) for source in node.inputs]) for node in trace(net, inputs).nodes]
+             for inputs in (None, x)]  # fmt: skip
+    assert flows[0] == flows[1]
+    assert trace(net, x).calls["head"][0].shape == (2, 2)
+
+
+class Exact:
+    """Quantises nothing."""
+
+    def input(self, module, x):
+        return x
+
+    def weight(self, module, weight):
+        return weight
+
+
+class Coarse(Exact):
+    """Rounds weights to quarters and remembers them; the gradient passes straight."""
+
+    def weight(self, module, weight):
+        self.seen = (weight * 4).round() / 4
+        return weight + (self.seen - weight).detach()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_folded_training_equals_layer_and_batch_norm(name):
+    plain, x = pair(name)
+    folded = copy.deepcopy(plain)
+    fold_pair_(folded[0], folded[1], Exact())
+    assert list(folded.state_dict()) == list(plain.state_dict())
+    for _ in range(3):
+        inputs = [(x * 1.3).requires_grad_(), (x * 1.3).requires_grad_()]
+        outputs = [net(values) for net, values in zip((plain, folded), inputs, strict=True)]
+        torch.testing.assert_close(outputs[1], outputs[0])
+        target = torch.randn_like(outputs[0])
+        for output in outputs:
+            (output * target).sum().backward()
+        torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+        for ours, theirs in zip(folded.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    for ours, theirs in zip(folded.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    plain.eval(), folded.eval()
+    torch.testing.assert_close(folded(x), plain(x))
+
+
+def test_frozen_statistics_stay_and_normalise():
+    plain, x = pair("conv2d grouped")
+    folded = copy.deepcopy(plain)
+    fold_pair_(folded[0], folded[1], Exact()).frozen = True
+    before = folded[1].running_mean.clone()
+    output, expected = folded(x), plain.eval()(x)
+    torch.testing.assert_close(output, expected)
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    for ours, theirs in zip(folded.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert torch.equal(folded[1].running_mean, before)
+
+
+def test_the_folded_weight_is_what_is_quantised():
+    net, x = pair("conv1d")
+    conv, norm = copy.deepcopy(net)
+    quantizer = Coarse()
+    fold_pair_(net[0], net[1], quantizer)
+    y = net(x)
+    # after the batch, running statistics hold its share: what inference would fold, and codes are of that
+    statistics = conv(x).transpose(0, 1).flatten(1)
+    variance = 0.9 * norm.running_var + 0.1 * statistics.var(1)
+    factor = norm.weight / (variance + norm.eps).sqrt()
+    expected = ((conv.weight * factor[:, None, None]) * 4).round() / 4
+    torch.testing.assert_close(quantizer.seen, expected)
+    batch = (statistics.var(1, correction=0) + norm.eps).sqrt()
+    raw = F.conv1d(x, expected) * ((variance + norm.eps).sqrt() / batch)[None, :, None]
+    shift = norm.bias - norm.weight * statistics.mean(1) / batch
+    torch.testing.assert_close(y, raw + shift[None, :, None])
+    # frozen training, evaluation and the fused model use the same codes
+    net[0].fold.frozen = True
+    trained = net(x)
+    torch.testing.assert_close(net.eval()(x), trained)
+    unfold_pair_(net[0])
+    fuse_batch_norm(net)
+    torch.testing.assert_close(F.conv1d(x, (net[0].weight * 4).round() / 4, net[0].bias), trained)
+
+
+def test_folded_pairs_survive_copies_and_unfolding():
+    net, x = pair("conv2d circular")
+    fold_pair_(net[0], net[1])
+    assert isinstance(net[0], FoldedConv2d)
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        other(x)
+        assert other[0].fold.batch_norm is other[1]
+        assert other[1].num_batches_tracked == 1
+    unfold_pair_(net[0])
+    unfold_pair_(net[0])
+    assert (type(net[0]), type(net[1])) == (nn.Conv2d, nn.BatchNorm2d)
+    assert net[1].num_batches_tracked == 0
+
+
+def test_bfloat16_and_autocast_keep_the_type():
+    net, x = pair("conv2d grouped", torch.float32)
+    plain = copy.deepcopy(net)
+    fold_pair_(net[0], net[1], Exact())
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = net(x), plain(x)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.05, atol=0.05)
+    half = net.bfloat16()
+    assert half(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_nan_is_not_swallowed():
+    net, x = pair("linear")
+    fold_pair_(net[0], net[1], Exact())
+    x[0, 0] = float("nan")
+    assert net(x).isnan().all()
+    assert net[1].running_mean.isnan().all()
+
+
+def test_folding_refuses():
+    with pytest.raises(CompatibilityError, match="layer must be a stock"):
+        fold_pair_(nn.ReLU(), nn.BatchNorm1d(2))
+    with pytest.raises(CompatibilityError, match=r"batch_norm must be a stock.*SyncBatchNorm"):
+        fold_pair_(nn.Linear(2, 2), nn.SyncBatchNorm(2))
+    with pytest.raises(CompatibilityError, match="2 channels, got 3"):
+        fold_pair_(nn.Linear(2, 2), nn.BatchNorm1d(3))
+    with pytest.raises(CompatibilityError, match="running statistics"):
+        fold_pair_(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    fold_pair_(net[0], net[1])
+    with pytest.raises(TrainingError, match="more than 1 value per channel"):
+        net(torch.ones(1, 2))
+    with pytest.raises(TrainingError, match="2 dimensions"):
+        net(torch.ones(3, 2, 2))
+
+
+def test_a_model_whose_outputs_would_change_is_left_as_it_was():
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval(), torch.randn(4, 3)
+    before, norm = copy.deepcopy(net.state_dict()), net[1]
+    norm.forward = lambda value: 2 * nn.BatchNorm1d.forward(norm, value)  # as wrappers of other libraries do
+    with pytest.raises(CompatibilityError, match=r"outputs must stay equal.*left as it was"):
+        fuse_batch_norm(net, x)
+    assert net[1] is norm
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+
+
+def test_weights_read_by_other_code_and_hooked_modules_are_refused():
+    class Reader(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) + F.linear(x, self[0].weight)
+
+    net = Reader(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
+    for inputs in (None, torch.randn(4, 3)):
+        assert "linear reads its parameters" in fuse_batch_norm(net, inputs).refused["1"]
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
+    net[1].register_forward_hook(lambda module, args, output: output + 1)
+    assert "hook" in fuse_batch_norm(net).refused["1"]

@@ -1,0 +1,293 @@
+"""A soup at the end of training: candidates through the trainer's own evaluation."""
+
+import json
+import random
+
+import pytest
+import torch
+from soup_runs import RunServices, a_run
+from torch import nn
+
+from shared_core.engine.technique import Context
+from shared_core.errors import CheckpointError, ConfigError, EffError, MatchError
+from shared_core.soup import ModelSoup, SoupConfig, greedy_soup, uniform_soup
+
+
+def test_the_model_holds_the_soup_of_its_checkpoints():
+    model, context, services, technique = a_run()
+    replaced = []
+    context.weights_replaced = lambda: replaced.append(1)
+    parameters = [id(parameter) for parameter in model.parameters()]
+    technique.begin(context)
+    technique.finish(model, context)
+    expected = greedy_soup(
+        list(services.weights.values()), lambda weights: float(weights["0.weight"].square().sum()), mode="min"
+    )
+    assert all(torch.equal(value, expected.state_dict[name]) for name, value in model.state_dict().items())
+    assert [id(parameter) for parameter in model.parameters()] == parameters
+    assert services.evaluations == 8  # the best one twice
+    assert len(replaced) == 9
+    assert technique.report()["repeat"] == [expected.history[0]["single"]] * 2
+    report = technique.report()
+    assert report["score"] == expected.score <= report["best_single"]
+    assert len(report["ingredients"]) == len(expected.ingredients)
+    assert "checkpoint-" in report["ingredients"][0]
+    assert "eval_loss" in services.said[-1]
+    json.dumps(report)
+
+
+def test_final_weights_are_an_ingredient_unless_saved():
+    model, context, _, technique = a_run(metric=lambda model: 1.0)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    technique.finish(model, context)
+    assert technique.report()["ingredients"][-1] == "final weights (step 40)"
+    assert technique.report()["candidates"] == 5
+
+
+def test_uniform_takes_all():
+    model, context, services, technique = a_run(kind="uniform")
+    technique.finish(model, context)
+    expected = uniform_soup(list(services.weights.values()))
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert services.evaluations == 0
+
+
+def test_weights_are_of_the_newest_oldest_first():
+    model, context, services, technique = a_run(kind="weighted", weights=[1, 3])
+    with torch.no_grad():
+        model[0].weight.add_(1)  # the final weights, which no checkpoint holds
+    final = {name: value.clone() for name, value in model.state_dict().items()}
+    technique.finish(model, context)
+    expected = uniform_soup([services.weights[40], final], [1, 3])
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert technique.report()["weights"] == [1, 3]
+    model, context, services, technique = a_run(kind="weighted", weights=[9, 9, 1, 3], count=2)
+    technique.finish(model, context)
+    expected = uniform_soup(list(services.weights.values()), [1, 3])
+    assert torch.equal(model[0].weight, expected["0.weight"])
+    assert "only the last 2 weights" in services.said[0]
+
+
+def test_the_receipt_of_an_average_names_who_was_left_out():
+    model, context, services, technique = a_run(kind="weighted", weights=[1, 3])
+    services.weights[30]["0.bias"][0] = torch.nan
+    technique.finish(model, context)
+    found = technique.report()
+    assert (found["ingredients"], found["weights"]) == (["checkpoint-40"], [3])
+    assert found["left_out"] == {"checkpoint-30": "left out: '0.bias' holds a NaN or an infinity"}
+    assert any("checkpoint-30 is left out" in line for line in services.said)
+
+
+@pytest.mark.parametrize(
+    ("options", "tried"),
+    [
+        ({"order": "newest"}, [40, 30, 20, 10]),
+        ({"order": "logged"}, [20, 10, 40, 30]),  # 40 was saved with a NaN, 30 without a metric
+        ({"order": "logged", "mode": "max"}, [10, 20, 40, 30]),
+        ({"order": "random", "seed": 5}, None),
+        ({"order": "random", "seed": 6}, None),
+    ],
+)
+def test_in_another_order_only_the_first_is_evaluated_alone(options, tried):
+    model, context, services, technique = a_run(metric=lambda model: 1.0, repeat=False, **options)
+    services.logged = {10: 0.5, 20: 0.25, 40: float("nan")}
+    technique.finish(model, context)
+    names = [row["name"] for row in technique.report()["history"]]
+    by_step = [f"checkpoint-{step}" for step in (10, 20, 30, 40)]
+    if tried is None:
+        random.Random(options["seed"]).shuffle(by_step)
+        assert names == by_step
+    else:
+        assert names == [f"checkpoint-{step}" for step in tried]
+    assert services.evaluations == 4
+    assert technique.report()["repeat"] is None
+
+
+def test_without_a_logged_metric_the_newest_is_first():
+    model, context, services, technique = a_run(metric=lambda model: 1.0, order="logged")
+    technique.finish(model, context)
+    assert technique.report()["ingredients"][0] == "checkpoint-40"
+    assert "no checkpoint was saved with eval_loss" in services.said[0]
+
+
+def test_min_delta_strict_and_noise_are_those_of_the_search():
+    scores = iter([4.0, 3.0, 2.0, 1.0, 1.5, 0.75, 0.25, 0.25])  # alone, again, averages
+    model, context, services, technique = a_run(metric=lambda model: next(scores), min_delta=0.5, max_ingredients=2)
+    technique.finish(model, context)
+    assert [row["score"] for row in technique.report()["history"]] == [1.0, 0.75, 0.25, None]
+    assert technique.report()["ingredients"] == ["checkpoint-40", "checkpoint-20"]
+    assert technique.report()["repeat"] == [1.0, 1.5]
+    assert "not deterministic" in services.said[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"kind": "uniform", "strict": True}, "strict must come with kind=greedy"),
+        ({"kind": "uniform", "metric": "eval_f1"}, "metric must come with kind=greedy"),
+        ({"kind": "greedy", "seed": 1}, "seed must come with order=random"),
+        ({"kind": "greedy", "min_delta": -1}, "min_delta must be in"),
+        ({"kind": "greedy", "weights": [1]}, "weights must come with kind=weighted"),
+        ({"kind": "weighted"}, "weights must be numbers above 0"),
+        ({"kind": "weighted", "weights": [1, 0]}, "weights must be numbers above 0"),
+        ({"kind": "weighted", "weights": [1], "last": 2}, "last must come with kind=greedy or uniform"),
+    ],
+)
+def test_options_that_would_play_no_part_are_refused(options, match):
+    with pytest.raises(ConfigError, match=match):
+        SoupConfig(**options)
+
+
+def test_rank_is_for_adapters():
+    _, context, _, technique = a_run(rank=2)
+    with pytest.raises(MatchError, match="rank must be given for a PEFT model only"):
+        technique.begin(context)
+
+
+def test_a_best_model_that_was_loaded_is_no_second_ingredient():
+    model, context, services, technique = a_run(metric=lambda model: 1.0)
+    model.load_state_dict(services.weights[20])
+    technique.finish(model, context)
+    assert technique.report()["ingredients"] == [f"checkpoint-{step}" for step in (10, 20, 30, 40)]
+
+
+def test_a_metric_that_validation_does_not_report_is_noticed_while_training():
+    _, context, _, technique = a_run()
+    context.step = 2
+    technique.evaluated(context, {"eval_news_loss": 1.0})
+    technique.evaluated(context, {"eval_books_loss": 1.0})  # one of several data sets
+    context.step = 4
+    with pytest.raises(ConfigError, match="metric must be one that evaluation reports, got 'eval_loss'; did you mean"):
+        technique.evaluated(context, {"eval_news_loss": 1.0})
+    _, context, _, technique = a_run()
+    for context.step in (2, 4, 6):
+        technique.evaluated(context, {"eval_news_loss": 1.0})
+        technique.evaluated(context, {"eval_loss": 1.0})
+
+
+def test_last_and_first_usable_step():
+    model, context, services, technique = a_run(metric=lambda model: 1.0, last=2)
+    technique.finish(model, context)
+    assert technique.report()["ingredients"] == ["checkpoint-30", "checkpoint-40"]
+    model, context, services, technique = a_run(metric=lambda model: 1.0)
+    context.first_usable_step = 20
+    technique.finish(model, context)
+    assert technique.report()["ingredients"] == ["checkpoint-20", "checkpoint-30", "checkpoint-40"]
+    assert "1 checkpoints from before step 20" in services.said[0]
+    model, context, services, technique = a_run()
+    context.first_usable_step = 41
+    with pytest.raises(CheckpointError, match="at or after step 41"):
+        technique.finish(model, context)
+
+
+def test_one_checkpoint_is_the_result_and_none_is_an_error():
+    model, context, services, technique = a_run(count=1)
+    technique.finish(model, context)
+    assert torch.equal(model[0].weight, services.weights[10]["0.weight"])
+    assert "only ingredient" in services.said[0]
+    services.weights = {}
+    with pytest.raises(CheckpointError, match="save_steps"):
+        technique.finish(model, context)
+
+
+def test_a_metric_that_is_not_reported_is_refused():
+    model, context, _, technique = a_run(metric=lambda model: 1.0)
+    technique = ModelSoup(SoupConfig(kind="greedy", metric="eval_los"))
+    with pytest.raises(ConfigError, match="did you mean 'eval_loss'"):
+        technique.finish(model, context)
+
+
+def test_checkpoints_of_another_model_are_refused():
+    model, context, services, technique = a_run()
+    services.weights[20] = {**services.weights[20], "more": torch.ones(1)}
+    with pytest.raises(CheckpointError, match="more"):
+        technique.finish(model, context)
+    model, context, services, technique = a_run()
+    for weights in services.weights.values():
+        weights["0.weight"] = torch.ones(9, 3)
+    with pytest.raises(CheckpointError, match=r"shape.*\(9, 3\)"):
+        technique.finish(model, context)
+
+
+def test_batch_norm_is_estimated_anew_for_every_average():
+    model, context, services, technique = a_run(bn_batches=3)
+    technique.begin(context)
+    technique.finish(model, context)
+    assert services.calibrations == 9
+    assert model[1].momentum == 0.1
+    mean = model[1].running_mean.clone()
+    model[1].reset_running_stats()
+    model[1].momentum = None
+    services.calibrate(3)
+    assert torch.equal(model[1].running_mean, mean)
+    with pytest.raises(MatchError, match="without BatchNorm"):
+        technique.begin(Context(model=nn.Linear(2, 2), services=services))
+
+
+def test_a_tied_model_takes_checkpoints_that_hold_the_tie_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = Tied()
+    start = model.embed.weight.detach().clone()
+    weights = {step: {"head.weight": torch.full((5, 3), float(step))} for step in (1, 2)}
+    services = RunServices(model, weights, lambda model: 0.0)
+    technique = ModelSoup(SoupConfig(kind="greedy", last=2))
+    technique.finish(model, Context(model=model, services=services))
+    assert model.head.weight is model.embed.weight
+    assert technique.report()["candidates"] == 3
+    expected = uniform_soup([{"w": weights[1]["head.weight"]}, {"w": weights[2]["head.weight"]}, {"w": start}])
+    assert torch.equal(model.embed.weight, expected["w"])
+
+
+def test_a_bare_loop_is_told_before_training():
+    with pytest.raises(EffError, match="needs a trainer"):
+        ModelSoup(SoupConfig(kind="greedy")).begin(Context(model=nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("metric", "larger"),
+    [("eval_loss", False), ("val_loss", False), ("eval_accuracy", True), ("perplexity", False), ("val/wer", False),
+     ("eval_f1", True), ("valloss", False), ("eval_answer", True)],
+)  # fmt: skip
+def test_mode_auto(metric, larger):
+    assert SoupConfig(kind="greedy", metric=metric).larger_is_better == larger
+    assert SoupConfig(kind="greedy", metric=metric, mode="max").larger_is_better
+
+
+def _two_processes(rank, port_file, out):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
+    noise = 0.5 * rank  # each process sees other validation data, and would choose another soup
+
+    def metric(model):
+        return float((model[0].weight.detach() - noise).square().sum())
+
+    model, context, services, technique = a_run(metric=metric)
+    technique.finish(model, context)
+    torch.save({"state": model.state_dict(), "evaluations": services.evaluations}, f"{out}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_choose_what_the_main_process_measures(tmp_path):
+    import multiprocessing
+
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=_two_processes, args=(rank, tmp_path / "rendezvous", tmp_path)) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    model, run_context, services, technique = a_run(metric=lambda model: float(model[0].weight.detach().square().sum()))
+    technique.finish(model, run_context)
+    assert first["evaluations"] == second["evaluations"] == services.evaluations
+    for name, value in model.state_dict().items():
+        assert torch.equal(first["state"][name], value)
+        assert torch.equal(second["state"][name], value)

@@ -1,0 +1,195 @@
+"""Codes between convolutions in exported files: where quantisers are added, what they change, which kernels run."""
+
+import importlib
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from quantization_export_runs import assert_close_in_steps, constants, conv2d, expected, kinds, mlp, run, trained
+from torch import nn
+
+from shared_core.errors import ConfigError, MissingExtraError
+from shared_core.tools.export import export_onnx
+
+# the package has a function of this name too
+export_module = importlib.import_module("shared_core.tools.export.onnx")
+
+
+class Residual(nn.Module):
+    """A stem, two residual blocks, the second with a projection, an average pool and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.up, self.down = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.wide, self.back, self.side = nn.Conv2d(8, 12, 3, 2, 1), nn.Conv2d(12, 12, 3, 1, 1), nn.Conv2d(8, 12, 1, 2)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.stem(x)))
+        x = torch.relu(self.down(torch.relu(self.up(x))) + x)
+        x = torch.relu(self.back(torch.relu(self.wide(x))) + self.side(x))
+        return self.head(x.mean((2, 3)))
+
+
+class Skips(nn.Module):
+    """Convolutions whose outputs are concatenated, and one that is the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = nn.Conv2d(3, 8, 3, 1, 1), nn.Conv2d(8, 8, 3, 1, 1), nn.Conv2d(16, 4, 1)
+
+    def forward(self, x):
+        x = torch.relu(self.one(x))
+        return self.three(torch.cat([x, F.relu6(self.two(x))], 1))
+
+
+def pooled():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.SiLU(), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(8, 5),
+    )  # fmt: skip
+
+
+def images(batch=8):
+    return torch.randn(batch, 3, 16, 16) + 0.3
+
+
+def calibration():
+    return [images() for _ in range(4)]
+
+
+def net(build, **options):
+    return trained(build, shape=(3, 16, 16), steps=2, **options)[0]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("build", "before", "after", "added"),
+    [
+        (pooled, {"QGemm": 1, "QLinearConv": 1}, {"QGemm": 1, "QLinearConv": 2}, 1),
+        # the codes of the sums are those that training gave the layers behind them
+        (Residual, {"QGemm": 1, "QLinearConv": 2}, {"QGemm": 1, "QLinearAdd": 2, "QLinearConv": 6}, 4),
+        (Skips, {}, {"QLinearConcat": 1, "QLinearConv": 2}, 1),
+        (conv2d, {"QGemm": 1, "QLinearConv": 2}, {"QGemm": 1, "QLinearConv": 2}, 0),
+    ],
+)
+def test_with_calibration_all_convolutions_but_the_output_run_on_integers(build, before, after, added, tmp_path):
+    model, path, optimised = net(build), tmp_path / "model.onnx", tmp_path / "optimised.onnx"
+    plain = export_onnx(model, images(), path)
+    assert plain.integer_nodes == before
+    assert plain.quantized_activations == ()
+    assert plain.relative_change is None
+    x = images(64)
+    exact = run(path, x)
+    report = export_onnx(model, images(), path, calibration=calibration())
+    assert report.integer_nodes == after
+    assert len(report.quantized_activations) == added
+    assert report.largest_difference <= 1e-5
+    assert (report.relative_change == 0) == (added == 0)
+    assert report.relative_change < 0.05
+    y = run(path, x)
+    assert np.abs(y - exact).max() < 0.05 * np.abs(exact).max()
+    assert_close_in_steps(run(path, x, optimise=True, save=optimised), y)
+    assert kinds(optimised).count("Conv") == (1 if build is Skips else 0)
+
+
+def test_the_file_computes_the_model_with_its_new_codes(tmp_path):
+    model, path = net(pooled), tmp_path / "model.onnx"
+    report = export_onnx(model, images(), path, calibration=calibration())
+    (name,) = report.quantized_activations
+    found = constants(path)
+    scale, zero = torch.tensor(found[f"{name}_scale"]), int(found[f"{name}_zero_point"])
+    assert found[f"{name}_zero_point"].dtype == np.uint8
+    x = images(32)
+
+    def quantised(values):  # ONNX QuantizeLinear, then DequantizeLinear
+        return (torch.clamp(torch.round(values / scale) + zero, 0, 255) - zero) * scale
+
+    with torch.no_grad():
+        before = model[:3](x)
+        reference = model[4:](F.silu(quantised(before))).numpy()
+    assert scale * (0 - zero) <= before.min() + 0.2 * before.abs().max()  # the range is that of what was seen
+    assert scale * (255 - zero) >= 0.8 * before.max()
+    difference = np.abs(run(path, x) - reference)
+    assert np.median(difference) < 5e-6  # the biases are rounded, and a code may lie on the other side of a tie
+    assert_close_in_steps(run(path, x), reference)
+
+
+def test_a_tapped_tensor_is_quantised_once_with_the_step_of_the_layer_that_reads_it(tmp_path):
+    model, path = net(Residual), tmp_path / "model.onnx"
+    export_onnx(model, images(), path, calibration=calibration())
+    nodes = onnx.load(path).graph.node
+    readers = {}
+    for node in nodes:
+        for name in node.input:
+            readers.setdefault(name, []).append(node.op_type)
+    sums = [node for node in nodes if node.op_type == "Add"]
+    makers = {name: node for node in nodes for name in node.output}
+    assert len(sums) == 2
+    for node in sums:
+        assert [makers[name].op_type for name in node.input] == ["DequantizeLinear"] * 2
+    tap = makers[makers[sums[0].input[1]].input[0]]
+    assert tap.input[1] == "up.input_scale"
+    assert readers[tap.input[0]] == ["QuantizeLinear"]
+    relu = next(node for node in nodes if node.op_type == "Relu")
+    assert relu.output[0] == tap.input[0]
+
+
+@pytest.mark.slow
+def test_biases_go_on_the_grid_of_the_sums_where_steps_are_coarse(tmp_path):
+    model, path = net(Residual, range="lsq", activation_bits=8), tmp_path / "model.onnx"
+    exact = export_onnx(model, images(), path)
+    assert exact.integer_nodes.get("QLinearConv", 0) < 6
+    report = export_onnx(model, images(), path, calibration=calibration())
+    assert report.integer_nodes["QLinearConv"] == 6
+    found = constants(path)
+    graph = onnx.load(path).graph
+    makers = {name: node for node in graph.node for name in node.output}
+    for node in graph.node:
+        if node.op_type == "Conv":
+            x, weight, bias = (makers[name] for name in node.input)
+            step = found[x.input[1]] * found[weight.input[1]]
+            assert np.allclose(found[bias.input[1]], step, rtol=1e-6)
+    stem = makers[next(node for node in graph.node if node.op_type == "Conv").input[2]]
+    assert found[stem.input[0]].dtype == np.int32
+    assert not any(name.endswith(".bias_codes") for name in found if not name.startswith("head"))  # no orphans
+
+
+@pytest.mark.slow
+def test_few_bits_keep_their_clip_and_the_tap_gets_eight_bits_of_its_own(tmp_path):
+    model, path = net(Residual, activation_bits=4), tmp_path / "model.onnx"
+    report = export_onnx(model, images(), path, calibration=calibration())
+    assert len(report.quantized_activations) == 5  # that of the tapped stem too
+    assert report.integer_nodes["QLinearConv"] >= 3
+    x = images(32)
+    change = np.abs(run(path, x) - expected(model, x)).max()
+    assert change < 0.25 * np.abs(expected(model, x)).max()  # a code of 4 bits that moves is a step of 1/15
+
+
+def test_linear_layers_are_left_as_they_are(tmp_path):
+    torch.manual_seed(0)
+    model, _ = trained(mlp)
+    x = torch.randn(8, 24)
+    export_onnx(model, x, tmp_path / "exact.onnx")
+    report = export_onnx(model, x, tmp_path / "model.onnx", calibration=[x])
+    assert report.quantized_activations == ()
+    assert report.relative_change == 0
+    assert np.array_equal(run(tmp_path / "model.onnx", x), run(tmp_path / "exact.onnx", x))
+
+
+def test_refusals(tmp_path, monkeypatch):
+    model, path = net(pooled), tmp_path / "model.onnx"
+    with pytest.raises(ConfigError, match="export_onnx: calibration must hold batches, got none"):
+        export_onnx(model, images(), path, calibration=[])
+    with pytest.raises(ConfigError, match="calibration must hold what the model takes, got Tensor"):
+        export_onnx(model, images(), path, calibration=[torch.zeros(2, 4, 16, 16)])
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        export_module.importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else find(name)
+    )
+    with pytest.raises(MissingExtraError, match=r"needs onnxruntime, .* pip install 'efftrain\[onnx\]'"):
+        export_onnx(model, images(), path, calibration=calibration())
+    assert not list(tmp_path.iterdir())

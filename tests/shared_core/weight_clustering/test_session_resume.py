@@ -1,0 +1,78 @@
+"""A run with shared weights that stops, early or not: exact resume, its state, the states that are refused."""
+
+import copy
+
+import pytest
+import torch
+from share_runs import make_net, make_session, train
+
+from shared_core.engine.session import Session
+from shared_core.errors import CheckpointError
+
+
+@pytest.mark.parametrize("stop", [0, 5, 9, 10, 11, 25, 39])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_resumed_run_is_the_same_to_the_bit(stop, optimizer):
+    prune = {"sparsity": 0.5, "begin": 2, "end": 8, "every": 2}
+    whole = make_net()
+    session, opt = make_session(whole, optimizer, prune=prune)
+    train(session, opt, whole, range(40))
+    session.finish()
+
+    first = make_net()
+    session, opt = make_session(first, optimizer, prune=prune)
+    train(session, opt, first, range(stop))
+    state = copy.deepcopy({"session": session.state_dict(), "optimizer": opt.state_dict(), "model": first.state_dict()})
+    second = make_net(seed=1)
+    second.load_state_dict(state["model"])
+    session, opt = make_session(second, optimizer, state=state, prune=prune)
+    train(session, opt, second, range(stop, 40))
+    session.finish()
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(second.state_dict()[name], tensor), name
+    assert session.receipt().values["techniques"]["share"]["clustered_at_step"] == 10
+
+
+def test_the_state_fits_a_state_file(tmp_path):
+    from shared_core.engine.state_file import load_state, save_state
+
+    model = make_net()
+    session, opt = make_session(model, bits=8, bits_of=["0=2"])
+    train(session, opt, model, range(12))
+    save_state(tmp_path, session.state_dict())
+    back = load_state(tmp_path)["techniques"]["share"]
+    for name, codes in session.state_dict()["techniques"]["share"]["codes"].items():
+        assert torch.equal(back["codes"][name], codes)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda codes: {"other.weight": codes["0.weight"]},
+        lambda codes: {**codes, "0.weight": codes["0.weight"].t()},
+        lambda codes: {**codes, "0.weight": codes["0.weight"].float()},
+        lambda codes: {**codes, "0.weight": codes["0.weight"].to(torch.int16) * 100},
+        lambda codes: {**codes, "0.weight": -codes["0.weight"].to(torch.int16)},
+    ],
+)
+def test_clusters_of_another_model_are_refused(spoil):
+    model = make_net()
+    session, opt = make_session(model)
+    train(session, opt, model, range(12))
+    state = copy.deepcopy(session.state_dict())
+    state["techniques"]["share"]["codes"] = spoil(state["techniques"]["share"]["codes"])
+    other = Session(session.recipe)
+    other.attach(make_net())
+    with pytest.raises(CheckpointError, match="share: saved clusters must be those of this model's weights"):
+        other.load_state_dict(state)
+
+
+def test_a_cluster_without_members_is_refused():
+    model = make_net()
+    session, opt = make_session(model)
+    train(session, opt, model, range(12))
+    state = copy.deepcopy(session.state_dict())
+    codes = state["techniques"]["share"]["codes"]["0.weight"]
+    codes[codes == 3] = 4
+    with pytest.raises(CheckpointError, match=r"clusters of 0\.weight must have members"):
+        make_session(make_net(), state={"session": state, "optimizer": opt.state_dict()})
