@@ -45,16 +45,74 @@ def test_no_import_points_upwards_or_sideways():
             assert floor in ONLY_ON.get(name, {floor}), f"{path} imports {name}, which belongs to {ONLY_ON.get(name)}"
 
 
-def test_no_room_imports_another_room():
+LEVELS = (
+    ("errors", "hardware", "lazy_exports", "libraries", "distributed"),
+    ("config", "files", "modules", "numerics"),
+    ("channel_graph", "checkpoint_formats"),
+    ("engine",),
+    ("front_ends",),
+    ("<technique>",),
+    ("tools", "reports"),
+    ("cli",),
+)
+STANDS_ON = {
+    "lottery_ticket": "pruning",
+    "weight_clustering": "pruning",
+    "lora": "quantization",
+    "weight_average": "soup",
+}
+
+
+def our_imports():
+    """Return who imports whom among the modules of shared_core, imports inside functions included."""
+    folder = FLOORS["shared_core"].parent
+    modules = {}
+    for path in FLOORS["shared_core"].rglob("*.py"):
+        name = ".".join(path.relative_to(folder).with_suffix("").parts)
+        modules[name.removesuffix(".__init__")] = ast.parse(path.read_text(encoding="utf-8"))
+    for tree in modules.values():
+        for node in ast.walk(tree):  # for annotations alone
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = [ast.Pass()]
+    edges = {name: set() for name in modules}
+    for name, tree in modules.items():
+        for node in (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module in modules):
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            edges[name] |= (whole & modules.keys()) or {node.module}
+    return edges
+
+
+def level_of(module):
     from shared_core.engine.registry import ROOMS
 
-    names = {room.name for room in ROOMS.values()}
-    for path in FLOORS["shared_core"].rglob("*.py"):
-        room = path.relative_to(FLOORS["shared_core"]).parts[0]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if room in names and isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shared_core."):
-                other = str(node.module).split(".")[1]
-                assert other == room or other not in names, f"{path} imports room {other}"
+    package = module.split(".")[1]
+    package = "<technique>" if package in {room.name for room in ROOMS.values()} else package
+    return next((level for level, packages in enumerate(LEVELS) if package in packages), None)
+
+
+def test_arrows_point_down():
+    for module, others in our_imports().items():
+        for other in (other for other in others if "." in module and "." in other):
+            own, its = module.split(".")[1], other.split(".")[1]
+            below = level_of(other) < level_of(module) or own == its or STANDS_ON.get(own) == its
+            same_level_tools = level_of(other) == level_of(module) and "<technique>" not in LEVELS[level_of(module)]
+            assert below or same_level_tools, f"{module} imports {other}, which lies above or beside it"
+
+
+def test_no_modules_import_each_other():
+    edges = our_imports()
+    done, path = set(), []
+
+    def visit(module):
+        assert module not in path, f"{' -> '.join([*path[path.index(module) :], module])}"
+        if module not in done:
+            path.append(module)
+            for other in sorted(edges[module]):
+                visit(other)
+            done.add(path.pop())
+
+    for module in sorted(edges):
+        visit(module)
 
 
 def test_the_checker_sees_a_wrong_import(tmp_path):
@@ -106,12 +164,8 @@ def test_every_package_is_listed_for_the_wheel():
             assert package in listed, f"{package} is missing from [tool.setuptools] packages"
 
 
-def test_a_technique_has_the_same_name_on_every_floor():
+def test_a_technique_has_a_package_and_a_card():
     from shared_core.engine.registry import ROOMS
 
     for room in ROOMS.values():
-        assert (FLOORS["shared_core"] / room.name).is_dir() or (FLOORS["shared_core"] / f"{room.name}.py").is_file()
-        assert (FLOORS["hf_eff"] / f"{room.name}.py").is_file(), f"hf_eff/{room.name}.py"
-        assert (ROOT / "docs" / "techniques" / f"{room.name}.md").is_file(), f"docs/techniques/{room.name}.md"
-        lightning = {path.stem for path in FLOORS["lightning_eff"].glob("*.py")}
-        assert room.name in lightning or (room.name == "loss_scaling" and "precision" in lightning), room.name
+        assert {"config.py", "technique.py"} <= {path.name for path in (FLOORS["shared_core"] / room.name).glob("*.py")}

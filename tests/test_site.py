@@ -79,7 +79,9 @@ def public_names():
     for source in (ROOT / "shared_core").rglob("*.py"):
         for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("eff_kernels."):
-                found |= {(str(node.module), alias.name) for alias in node.names if not alias.name.isupper()}
+                names = [alias.name for alias in node.names if not alias.name.isupper()]
+                home = importlib.import_module(str(node.module))
+                found |= {(home.__name__, name) for name in names if hasattr(home, name)}  # a module is none
     return sorted(found)
 
 

@@ -11,10 +11,12 @@ from shared_core.engine.registry import ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
-    "hf_eff", "lightning_eff", "shared_core", *dict.fromkeys(f"shared_core.{room.name}" for room in ROOMS.values()),
-    "shared_core.distillation.teacher_cache", "shared_core.tools.distillation_chain", "shared_core.tools.planning", "shared_core.tools.planning.explain",
-    "shared_core.numerics", "shared_core.checkpoint_formats.plain", "shared_core.config.options", "shared_core.config.training_time",
-    "shared_core.engine.technique", "shared_core.errors", "eff_kernels",
+    "hf_eff", "lightning_eff", "shared_core", *(f"shared_core.{room.name}" for room in ROOMS.values()),
+    "shared_core.distillation.teacher_cache", "shared_core.channel_graph", "shared_core.tools.shrink",
+    "shared_core.tools.sparse_inference", "shared_core.tools.compression", "shared_core.tools.export",
+    "shared_core.tools.distillation_chain", "shared_core.tools.planning", "shared_core.tools.planning.explain",
+    "shared_core.numerics", "shared_core.checkpoint_formats.plain", "shared_core.config.options",
+    "shared_core.config.training_time", "shared_core.engine.technique", "shared_core.errors", "eff_kernels",
 )  # fmt: skip
 LAUNCHERS = ("_triton", "_launch", "_dispatch")  # modules of eff_kernels that its own functions call
 

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shared_core.config.training_time import ParsedPosition, Position, parse_position
-from shared_core.distillation.comparison import Comparison, StudentBatch, open_comparison
+from shared_core.distillation.comparison import Comparison, StudentBatch
 from shared_core.distillation.config import DistillConfig
 from shared_core.distillation.feature_pairs import AttentionPairs, HiddenPairs, WatchedPairs
 from shared_core.distillation.forward_capture import ForwardHook, find_logits, is_causal, named_inputs
 from shared_core.distillation.layer_init import copy_layers_
 from shared_core.distillation.mutual import MutualComparison, Peers, make_peers, mix
+from shared_core.distillation.opening import open_comparison
 from shared_core.distillation.unlabelled import (
     ExampleCounts,
     is_per_token,

@@ -75,6 +75,10 @@ def write_ticket(path: Path | str, ticket: Ticket) -> Path:
     Tensors ``weight.<name>`` hold the weights, ``mask.<name>`` the masks, eight to a byte (``numpy.packbits`` of the
     flattened mask); the metadata field ``eff_ticket`` is JSON: format, step, rewind, learning_rates.
 
+    Args:
+        path: Of the file; one that exists is replaced.
+        ticket: Masks and weights to go back to.
+
     Example:
         >>> import tempfile
         >>> path = f"{tempfile.mkdtemp()}/ticket.safetensors"

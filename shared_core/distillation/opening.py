@@ -1,0 +1,72 @@
+"""Open the comparison that a config asks for: its teachers are loaded and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from shared_core.distillation.comparison import CachedComparison, Comparison, load_named
+from shared_core.distillation.config import EMA, DistillConfig
+from shared_core.distillation.forward_capture import (
+    check_heads,
+)
+from shared_core.distillation.teachers import StudentAverage, Teachers, change_dtype_, check_separate
+from shared_core.engine.technique import Context
+
+
+def open_comparison(config: DistillConfig, model: nn.Module, student: nn.Module, context: Context) -> Comparison:
+    """Return the comparison that the options ask for, its teachers loaded, frozen and checked against the student.
+
+    Args:
+        config: The options.
+        model: What no teacher may be part of.
+        student: `model`, or the submodule whose forward is distilled.
+        context: Loads teachers by name and tells warnings.
+
+    Raises:
+        ConfigError: If a teacher cannot teach this student.
+        CompatibilityError: If it shares weights with the model.
+        CheckpointError: If it cannot be read.
+    """
+    if config.cache is not None:
+        return CachedComparison(config, student)
+    if config.teacher == EMA:
+        told = {"teacher": f"moving average of the student, decay {config.ema_decay}"}
+        return _open(config, StudentAverage(student, config.ema_decay), told, student)
+    modules = [load_named(teacher, student, context) for teacher in config.teachers]
+    for module in modules:
+        check_separate(model, module)
+        check_heads(student, module, config.divergence, config.vocab_size)
+    told = {**_told(modules, student, context), "teacher_dtype": config.teacher_dtype}
+    for module in modules:
+        change_dtype_(module, config.teacher_dtype)
+    return _open(config, Teachers(modules, config.teacher_weights), told, student)
+
+
+def _open(config: DistillConfig, teachers: Teachers, told: Mapping[str, Any], student: nn.Module) -> Comparison:
+    if not config.chunked:
+        return Comparison(config, teachers, told)
+    from shared_core.distillation.chunked.comparison import ChunkedComparison
+
+    return ChunkedComparison(config, teachers, told, student)
+
+
+def _told(modules: list[nn.Module], student: nn.Module, context: Context) -> dict[str, Any]:
+    names, sizes = [type(module).__name__ for module in modules], [_size(module) for module in modules]
+    told: dict[str, Any] = {"teacher": ", ".join(names), "teacher_parameters": sum(sizes)}
+    if max(sizes) < _size(student):
+        told["warning"] = "the teacher is smaller than the student; distilling from it may not help"
+        context.services.say(
+            f"distill: the teacher has {max(sizes):,} parameters, fewer than the student's "
+            f"{_size(student):,}; distilling from it may not help"
+        )
+    return told
+
+
+def _size(module: nn.Module) -> int:
+    # adapters are none of a model's own weights; bitsandbytes packs two weights of 4 bits into one number
+    own = [weight for name, weight in module.named_parameters() if ".lora_" not in name]
+    shapes = [getattr(getattr(weight, "quant_state", None), "shape", weight.shape) for weight in own]
+    return sum(shape.numel() for shape in shapes)
