@@ -1,4 +1,6 @@
-"""A loader of accelerate that is watched: from where its batches were drawn, and what is to be put back before some.
+"""Random numbers of a loader's workers: each leaves its generators' states in shared memory, and can go on from one.
+
+A loader of accelerate that is watched: from where its batches were drawn, and what is to be put back before some.
 
 Exact resume of the training data: batches that were drawn at random ahead of a checkpoint are drawn again.
 
@@ -13,21 +15,107 @@ import contextlib
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch import Tensor
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
 from hf_eff._wrapped import Wrapped
 from shared_core.distributed.collectives import digest, world_size
 from shared_core.engine.own_generators import OwnGenerators
-from shared_core.engine.state_file import rng_state, set_rng_state
+from shared_core.engine.state_file import packed, rng_state, set_rng_state, unpacked
 
 if TYPE_CHECKING:
     from transformers import Trainer
+
+_BYTES = 2**16
+"""For the states after one batch: those of torch, numpy and Python take 16 KB, an own generator of torch 5 KB."""
+_HEADER = 24
+
+
+class TrackedCollator:
+    """A loader's collator, after which a worker writes down where its generators are; the batch is left as it is.
+
+    Args:
+        collator: The loader's.
+        workers: How many workers it has.
+        ahead: How many batches each of them reads ahead.
+    """
+
+    def __init__(self, collator: Callable[[Any], Any], workers: int, ahead: int) -> None:
+        self.collator, self.workers = collator, workers
+        self.run = 0
+        """Which start of the workers it is: set before they start."""
+        self.given: Sequence[Any] = ()
+        """The states that workers start from, none where they are seeded by the loader."""
+        self.counts = [0] * workers
+        """How many batches each worker had made in the run that is resumed."""
+        # one is being written, one is asked for, and one more may have been received
+        self._board = torch.zeros(workers, ahead + 3, _BYTES, dtype=torch.uint8)
+        self._board.share_memory_()  # type: ignore[no-untyped-call]
+        self._count: int | None = None
+        self._own: OwnGenerators | None = None
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the collator's batch."""
+        batch = self.collator(samples)
+        if (worker := get_worker_info()) is not None:
+            self._write(worker)
+        return batch
+
+    def start(self, worker: Any) -> None:
+        """Put the given state into this worker."""
+        self._own = OwnGenerators(worker.dataset, self.collator)
+        self._count = self.counts[worker.id]
+        if self.given:
+            set_rng_state(self.given[worker.id])
+            self._own.restore(self.given[worker.id]["own"])
+
+    def _write(self, worker: Any) -> None:
+        if self._own is None or self._count is None:
+            self._own, self._count = OwnGenerators(worker.dataset, self.collator), self.counts[worker.id]
+        if self._count == self.counts[worker.id]:
+            self._own.look()  # some are made at the first draw
+        self._count += 1
+        state = packed({**rng_state(on_gpu=False), "own": self._own.states()})
+        slots = self._board[worker.id].numpy()
+        slot = slots[(self._count - 1) % len(slots)]
+        length = len(state) if len(state) <= _BYTES - _HEADER else -1
+        slot[:_HEADER] = np.array([self.run, self._count, length]).view(np.uint8)
+        if length > 0:
+            slot[_HEADER : _HEADER + length] = np.frombuffer(state, np.uint8)
+
+    def state_after(self, worker: int, count: int) -> dict[str, Any] | None:
+        """Return where a worker's generators were after it had made so many batches, None where that is not known."""
+        slots = self._board[worker].numpy()
+        slot = slots[(count - 1) % len(slots)]
+        run, written, length = slot[:_HEADER].copy().view(np.int64).tolist()
+        if (run, written) != (self.run, count) or length < 0:
+            return None
+        return unpacked(slot[_HEADER : _HEADER + length].tobytes())
+
+
+class StartOfWorker:
+    """A loader's `worker_init_fn` that goes on from given states.
+
+    Args:
+        stock: The loader's own.
+        tracked: Its collator.
+    """
+
+    def __init__(self, stock: Callable[[int], None] | None, tracked: TrackedCollator) -> None:
+        self._stock, self._tracked = stock, tracked
+
+    def __call__(self, number: int) -> None:
+        """Start a worker."""
+        if self._stock is not None:
+            self._stock(number)
+        self._tracked.start(get_worker_info())
 
 
 class WatchedLoader:
@@ -46,15 +134,26 @@ class WatchedLoader:
         """What is done before a fetch, by its number in the iteration that comes; -1 is when that was begun."""
         self.after: dict[int, Callable[[], None]] = {}
         """What is done after it."""
+        self.length = length_of(loader)
+        self.made: list[int] | None = None
+        """How many batches each worker that lives on had made before this epoch, None where that is not known."""
+        self.is_fresh = True
+        """Whether workers were started for this epoch."""
         self._ahead: Any = None
         self._before_ahead: dict[str, Any] = {}
-        self._iteration = 0
-        self._is_recording = False
-        self._wrapped = Wrapped(loader.base_dataloader, "__iter__", self._iterate)
+        self._iteration = self._runs = 0
+        self._is_recording = self._is_complete = False
+        base = loader.base_dataloader
+        self._wrapped = Wrapped(base, "__iter__", self._iterate)
+        self.collator, self.tracked = base.collate_fn, None
+        if loader.num_workers and self.is_indexed and getattr(base, "in_order", True):
+            base.collate_fn = self.tracked = TrackedCollator(self.collator, loader.num_workers, base.prefetch_factor)
+            self.made = [0] * loader.num_workers
 
     def stop(self) -> None:
-        """Give the loader its own method back."""
+        """Give the loader its own method and collator back."""
         self._wrapped.undo()
+        self.loader.base_dataloader.collate_fn = self.collator
 
     @property
     def fetches(self) -> int:
@@ -64,10 +163,10 @@ class WatchedLoader:
         return 1 if self.loader.split_batches else world_size()
 
     @property
-    def can_skip(self) -> bool:
+    def is_indexed(self) -> bool:
         """Whether batches can be left out without being read."""
         is_stream = isinstance(self.loader.dataset, IterableDataset) or self.loader.batch_sampler is None
-        return not is_stream and not isinstance(self.loader, DataLoaderDispatcher) and self.loader.num_workers == 0
+        return not is_stream and not isinstance(self.loader, DataLoaderDispatcher)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -88,9 +187,31 @@ class WatchedLoader:
         set_rng_state(state)
         self.own.restore(state["own"])
 
-    def state(self) -> dict[str, Any]:
-        """Return which iteration this is, what the batch read ahead was drawn from, and a mark of it."""
-        return {"iteration": self._iteration, "before_ahead": self._before_ahead, "mark": self.mark()}
+    def state(self, taken: int) -> dict[str, Any]:
+        """Return which iteration this is, what the batch read ahead was drawn from, a mark of it, and the workers'.
+
+        Args:
+            taken: How many batches of the epoch were trained on.
+        """
+        found = {"iteration": self._iteration, "before_ahead": self._before_ahead, "mark": self.mark()}
+        return {**found, "is_fresh": self.is_fresh, "made": self.made, "in_workers": self._in_workers(taken)}
+
+    def _in_workers(self, taken: int) -> list[dict[str, Any]] | None:
+        """Return each worker's generators before its first batch of the round that goes on, None where not known."""
+        if self.tracked is None or self.made is None:
+            return None
+        counts = self.counts(self.made, taken)
+        if not any(counts):
+            return []
+        states = [self.tracked.state_after(worker, count) for worker, count in enumerate(counts)]
+        return None if None in states else [state for state in states if state is not None]
+
+    def counts(self, made: Sequence[int], taken: int) -> list[int]:
+        """Return how many batches each worker has made at the beginning of a round, or at the epoch's end."""
+        workers = self.loader.num_workers
+        if self.length is not None and taken >= self.length:
+            return [made[one] + (self.length - one + workers - 1) // workers for one in range(workers)]
+        return [one + taken // workers for one in made]
 
     def mark(self) -> str | None:
         """Return a text that tells the batch read ahead from others, None where there is none."""
@@ -99,11 +220,23 @@ class WatchedLoader:
         return hashlib.sha256("\n".join(map(digest, _values(self._ahead))).encode()).hexdigest()
 
     def _iterate(self, method: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        base, before_it = self.loader.base_dataloader, self.tracked.run if self.tracked else 0
+        is_fresh = not self.loader.persistent_workers or base._iterator is None
+        self._runs += is_fresh
+        if self.tracked is not None and is_fresh:
+            self.tracked.run = self._runs
         batches = method()
         if not self._is_recording:
+            if self.tracked is not None:
+                self.tracked.run = before_it
             return batches
+        if not is_fresh:  # those that live on have made the last epoch's as well, if that was read to its end
+            self.made = self.counts(self.made, self.length) if self.made and self.length and self._is_complete else None
+            self.is_fresh = False
+        elif self.tracked is not None and not self.tracked.given:
+            self.made, self.is_fresh = [0] * self.loader.num_workers, True
         self._iteration = self.loader.iteration
-        self._ahead, self._before_ahead = None, {}
+        self._ahead, self._before_ahead, self._is_complete = None, {}, False
         before, self.before, after, self.after = self.before, {}, self.after, {}
         before.pop(-1, _nothing)()
         return self._recorded(batches, before, after)
@@ -122,7 +255,7 @@ class WatchedLoader:
             try:
                 self._ahead = next(batches)
             except StopIteration:
-                self._ahead = None
+                self._ahead, self._is_complete = None, True
                 return
             if number == 0:
                 self.own.look()  # some are made at the first draw
@@ -143,6 +276,14 @@ def _values(batch: Any) -> Iterator[Any]:
         yield batch
 
 
+def length_of(loader: Any) -> int | None:
+    """Return how many batches a loader has, None for a stream."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
 def _of_samplers(loader: Any) -> list[Any]:
     owners = [loader, loader.sampler, loader.batch_sampler]
     for name in ("batch_sampler", "sampler"):
@@ -151,7 +292,7 @@ def _of_samplers(loader: Any) -> list[Any]:
 
 
 class ReplayedBatches(BatchSampler):
-    """Batches of an epoch without the first ones.
+    """Batches of an epoch without the first ones; all of them when it is iterated again.
 
     Args:
         batches: The loader's.
@@ -159,7 +300,7 @@ class ReplayedBatches(BatchSampler):
         before_ahead: Called before the first that is left is drawn.
     """
 
-    def __init__(self, batches: Any, skip: int, before_ahead: Callable[[], None]) -> None:
+    def __init__(self, batches: Any, skip: int, before_ahead: Callable[[], None] | None = None) -> None:
         self._batches, self._skip, self._before_ahead = batches, skip, before_ahead
 
     def __getattr__(self, name: str) -> Any:
@@ -174,7 +315,9 @@ class ReplayedBatches(BatchSampler):
         batches = iter(self._batches)
         for _ in itertools.islice(batches, self._skip):
             pass
-        self._before_ahead()
+        self._skip = 0
+        if self._before_ahead is not None:
+            self._before_ahead()
         yield from batches
 
 
@@ -230,14 +373,28 @@ class DataResume:
         """Return what the present epoch's data were drawn from, and from where the next will be."""
         if self._now is None or self._given is None:
             return {}
-        own = self._now.own.states()
-        return {"taken": self._taken, "begin": self._begin, "own": own, **self._now.state(), **self._layout()}
+        drawn = {"begin": self._begin, "own": self._now.own.states(), **self._now.state(self._taken)}
+        return {"taken": self._taken, "evaluating": self._evaluating(), **drawn, **self._layout()}
+
+    def _evaluating(self) -> list[str]:
+        """Return the evaluation loaders whose workers live on: the seeds of those are not drawn again."""
+        loaders = getattr(self._trainer, "_eval_dataloaders", {})
+        return [key for key, loader in loaders.items() if getattr(loader, "_iterator", None) is not None]
+
+    def evaluation_loader(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the trainer's; one whose workers lived on in the stopped run draws no seeds for them."""
+        loader = method(*args, **kwargs)
+        known = getattr(self._trainer, "_eval_dataloaders", {})
+        if any(known.get(key) is loader for key in self._saved.get("evaluating", ())) and loader._iterator is None:
+            loader.base_dataloader.generator = torch.Generator()
+        return loader
 
     def _layout(self) -> dict[str, Any]:
         loader = self._stock.loader
         accumulate = self._trainer.args.gradient_accumulation_steps
-        kind, workers = type(loader).__name__, loader.num_workers
-        return {"loader": kind, "length": _length(loader), "workers": workers, "accumulate": accumulate}
+        kind, length = type(loader).__name__, self._stock.length
+        workers = {"workers": loader.num_workers, "persistent": bool(loader.persistent_workers)}
+        return {"loader": kind, "length": length, **workers, "accumulate": accumulate}
 
     # --- generators
 
@@ -261,13 +418,19 @@ class DataResume:
         if self._now is None:
             return given
         if given is not self._given:
-            if self._now is not self._stock:
-                self._now.stop()
-                self._now = self._stock
             is_first, self._given = self._given is None, given
             if not (is_first and self._checkpoint is not None and self._goes_on()):
-                self._batches, self._begin, self._taken = given, self._now.random(), 0
+                self._begin_epoch(given)
         return self._counted(self._now)
+
+    def _begin_epoch(self, given: Iterator[Any]) -> None:
+        if self._now is not self._stock and self._now.loader.persistent_workers:
+            self._now.loader.set_epoch(self._stock.loader.iteration)
+            given = iter(self._now.loader)  # whose workers live on
+        elif self._now is not self._stock:
+            self._now.stop()
+            self._now = self._stock
+        self._batches, self._begin, self._taken = given, self._now.random(), 0
 
     def _counted(self, watched: WatchedLoader) -> Iterator[Any]:
         while True:
@@ -280,18 +443,20 @@ class DataResume:
             yield batch
 
     def _goes_on(self) -> bool:
-        """Go to the place of the checkpoint if that lies within an epoch; return whether the data go on from there."""
+        """Go to the place of the checkpoint; return whether the data go on from there."""
         args, layout, saved = self._trainer.args, self._layout(), self._saved
         steps = None if layout["length"] is None else max(-(-layout["length"] // args.gradient_accumulation_steps), 1)
         trained = self._trainer.state.global_step % (steps or self._trainer.state.max_steps)
-        if args.ignore_data_skip or trained == 0:
-            return False
+        lives_on = bool(layout["persistent"] and layout["workers"])
+        if args.ignore_data_skip or (trained == 0 and not lives_on):
+            return False  # the trainer begins an epoch
+        expected = layout["length"] if trained == 0 else trained * args.gradient_accumulation_steps
         reason = next((name for name, value in layout.items() if saved and saved.get(name) != value), None)
         if not saved:
             reason = "it was saved without them"
         elif reason is not None:
             reason = f"{reason} was {saved[reason]}, now {layout[reason]}"
-        elif steps is not None and saved["taken"] != trained * args.gradient_accumulation_steps:
+        elif steps is not None and saved["taken"] != expected:
             reason = f"it had read {saved['taken']} batches in {trained} steps of its epoch"
         if reason is not None:
             self.note(
@@ -299,8 +464,17 @@ class DataResume:
                 "or a collator draws, the run is not that which was stopped"
             )
             return False
-        self._replay(saved)
-        return True
+        if lives_on and not saved["in_workers"] and not (saved["is_fresh"] and trained):
+            self.note(
+                "what workers that live on from epoch to epoch (dataloader_persistent_workers) draw at random is not "
+                "what those of the stopped run would have drawn: their generators are not known"
+            )
+        if trained:
+            self._replay(saved)
+        elif saved["in_workers"]:
+            self._now = self._with_workers(saved)
+            self._begin_epoch(iter(()))
+        return trained > 0 or bool(saved["in_workers"])
 
     def _replay(self, saved: Mapping[str, Any]) -> None:
         stock, taken = self._stock, int(saved["taken"])
@@ -308,11 +482,13 @@ class DataResume:
         before_ahead: Callable[[], None] = functools.partial(stock.put, saved["before_ahead"])
         check: Callable[[], None] = functools.partial(self._check, saved["mark"])
         now, read, per = stock, taken, stock.fetches
-        if stock.can_skip:
+        if stock.loader.num_workers == 0 and stock.is_indexed:
             now, read = WatchedLoader(self._skipping(taken, before_ahead, saved["iteration"]), stock.own), 0
             now.before, now.after = {1: self.restore}, {0: check}
         elif stock.loader.num_workers:
-            stock.before, stock.after = {-1: self.restore}, {taken: check}
+            if saved["in_workers"]:
+                now, read = self._with_workers(saved), taken % stock.loader.num_workers
+            now.before, now.after = {-1: self.restore}, {read: check}
         else:
             stock.before = {taken * per: before_ahead, (taken + 1) * per: self.restore}
             stock.after = {(taken + 1) * per - 1: check}
@@ -324,12 +500,30 @@ class DataResume:
             self.restore()  # a process that is sent its batches makes none
         self._begin, self._taken = saved["begin"], taken
 
-    def _skipping(self, taken: int, before_ahead: Callable[[], None], iteration: int) -> Any:
+    def _skipping(self, taken: int, before_ahead: Callable[[], None] | None, iteration: int) -> Any:
         loader = skip_first_batches(self._stock.loader)
         skipping: Any = loader.batch_sampler
         skipping.batch_sampler = ReplayedBatches(skipping.batch_sampler, taken, before_ahead)
         loader.iteration = iteration
         return loader
+
+    def _with_workers(self, saved: Mapping[str, Any]) -> WatchedLoader:
+        """Return a loader that goes on at the round of its workers that the next batch is in."""
+        stock, taken = self._stock, int(saved["taken"])
+        is_end = taken == stock.length
+        loader = self._skipping(0 if is_end else taken - taken % stock.loader.num_workers, None, saved["iteration"])
+        base = loader.base_dataloader
+        base.collate_fn = stock.collator
+        now = WatchedLoader(loader, stock.own)
+        now.length, now.made, now.is_fresh = stock.length, saved["made"], saved["is_fresh"]
+        tracked: Any = now.tracked
+        tracked.given, tracked.counts = saved["in_workers"], now.counts(saved["made"], taken)
+        base.worker_init_fn = StartOfWorker(base.worker_init_fn, tracked)
+        if is_end:
+            now.made = tracked.counts
+        if is_end or not saved["is_fresh"]:
+            base.generator, now.is_fresh = torch.Generator(), False  # of the seeds, which nothing drew in that epoch
+        return now
 
     def _check(self, mark: str | None) -> None:
         if self._now is not None and self._now.mark() != mark:
@@ -337,10 +531,3 @@ class DataResume:
                 "the batch that the stopped run had read ahead is another one now: the training data, their order or "
                 "what they are drawn from has changed, so the run is not that which was stopped"
             )
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:  # a stream
-        return None

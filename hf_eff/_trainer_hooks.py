@@ -189,6 +189,7 @@ class SessionCallback(TrainerCallback):
             "call_model_init": self._call_model_init,
             "_hp_search_setup": self._set_up_trial,
             "get_train_dataloader": self._poisson.loader,
+            "get_eval_dataloader": self._data.evaluation_loader,
             "get_batch_samples": self._batches,
             "_set_signature_columns_if_needed": self._unlabelled.keep_column,
             "_prepare_inputs": self._unlabelled.prepare,

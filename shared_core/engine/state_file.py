@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from shared_core.errors import CheckpointError
@@ -83,6 +83,24 @@ def load_state(folder: Path | str) -> dict[str, Any]:
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"state: {path} must be a whole state file, got {error}; the file is damaged") from error
     return dict(state)
+
+
+def packed(state: Mapping[str, Any]) -> bytes:
+    """Return a state as bytes, for another process.
+
+    Example:
+        >>> unpacked(packed({"step": 3, "mask": torch.tensor([True, False])}))["mask"].tolist()
+        [True, False]
+    """
+    tensors: dict[str, Tensor] = {}
+    tree = json.dumps(_split(state, tensors)).encode()
+    return len(tree).to_bytes(8, "little") + tree + save(tensors)
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """Return the state that `packed` made these bytes of."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    return dict(_join(json.loads(data[8:end]), load(data[end:])))
 
 
 def rng_state(*, on_gpu: bool = True) -> dict[str, Any]:
