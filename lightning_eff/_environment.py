@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import math
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +66,32 @@ def namespace_of(trainer_or_module: object) -> str:
 def callback_kinds(trainer: Any) -> set[str]:
     """Return the names of the classes that a Trainer's callbacks are of, in whichever namespace they are."""
     return {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
+
+
+def of_either_name(make: Callable[[str], Any], moment: str, told_by: Callable[..., object], home: str) -> Any:
+    """Return a class whose instances a Trainer of either name takes, and which are of its name's class from then on.
+
+    Where both names are installed nobody knows before a Trainer sets an instance up to which of them it belongs.
+
+    Args:
+        make: Returns the class for one name.
+        moment: The method that a Trainer calls on the instance before anything that depends on the name.
+        told_by: Called with the arguments of that method; returns an object that Lightning defines.
+        home: The module in which pickle finds the class.
+    """
+    kinds = tuple(make(name) for name in installed())
+    if len(kinds) == 1:
+        return kinds[0]
+
+    def settle(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(self) is made:
+            self.__class__ = make(namespace_of(told_by(self, *args, **kwargs)))
+            return getattr(self, moment)(*args, **kwargs)
+        return getattr(super(made, self), moment)(*args, **kwargs)  # of a class that a user derived
+
+    names = {"__doc__": kinds[0].__doc__, "__module__": home, moment: settle}
+    made = type(kinds[0].__name__, kinds, names)
+    return made
 
 
 def _callback_base() -> type[Callback]:

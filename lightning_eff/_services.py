@@ -110,7 +110,11 @@ class LightningServices:
             return None
         if not isinstance(told, dict) or told.get("id") != self.run:
             return None
-        return SavedCheckpoint(path, int(told["step"]), told["metrics"].get(self._metric))
+        try:
+            return SavedCheckpoint(path, int(told["step"]), told["metrics"].get(self._metric))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            self.say(f"efftrain: left out of the soup: {path} must say its step and metrics, got {error!r}")
+            return None
 
     def load_weights(self, path: Path) -> Mapping[str, Tensor]:
         """Return the weights as they were trained, before anything was baked into them."""

@@ -415,7 +415,8 @@ class EffCallback(Callback):
             return
         _joining.refuse_trials_on_resume(trainer, checkpoint)
         self._saved = self._resume.load_state_dict(checkpoint.get(_RESUME_KEY), checkpoint.get(_STATE_KEY))
-        self._run_id = self._services.run = checkpoint.get(RUN_KEY, {}).get("id", self._run_id)
+        told = checkpoint.get(RUN_KEY)
+        self._run_id = self._services.run = told.get("id", self._run_id) if isinstance(told, dict) else self._run_id
         if self._saved is None:
             self.session.is_changed = True
             self.session.note("the checkpoint was saved without these techniques: they start at step 0")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lightning_eff._environment import PYTORCH_LIGHTNING, installed, namespace_of, plugins
+from lightning_eff._environment import PYTORCH_LIGHTNING, namespace_of, of_either_name, plugins
 from lightning_eff._typed_options import typed_options
 from shared_core.config.options import TechniqueConfig
 from shared_core.errors import CompatibilityError, ConfigError
@@ -73,11 +73,19 @@ def fp8_precision_class(namespace: str) -> Any:
     return Fp8Precision
 
 
+@functools.cache
+def _of_either_name() -> Any:
+    return of_either_name(fp8_precision_class, "convert_module", lambda plugin, module: module.trainer, "lightning_eff")
+
+
 if TYPE_CHECKING:
     from lightning_eff._environment import MixedPrecision
 
     class Fp8Precision(MixedPrecision):  # noqa: D101
         def __init__(self, precision: Literal["bf16-mixed", "32-true"] = ..., **options: Any) -> None: ...
+
+
+_PRECISIONS = ("16-mixed", "32-true", "bf16-mixed", "16-true")
 
 
 @functools.cache
@@ -98,26 +106,27 @@ def precision_class(namespace: str) -> Any:
 
         Args:
             precision: 16-mixed runs forward under fp16 autocast; 32-true scales the loss of an fp32 model; bf16-mixed
-                runs under bf16 autocast, which fp8 with gradients in e5m2 alone has a use for.
+                runs under bf16 autocast, which fp8 with gradients in e5m2 alone has a use for; 16-true casts the model
+                to fp16, with primary_weights beside it.
             device: Device type of autocast; by default that of the Trainer.
         """
 
         def __init__(
             self,
-            precision: Literal["16-mixed", "32-true", "bf16-mixed"] = "16-mixed",
+            precision: Literal["16-mixed", "32-true", "bf16-mixed", "16-true"] = "16-mixed",
             device: str | None = None,
             **options: Any,
         ) -> None:
-            if precision not in ("16-mixed", "32-true", "bf16-mixed"):
-                raise ConfigError(
-                    f"loss_scale: precision must be one of 16-mixed, 32-true, bf16-mixed, got {precision!r}"
-                )
+            if precision not in _PRECISIONS:
+                raise ConfigError(f"loss_scale: precision must be one of {', '.join(_PRECISIONS)}, got {precision!r}")
             self.config = LossScaleConfig.from_dict({"kind": "dynamic", **options})
             self.eff_recipe = {"loss_scale": self.config}
             # Lightning refuses any scaler with bf16-mixed; which autocast it enters is asked of `precision` each time
             super().__init__("16-mixed", device or "cpu", scaler=LossScaler(**self.config.scaler_options()))
             self.precision = precision
             self.given = {"precision": precision, "device": device}
+            self._casts = plugins(namespace).HalfPrecision("16-true") if precision == "16-true" else None
+            """What casts model and input, where it is not autocast that does."""
 
         def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
             """Take the Trainer's device, and let a session count the steps if no callback of ours does."""
@@ -131,9 +140,29 @@ def precision_class(namespace: str) -> Any:
 
         @contextlib.contextmanager
         def forward_context(self) -> Iterator[None]:
-            """Enable fp16 or bf16 autocast, unless the model runs in fp32."""
-            with self.autocast_context_manager() if self.precision != "32-true" else contextlib.nullcontext():
+            """Enable fp16 or bf16 autocast, unless the model runs in fp32 or is fp16 itself."""
+            if self._casts is not None:
+                context = self._casts.forward_context()
+            else:
+                context = self.autocast_context_manager() if self.precision != "32-true" else contextlib.nullcontext()
+            with context:
                 yield
+
+        def convert_module(self, module: Any) -> Any:
+            """Cast a model of 16-true."""
+            return super().convert_module(module) if self._casts is None else self._casts.convert_module(module)
+
+        def convert_input(self, data: Any) -> Any:
+            """Cast the batches of 16-true."""
+            return super().convert_input(data) if self._casts is None else self._casts.convert_input(data)
+
+        def tensor_init_context(self) -> Any:
+            """Make tensors of 16-true in fp16."""
+            return super().tensor_init_context() if self._casts is None else self._casts.tensor_init_context()
+
+        def module_init_context(self) -> Any:
+            """Make modules of 16-true in fp16."""
+            return super().module_init_context() if self._casts is None else self._casts.module_init_context()
 
         def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
             """Run the closure, unscale, clip, and step unless gradients overflowed; fused optimizers too."""
@@ -168,9 +197,9 @@ def use_scaling_precision(trainer: Any, config: TechniqueConfig) -> Any:
     plugin = trainer.precision_plugin
     if any(kind.__qualname__ == "LossScalingPrecision" for kind in type(plugin).__mro__):
         return None
-    if type(plugin).__name__ not in ("Precision", "MixedPrecision", "Fp8Precision"):
+    if type(plugin).__name__ not in ("Precision", "MixedPrecision", "Fp8Precision", "HalfPrecision"):
         raise CompatibilityError(
-            f"loss_scale: precision plugin must be Lightning's 32-true, 16-mixed or bf16-mixed, got "
+            f"loss_scale: precision plugin must be Lightning's 32-true, 16-mixed, bf16-mixed or 16-true, got "
             f"{type(plugin).__name__}; pass plugins=LossScalingPrecision(...) instead of precision="
         )
     made = precision_class(namespace_of(trainer))(precision=plugin.precision, **config.to_dict())
@@ -178,11 +207,18 @@ def use_scaling_precision(trainer: Any, config: TechniqueConfig) -> Any:
     return plugin
 
 
+@functools.cache
+def _of_either_name() -> Any:
+    return of_either_name(precision_class, "convert_module", lambda plugin, module: module.trainer, "lightning_eff")
+
+
 if TYPE_CHECKING:
     from lightning_eff._environment import MixedPrecision
 
     class LossScalingPrecision(MixedPrecision):  # noqa: D101
-        def __init__(self, precision: Literal["16-mixed", "32-true", "bf16-mixed"] = ..., **options: Any) -> None: ...
+        def __init__(
+            self, precision: Literal["16-mixed", "32-true", "bf16-mixed", "16-true"] = ..., **options: Any
+        ) -> None: ...
 
 
 def __getattr__(name: str) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_eff._environment import PYTORCH_LIGHTNING, installed, strategies
+from lightning_eff._environment import PYTORCH_LIGHTNING, of_either_name, strategies
 from lightning_eff._fsdp2 import Sharding, through_root
 from lightning_eff._wrapped import Wrapped
 from shared_core.errors import CompatibilityError
@@ -176,10 +177,15 @@ if TYPE_CHECKING:
         def __init__(self, blocks: list[str] | None = ..., **kwargs: Any) -> None: ...
 
 
+@functools.cache
+def _of_either_name(make: Callable[[str], Any]) -> Any:
+    return of_either_name(make, "_configure_launcher", lambda strategy: strategy.accelerator, "lightning_eff")
+
+
 _MAKERS = {"EffDDPStrategy": ddp_class, "EffFSDPStrategy": fsdp_class}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MAKERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _MAKERS[name](installed()[0])
+    return _of_either_name(_MAKERS[name])

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState, _refresh_per_optimizer_state
 
 from shared_core.distributed.collectives import all_reduce_, world_size
-from shared_core.errors import CheckpointError, ConfigError, TrainingError
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.loss_scaling.config import MIN_SCALE, LossScaleConfig
 from shared_core.loss_scaling.floors import AutoScale, floor_text, make_floor
 from shared_core.loss_scaling.telemetry import grouped_gradients, has_scaled_step
@@ -302,7 +302,10 @@ class LossScaler(GradScaler):
             self.widen_gradients(optimizer)
         grouped = grouped_gradients(optimizer)
         if not allow_fp16 and any(dtype is torch.float16 for _, dtype in grouped):
-            raise ValueError("Attempting to unscale FP16 gradients.")
+            raise CompatibilityError(
+                "loss_scale: gradients to unscale must be float32 or bfloat16, got float16, where they would underflow "
+                "again; add primary_weights, or keep the weights in float32 and let autocast run fp16"
+            )
         home, found = inv_scale.device, found_inf
         flags, largest = {home: found_inf}, []
         with torch.no_grad():

@@ -14,8 +14,26 @@ PLUGIN = {BOTH[0]: lightning_eff.pytorch.LossScalingPrecision, BOTH[1]: lightnin
 HUGE = 2.0**127  # overflows at once in fp16, and in fp32 for this loss after the first doubling
 
 
-def test_the_default_is_that_of_pytorch_lightning():
-    assert lightning_eff.LossScalingPrecision is lightning_eff.pytorch.LossScalingPrecision
+@pytest.mark.parametrize("namespace", BOTH)
+def test_the_name_without_a_namespace_becomes_that_of_the_trainer(namespace, tmp_path):
+    plugin = lightning_eff.LossScalingPrecision(init_scale=8)
+    assert isinstance(plugin, (PLUGIN[BOTH[0]], PLUGIN[BOTH[1]]))
+    fit(make_trainer(tmp_path, namespace, plugins=plugin, max_steps=1), make_module(namespace))
+    assert type(plugin) is PLUGIN[namespace]
+    assert plugin.scaler.num_steps == 1
+
+
+def test_a_class_that_a_user_derived_serves_both(tmp_path):
+    class Own(lightning_eff.LossScalingPrecision):
+        pass
+
+    for namespace in BOTH:
+        plugin = Own(init_scale=8)
+        fit(make_trainer(tmp_path, namespace, plugins=plugin, max_steps=1), make_module(namespace))
+        assert (type(plugin), plugin.scaler.num_steps) == (Own, 1)
+
+
+def test_a_plugin_is_pickled():
     plugin = pickle.loads(pickle.dumps(lightning_eff.LossScalingPrecision(init_scale=8)))
     assert (type(plugin).__qualname__, plugin.scaler.get_scale()) == ("LossScalingPrecision", 8.0)
 
@@ -91,14 +109,14 @@ def test_the_recipe_alone_replaces_the_trainers_precision_for_one_fit(tmp_path):
         hook_callback(BOTH[0], on_train_start=lambda trainer: used.append(trainer.precision_plugin))
     )
     fit(trainer, make_module())
-    assert type(used[0]) is lightning_eff.LossScalingPrecision
+    assert type(used[0]) is lightning_eff.pytorch.LossScalingPrecision
     assert trainer.precision_plugin is stock
     assert callback.receipt["techniques"]["loss_scale"]["steps"] == 18
 
 
 @pytest.mark.parametrize(
     ("precision", "match"),
-    [("bf16-mixed", "plain bf16 mixed precision"), ("16-true", "plugins=LossScalingPrecision")],
+    [("bf16-mixed", "plain bf16 mixed precision"), ("16-true", "add primary_weights"), ("64-true", "or 16-true, got")],
 )
 def test_other_precisions_are_refused_by_name(precision, match, tmp_path):
     trainer = make_trainer(tmp_path, callbacks=[EffCallback({"loss_scale": {"kind": "dynamic"}})], precision=precision)
@@ -110,7 +128,7 @@ def test_other_precisions_are_refused_by_name(precision, match, tmp_path):
 
 def test_bad_options():
     with pytest.raises(ConfigError, match="precision must be one of"):
-        lightning_eff.LossScalingPrecision(precision="16-true")
+        lightning_eff.LossScalingPrecision(precision="16")
     with pytest.raises(ConfigError, match="growth_factor"):
         lightning_eff.LossScalingPrecision(growth_factor=0.5)
     with pytest.raises(ConfigError, match="did you mean 'init_scale'"):

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from lightning_world import BOTH, difference, everything, fit, make_module, make_trainer, saver
+from lightning_world import BOTH, difference, everything, fit, loader, make_module, make_trainer, saver
 
 from lightning_eff import EffCallback
 from lightning_eff.callbacks import PrimaryWeights
 from lightning_eff.precision import precision_class
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.session import Session
 from shared_core.errors import MatchError
 from shared_core.primary_weights import slices, technique
 
@@ -54,6 +56,51 @@ def test_fp16_weights_with_a_loss_scale(tmp_path):
     assert whole["net.0.weight"].dtype == torch.float16
     for point in (2, 7):
         _, resumed = run(ckpt_path=tmp_path / f"{point}.ckpt", seed=9)
+        assert difference(whole, resumed) == [], point
+
+
+@pytest.mark.parametrize("namespace", BOTH)
+def test_16_true_with_a_loss_scale_is_the_bare_loop(namespace, tmp_path):
+    recipe = {**COPY, "loss_scale": {"kind": "dynamic", "init_scale": 2.0**24, "growth_interval": 4}}
+    module = make_module(namespace, seed=0, dropout=0.0)
+    callback, found = train(tmp_path, recipe, namespace, module=module, precision="16-true", gradient_clip_val=None)
+
+    model = make_module(namespace, seed=0, dropout=0.0).half()
+    session = Session(Recipe.from_dict(recipe))
+    session.attach(model)
+    optimizer, schedule = (made := model.configure_optimizers())["optimizer"], made["lr_scheduler"]["scheduler"]
+    scaler = session.techniques["loss_scale"].make_scaler("cpu")
+    session.begin([optimizer], total_steps=18)
+    torch.manual_seed(5)
+    data, batches = loader(), []
+    for _ in range(3):
+        batches += list(data)
+    for x, y in batches:
+        loss = session.loss(torch.nn.functional.cross_entropy(model(x.half()), y))
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        session.before_optimizer_step()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.last_step_skipped:
+            session.skipped_optimizer_step()
+        elif session.after_optimizer_step():
+            schedule.step()
+    assert callback.session.skipped > 0
+    assert callback.session.skipped == session.skipped
+    session.finish()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, found[name]), name
+    plain = callback.receipt["techniques"]["loss_scale"]
+    assert plain["scale"] == scaler.get_scale()
+
+
+def test_16_true_with_a_loss_scale_resumes(tmp_path):
+    recipe = {**COPY, "loss_scale": {"kind": "dynamic", "init_scale": 2.0**24, "growth_interval": 4}}
+    _, whole = train(tmp_path, recipe, callbacks=[saver(BOTH[0], tmp_path)], precision="16-true")
+    for point in (2, 7):
+        _, resumed = train(tmp_path, recipe, ckpt_path=tmp_path / f"{point}.ckpt", seed=9, precision="16-true")
         assert difference(whole, resumed) == [], point
 
 

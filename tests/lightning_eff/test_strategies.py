@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from lightning_blocks import AVERAGE, LOW_RANK, PRUNE, module_class, train, weights
-from lightning_world import BOTH
+from lightning_world import BOTH, make_trainer
 from torch import nn
 from two_ranks import ENVIRONMENT, run_two_ranks
 
+import lightning_eff.lightning
+import lightning_eff.pytorch
 from lightning_eff._fsdp2 import Sharding, repeated_blocks
 from shared_core.errors import CompatibilityError, ConfigError
 
@@ -155,3 +157,14 @@ def test_the_names_are_registered_in_either_order_of_imports(imports):
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT
     )
     assert done.stdout.split() == ["lightning_eff.pytorch", "fp16"]
+
+
+@pytest.mark.parametrize("namespace", BOTH)
+def test_the_name_without_a_namespace_becomes_that_of_the_trainer(namespace, tmp_path):
+    strategy = lightning_eff.EffDDPStrategy(find_unused_parameters=True)
+    make_trainer(tmp_path, namespace, strategy=strategy, devices=1)
+    home = {BOTH[0]: lightning_eff.pytorch, BOTH[1]: lightning_eff.lightning}[namespace]
+    assert type(strategy) is home.EffDDPStrategy
+    sharded = lightning_eff.EffFSDPStrategy()
+    make_trainer(tmp_path, namespace, strategy=sharded, devices=1)
+    assert type(sharded) is home.EffFSDPStrategy
