@@ -73,11 +73,6 @@ def fp8_precision_class(namespace: str) -> Any:
     return Fp8Precision
 
 
-@functools.cache
-def _of_either_name() -> Any:
-    return of_either_name(fp8_precision_class, "convert_module", lambda plugin, module: module.trainer, "lightning_eff")
-
-
 if TYPE_CHECKING:
     from lightning_eff._environment import MixedPrecision
 
@@ -207,11 +202,6 @@ def use_scaling_precision(trainer: Any, config: TechniqueConfig) -> Any:
     return plugin
 
 
-@functools.cache
-def _of_either_name() -> Any:
-    return of_either_name(precision_class, "convert_module", lambda plugin, module: module.trainer, "lightning_eff")
-
-
 if TYPE_CHECKING:
     from lightning_eff._environment import MixedPrecision
 
@@ -221,8 +211,13 @@ if TYPE_CHECKING:
         ) -> None: ...
 
 
+@functools.cache
+def _of_either_name(make: Callable[[str], Any]) -> Any:
+    return of_either_name(make, "convert_module", lambda plugin, module: module.trainer, "lightning_eff")
+
+
 def __getattr__(name: str) -> Any:
     made = {"Fp8Precision": fp8_precision_class, "LossScalingPrecision": precision_class}
     if name not in made:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return made[name](installed()[0])
+    return _of_either_name(made[name])
