@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
+import torch
 
 
-def sqnr(weight: Tensor, rounded: Tensor) -> float:
+def sqnr(weight: torch.Tensor, rounded: torch.Tensor) -> float:
     """Return the signal-to-quantisation-noise ratio ``10·log10(Σw² / Σ(w - ŵ)²)`` in dB, infinite without noise.
 
     Example:
@@ -21,7 +21,7 @@ def sqnr(weight: Tensor, rounded: Tensor) -> float:
     return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
-def relative_error(exact: Tensor, rounded: Tensor) -> float:
+def relative_error(exact: torch.Tensor, rounded: torch.Tensor) -> float:
     """Return ``‖exact - rounded‖ / ‖exact‖`` in Frobenius norms, 0 for two zeros.
 
     Example:

@@ -299,7 +299,7 @@ def test_a_run_with_nothing_switched_on_tells_the_nearest_flag(flag):
 
 
 def test_without_a_trainer_what_needs_one_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys.modules["shared_core.cli.run"], "find_spec", lambda name: None)
+    monkeypatch.setattr(sys.modules["shared_core.front_ends.finding"], "find_spec", lambda name: None)
     (tmp_path / "train.py").touch()
     assert front_ends() == []  # which is what `eff doctor` shows
     with pytest.raises(ConfigError, match=r"eff run: needs a trainer; pip install 'efftrain\[hf\]'"):
