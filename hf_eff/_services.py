@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
 from transformers import AutoConfig, Trainer
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from hf_eff._checkpoints import ModelWeights, checkpoint_folder
 from hf_eff._wrapped import Wrapped
@@ -29,13 +30,14 @@ from shared_core.engine.technique import SavedCheckpoint
 from shared_core.errors import CheckpointError, ConfigError, TrainingError
 
 
-def load_teacher(name: str, student: nn.Module) -> nn.Module:
+def load_teacher(name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
     """Return the model saved under `name`, on the student's device; random numbers are left as they were.
 
     Args:
         name: A folder that a trainer or ``save_pretrained`` wrote, or a name on the Hub; a folder without config.json
             or a ``.safetensors`` file holds an earlier state of the student.
         student: Gives the device, and the class where the config names none.
+        trust_remote_code: Run the code that lies beside the weights (``auto_map`` in ``config.json``).
 
     Raises:
         CheckpointError: If it cannot be found or read, or its files lack a weight.
@@ -47,13 +49,16 @@ def load_teacher(name: str, student: nn.Module) -> nn.Module:
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         try:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-            teacher, loading = _class_of(config, student, name).from_pretrained(
+            # never left out: transformers would ask whoever sits at the terminal
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            teacher, loading = _class_of(config, student, name, trust_remote_code).from_pretrained(
                 name, config=config, output_loading_info=True
             )
         except CheckpointError:
             raise
         except Exception as error:  # transformers, safetensors and the Hub client each raise their own
+            if not trust_remote_code and _TRUST in str(error):
+                raise _untrusted(name) from error
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
                 f"distill: teacher must be a readable model folder or Hub name, got {name!r}: {first_line[:300]}"
@@ -83,7 +88,7 @@ def empty_model(name: str) -> nn.Module:
             f"distill: teacher must have a readable config.json, got {name!r}: {first_line[:300]}"
         ) from error
     with torch.device("meta"):
-        model: nn.Module = _class_of(config, nn.Module(), name)._from_config(config)
+        model: nn.Module = _class_of(config, nn.Module(), name, False)._from_config(config)
     return model.to(config.dtype) if isinstance(config.dtype, torch.dtype) else model
 
 
@@ -127,7 +132,23 @@ def _check_path(name: str) -> None:
         raise CheckpointError(f"distill: teacher must be an existing folder or a Hub name, got {name!r}")
 
 
-def _class_of(config: Any, student: nn.Module, name: str) -> Any:
+_TRUST = "trust_remote_code"  # what transformers names in its refusal
+
+
+def _untrusted(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"distill: teacher must be of a class of transformers, got {name!r}, whose config.json names code that lies "
+        "beside it (auto_map); it was not run. Read it, then set distill.trust_remote_code: true "
+        "(--distill_trust_remote_code; eff cache-teacher --trust-remote-code), or load it and pass the object"
+    )
+
+
+def _class_of(config: Any, student: nn.Module, name: str, trust_remote_code: bool) -> Any:
+    named = (config.architectures or [None])[0]
+    own = [code for code in (getattr(config, "auto_map", None) or {}).values() if isinstance(code, str)]
+    own = [code for code in own if code.rpartition(".")[2] == named]
+    if own and trust_remote_code:
+        return get_class_from_dynamic_module(own[0], name)
     known = [getattr(transformers, found, None) for found in config.architectures or ()]
     if known and known[0] is not None:
         return known[0]
@@ -135,6 +156,8 @@ def _class_of(config: Any, student: nn.Module, name: str) -> Any:
     kind = type(student)
     if hasattr(kind, "from_pretrained") and kind.__name__ in (config.architectures or [kind.__name__]):
         return kind
+    if own:
+        raise _untrusted(name)
     raise CheckpointError(
         f"distill: teacher's config must name a class of transformers, got {config.architectures!r} in {name!r}; "
         "load it yourself and pass the object"
@@ -161,9 +184,9 @@ class TrainerServices:
         self.compute_loss: Callable[[nn.Module], Any] | None = None
         """The trainer's `compute_loss` on the present micro-batch, of any model."""
 
-    def load_teacher(self, name: str, student: nn.Module) -> nn.Module:
+    def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
         """Return the teacher in a folder or on the Hub."""
-        teacher = load_teacher(name, student)
+        teacher = load_teacher(name, student, trust_remote_code=trust_remote_code)
         check_tokenizer(name, self._trainer.processing_class)
         return teacher
 

@@ -40,11 +40,11 @@ class HuggingFace:
         """Return whether a trainer took the recipe."""
         return self._used
 
-    def load_teacher(self, name: str, student: nn.Module) -> nn.Module:
+    def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
         """Return the transformers model in a folder or on the Hub, for the other front end too."""
         from hf_eff._services import load_teacher
 
-        return load_teacher(name, student)
+        return load_teacher(name, student, trust_remote_code=trust_remote_code)
 
     def empty_model(self, folder: str) -> nn.Module:
         """Return the transformers model that a folder's config describes, without values (on the meta device)."""

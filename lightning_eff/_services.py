@@ -42,7 +42,7 @@ class LightningServices:
         self.step_arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         """What `training_step` is called with at present."""
 
-    def load_teacher(self, name: str, student: nn.Module) -> nn.Module:
+    def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
         """Return the teacher in a ``.ckpt`` of this LightningModule, or under a Transformers folder or Hub name.
 
         A ``.safetensors`` file, and a ``.ckpt`` whose class cannot be built from what it says, hold an earlier state of
@@ -55,7 +55,7 @@ class LightningServices:
                 return self._teacher_from_checkpoint(Path(name), student)
             if is_bare_weights(Path(name)):
                 return teacher_from_weights(Path(name), student)
-            return _hub_teacher(name, student)
+            return _hub_teacher(name, student, trust_remote_code)
         finally:
             set_rng_state(random)
 
@@ -262,10 +262,10 @@ def _as_module(model: Any) -> nn.Module:
     return model
 
 
-def _hub_teacher(name: str, student: nn.Module) -> nn.Module:
+def _hub_teacher(name: str, student: nn.Module, trust_remote_code: bool) -> nn.Module:
     from shared_core.front_ends.finding import front_ends
 
     for front_end in front_ends():
         if (load := getattr(front_end, "load_teacher", None)) is not None:
-            return _as_module(load(name, student))
+            return _as_module(load(name, student, trust_remote_code=trust_remote_code))
     raise MissingExtraError(f"distill: teacher {name!r}", "transformers", "hf")

@@ -46,6 +46,9 @@ def cache_teacher(
         str | None,
         typer.Option(help="A folder or module:function; its vocabulary and template are noted; default TEACHER's own."),
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code that lies beside TEACHER's weights.")
+    ] = False,
     device: Annotated[str, typer.Option(help="Where the teacher runs: auto, cpu, cuda, cuda:1, ...")] = "auto",
     shard_mb: Annotated[
         int, typer.Option(help="Size of a shard; about three times that is held in memory.", min=1)
@@ -83,7 +86,7 @@ def cache_teacher(
         "tokenizer": None if words is None else tokenizer_fingerprint(words),
         "template": None if words is None else template_fingerprint(words),
     }
-    network = _load(teacher, folder).to(torch.device(place))
+    network = _load(teacher, folder, trust_remote_code).to(torch.device(place))
     with bar("batches") as advance:
         made = write_teacher_cache(
             network,
@@ -109,10 +112,11 @@ def cache_teacher(
         _tell(values)
 
 
-def _load(name: str, folder: Path | None) -> nn.Module:
+def _load(name: str, folder: Path | None, trust_remote_code: bool) -> nn.Module:
     if folder is None and ":" in name:
         return build_model(name, _WHERE)[0]
-    return load_folder(folder or Path(name), _WHERE)  # a name that is no folder is looked up on the Hub
+    # a name that is no folder is looked up on the Hub
+    return load_folder(folder or Path(name), _WHERE, trust_remote_code=trust_remote_code)
 
 
 def _tokenizer(name: str) -> Any:

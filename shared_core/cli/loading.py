@@ -219,8 +219,13 @@ def check_new(folder: Path, where: str) -> None:
     check_writable(folder.resolve() if folder.is_symlink() else folder, f"{where}: --out")
 
 
-def load_folder(folder: Path, where: str) -> nn.Module:
+def load_folder(folder: Path, where: str, *, trust_remote_code: bool = False) -> nn.Module:
     """Return the model in a Hugging Face folder, in evaluation mode, with all its parameters trainable.
+
+    Args:
+        folder: The folder, or a name on the Hub.
+        where: Who asks.
+        trust_remote_code: Run the code that lies beside the weights.
 
     Raises:
         CheckpointError: If it cannot be loaded.
@@ -228,7 +233,8 @@ def load_folder(folder: Path, where: str) -> nn.Module:
     """
     from torch import nn
 
-    return _from_folder("load_teacher", folder, where, nn.Module()).requires_grad_(True).eval()
+    model = _from_folder("load_teacher", folder, where, nn.Module(), trust_remote_code=trust_remote_code)
+    return model.requires_grad_(True).eval()
 
 
 def empty_folder(folder: Path, where: str) -> nn.Module:
@@ -241,7 +247,7 @@ def empty_folder(folder: Path, where: str) -> nn.Module:
     return _from_folder("empty_model", folder, where)
 
 
-def _from_folder(way: str, folder: Path, where: str, *student: nn.Module) -> nn.Module:
+def _from_folder(way: str, folder: Path, where: str, *student: nn.Module, **options: bool) -> nn.Module:
     for front_end in front_ends():
         load = getattr(front_end, way, None)
         if load is not None:
@@ -251,7 +257,7 @@ def _from_folder(way: str, folder: Path, where: str, *student: nn.Module) -> nn.
                     "save_pretrained wrote, or a module:function that builds the model"
                 )
             try:
-                loaded: nn.Module = load(str(folder), *student)
+                loaded: nn.Module = load(str(folder), *student, **options)
             except CheckpointError as error:
                 # models to use are loaded as teachers are
                 told = str(error).replace(f"distill: teacher {str(folder)!r}: ", "", 1)

@@ -163,12 +163,12 @@ class CachedComparison(Comparison):
         return Compared(total, count, mask)
 
 
-def load_named(teacher: Any, student: nn.Module, context: Context) -> nn.Module:
+def load_named(teacher: Any, student: nn.Module, context: Context, *, trust_remote_code: bool) -> nn.Module:
     """Return the module itself, or the one that the services find under a name."""
     if isinstance(teacher, str):
         if teacher.startswith("<"):  # what a saved recipe holds in place of a module
             raise ConfigError(
                 f"distill: teacher must be given again, got {teacher!r} from a saved recipe; pass the module"
             )
-        return context.services.load_teacher(teacher, student)
+        return context.services.load_teacher(teacher, student, trust_remote_code=trust_remote_code)
     return cast("nn.Module", teacher)

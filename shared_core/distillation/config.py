@@ -50,6 +50,9 @@ class DistillConfig(TechniqueConfig):
     teacher_dtype: TeacherDtype = option(
         "as_saved", help="of the teacher's weights: fewer bits take less memory; int8 needs torchao, nf4 bitsandbytes"
     )
+    trust_remote_code: bool = option(
+        False, help="run the code that lies in a teacher's folder or Hub repository (auto_map in its config.json)"
+    )
     ema_decay: float = option(0.999, low=0, below=1, help="of teacher ema: what is kept of the average at each step")
     divergence: Literal[
         "forward_kl", "reverse_kl", "jsd", "soft_cross_entropy", "hard_label", "logit_mse", "bernoulli_kl"

@@ -454,7 +454,7 @@ def make_peers(config: DistillConfig, model: nn.Module, student: nn.Module, cont
     """
     modules: list[nn.Module] = []
     for given in config.given_peers:
-        module = load_named(given, student, context)
+        module = load_named(given, student, context, trust_remote_code=config.trust_remote_code)
         check_separate(model, module)
         check_heads(student, module, config.divergence)
         modules.append(module if student is model else copied(model, {id(student): module}))

@@ -35,7 +35,9 @@ def open_comparison(config: DistillConfig, model: nn.Module, student: nn.Module,
     if config.teacher == EMA:
         told = {"teacher": f"moving average of the student, decay {config.ema_decay}"}
         return _open(config, StudentAverage(student, config.ema_decay), told, student)
-    modules = [load_named(teacher, student, context) for teacher in config.teachers]
+    modules = [
+        load_named(teacher, student, context, trust_remote_code=config.trust_remote_code) for teacher in config.teachers
+    ]
     for module in modules:
         check_separate(model, module)
         check_heads(student, module, config.divergence, config.vocab_size)

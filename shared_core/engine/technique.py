@@ -65,8 +65,14 @@ class SavedCheckpoint:
 class Services(Protocol):
     """What only a front end can do for a technique; `BareServices` is the answer of a loop without a trainer."""
 
-    def load_teacher(self, name: str, student: nn.Module) -> nn.Module:
-        """Return the teacher saved under a path or Hub name, on CPU or the student's device."""
+    def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
+        """Return the teacher saved under a path or Hub name, on CPU or the student's device; run no code of its own.
+
+        Args:
+            name: The path or name.
+            student: The model that it will teach.
+            trust_remote_code: Run the code that lies beside its weights.
+        """
         ...
 
     def checkpoints(self) -> list[SavedCheckpoint]:
@@ -111,7 +117,7 @@ class BareServices:
             f"bare loop: {what} needs a trainer; use hf_eff or lightning_eff, or pass Session(services=...)"
         )
 
-    def load_teacher(self, name: str, student: nn.Module) -> nn.Module:
+    def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
         """Refuse: give the teacher as a module."""
         raise CompatibilityError(
             f"bare loop: distill.teacher must be a module here, got {name!r}; load it and pass the object"

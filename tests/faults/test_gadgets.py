@@ -6,6 +6,8 @@ import io
 import json
 import pickle
 import shutil
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from promise_drivers import run_hf, run_lightning
 from promise_table import make_net, recipe_of
 from torch import nn
 
+from shared_core.cli.loading import load_folder
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import CheckpointError, ConfigError, EffError
 
@@ -122,8 +125,6 @@ def teacher(front_end, name):
 
             load_teacher(str(where), make_net())
         else:
-            from types import SimpleNamespace
-
             from promise_drivers import lightning_module
 
             from lightning_eff._services import LightningServices
@@ -325,15 +326,54 @@ def test_a_checkpoint_cannot_name_what_builds_its_model(tmp_path, monkeypatch):
     assert not (tmp_path / "canary").exists()
 
 
-def test_a_folder_cannot_bring_the_code_of_its_model(tmp_path):
-    (tmp_path / "its_code.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'canary')!r})\n")
-    config = {"model_type": "its", "architectures": ["Its"], "auto_map": {"AutoConfig": "its_code.Config"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    from hf_eff._services import load_teacher
+ITS_CODE = """
+import os
+from transformers import BertConfig, BertForSequenceClassification
 
-    with pytest.raises(CheckpointError, match="must be a readable model folder"):
-        load_teacher(str(tmp_path), make_net())
-    assert not (tmp_path / "canary").exists()
+os.makedirs({canary!r}, exist_ok=True)
+
+
+class Config(BertConfig):
+    model_type = "its"
+
+
+class Its(BertForSequenceClassification):
+    config_class = Config
+"""
+
+
+@pytest.mark.parametrize("model_type", ["its", "bert"])
+@pytest.mark.parametrize("front_end", ["hf", "lightning", "command"])
+def test_a_folder_brings_the_code_of_its_model_only_where_it_is_trusted(tmp_path, monkeypatch, model_type, front_end):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    from hf_eff.front_end import HuggingFace
+    from lightning_eff._services import LightningServices
+
+    monkeypatch.setattr("builtins.input", lambda *asked: pytest.fail(f"asked {asked}"))
+    monkeypatch.setattr("sys.path", [*sys.path])  # transformers adds the folder that it copies the code to
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder, canary = tmp_path / f"teacher_{model_type}_{front_end}", tmp_path / "canary"
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    BertForSequenceClassification(BertConfig(vocab_size=8, **sizes)).save_pretrained(folder)
+    (folder / "its_code.py").write_text(ITS_CODE.format(canary=str(canary)))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": model_type, "architectures": ["Its"]}
+    config["auto_map"] = {"AutoConfig": "its_code.Config", "AutoModelForSequenceClassification": "its_code.Its"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    def load(**options):
+        if front_end == "command":
+            return load_folder(folder, "eff cache-teacher", **options)
+        if front_end == "hf":
+            return HuggingFace().load_teacher(str(folder), make_net(), **options)
+        return LightningServices(SimpleNamespace(), "run").load_teacher(str(folder), make_net(), **options)
+
+    with pytest.raises(CheckpointError, match=r"was not run.* set distill\.trust_remote_code: true"):
+        load()
+    assert not canary.exists()
+    assert type(load(trust_remote_code=True)).__name__ == "Its"
+    assert canary.is_dir()
 
 
 def test_a_recipe_cannot_name_code(tmp_path):

@@ -117,6 +117,7 @@ FLAGS = [
     "distill_peers",
     "distill_teacher_weights",
     "distill_teacher_dtype",
+    "distill_trust_remote_code",
     "distill_ema_decay",
     "distill_divergence",
     "distill_beta",
