@@ -28,6 +28,7 @@ from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.engine.technique import SavedCheckpoint
 from shared_core.errors import CheckpointError, ConfigError, TrainingError
+from shared_core.files.json_yaml import parse_json
 
 
 def load_teacher(name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
@@ -36,19 +37,23 @@ def load_teacher(name: str, student: nn.Module, *, trust_remote_code: bool = Fal
     Args:
         name: A folder that a trainer or ``save_pretrained`` wrote, or a name on the Hub; a folder without config.json
             or a ``.safetensors`` file holds an earlier state of the student.
-        student: Gives the device, and the class where the config names none.
+        student: Gives the device, and the class where the config names none, or where the student is a model of
+            sentence-transformers.
         trust_remote_code: Run the code that lies beside the weights (``auto_map`` in ``config.json``).
 
     Raises:
         CheckpointError: If it cannot be found or read, or its files lack a weight.
     """
-    if is_bare_weights(Path(name).expanduser()):
+    composed = _is_composed(student)
+    if is_bare_weights(Path(name).expanduser()) and not composed:
         return teacher_from_weights(Path(name).expanduser(), student)
-    _check_path(name)
+    _check_path(name, "config.json", *(["modules.json"] if composed else ()))
     device = next((parameter.device for parameter in student.parameters()), torch.device("cpu"))
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         try:
+            if composed:
+                return _composed_teacher(name, student, trust_remote_code).to(device)
             # never left out: transformers would ask whoever sits at the terminal
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
             teacher, loading = _class_of(config, student, name, trust_remote_code).from_pretrained(
@@ -79,7 +84,7 @@ def empty_model(name: str) -> nn.Module:
     Raises:
         CheckpointError: If the config cannot be read, or names no class of transformers.
     """
-    _check_path(name)
+    _check_path(name, "config.json")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)  # else a terminal is asked
     except Exception as error:  # transformers and the Hub client each raise their own
@@ -119,14 +124,40 @@ def check_tokenizer(name: str, tokenizer: Any) -> None:
         )
 
 
-def _check_path(name: str) -> None:
+def _is_composed(student: nn.Module) -> bool:
+    """Return whether a student is a model of sentence-transformers: several modules, listed in ``modules.json``."""
+    return any(kind.__module__.startswith("sentence_transformers.") for kind in type(student).__mro__)
+
+
+def _composed_teacher(name: str, student: Any, trust_remote_code: bool) -> nn.Module:
+    """Return the model of the student's class that a folder of sentence-transformers, or the Hub, holds."""
+    path, kind = Path(name).expanduser(), type(student)
+    ours = getattr(student, "model_type", kind.__name__)
+    written = path / "config_sentence_transformers.json"
+    told: Any = parse_json(written.read_text(encoding="utf-8")) if written.is_file() else {}
+    if (theirs := told.get("model_type", ours)) != ours:
+        raise CheckpointError(f"distill: teacher must be a {ours} as the student is, got {name!r}, which is a {theirs}")
+    if ours == "CrossEncoder" and not (path / "modules.json").is_file():
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        if not any("SequenceClassification" in one for one in config.architectures or ()):  # its head would be drawn
+            raise CheckpointError(
+                f"distill: teacher must be a {ours}, got {name!r} of {config.architectures}; it would teach from "
+                "random weights"
+            )
+    device = next((str(parameter.device) for parameter in student.parameters()), "cpu")
+    place = str(path) if path.exists() else name
+    teacher: nn.Module = kind(place, device=device, trust_remote_code=trust_remote_code)
+    return teacher
+
+
+def _check_path(name: str, *files: str) -> None:
     path = Path(name).expanduser()
     looks_like_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or os.sep == "\\" in name
     if path.exists():
-        if not (path / "config.json").is_file():
+        if not any((path / file).is_file() for file in files):
             raise CheckpointError(
-                f"distill: teacher must be a folder with config.json, got {name!r} without; give the folder that "
-                "save_model or save_pretrained wrote"
+                f"distill: teacher must be a folder with {' or '.join(files)}, got {name!r} without; give the folder "
+                "that save_model or save_pretrained wrote"
             )
     elif looks_like_path:
         raise CheckpointError(f"distill: teacher must be an existing folder or a Hub name, got {name!r}")

@@ -11,16 +11,24 @@ from torch import Tensor, nn
 
 from shared_core.distillation.chunked.loss import divergence_sum
 from shared_core.distillation.config import DistillConfig
-from shared_core.distillation.forward_capture import (
-    Forward,
-    check_classes,
-    check_sizes,
-    counted_positions,
-    find_logits,
-    num_classes,
-)
+from shared_core.distillation.forward_capture import Forward, counted_positions
 from shared_core.distillation.losses.divergences import mean_logits, mean_teacher
+from shared_core.distillation.losses.features import hidden_cosine_sum
 from shared_core.distillation.losses.topk import kd_topk_sum
+from shared_core.distillation.outputs import (
+    EMBEDDINGS,
+    LOGITS,
+    SPANS,
+    Outputs,
+    check_outputs,
+    check_sizes,
+    divergence_of,
+    find_logits,
+    find_outputs,
+    is_of_classes,
+    num_classes,
+    over_positions,
+)
 from shared_core.distillation.teacher_cache import TeacherCache
 from shared_core.distillation.teachers import Teachers
 from shared_core.engine.technique import Context
@@ -39,6 +47,18 @@ class StudentBatch:
     temperature: float
     unlabelled: Tensor | None = None
     """Which examples are unlabelled, where that is told; all of their positions count."""
+
+    def parts(self, outputs: Outputs, *, of_classes: bool) -> tuple[Tensor, ...]:
+        """Return what is compared of the student's or a teacher's outputs, a row for each term of the loss."""
+        if outputs.kind == SPANS:
+            return over_positions(outputs, self.inputs.get("attention_mask"), of_classes=of_classes)[0]
+        return outputs.parts
+
+    def mask(self, outputs: Outputs, *, of_classes: bool) -> Tensor | None:
+        """Return which rows of `parts` count, True = it does; None for all of them."""
+        if outputs.kind == SPANS:
+            return over_positions(outputs, self.inputs.get("attention_mask"), of_classes=of_classes)[1]
+        return None if outputs.kind == EMBEDDINGS else self.counted(outputs.parts[0], of_classes=of_classes)
 
     def counted(self, logits: Tensor, *, of_classes: bool) -> Tensor | None:
         """Return which rows of the logits count, True = it does; None for all of them."""
@@ -73,35 +93,61 @@ class Comparison:
         self.config, self.teachers, self.told = config, teachers, dict(told)
 
     def compare(self, batch: StudentBatch) -> Compared:
-        """Return how far the student is from its teachers."""
+        """Return how far the student is from its teachers: the mean over its parts, where outputs have several."""
+        forwards = [*batch.forward.earlier, batch.forward]
+        mine = _joined([find_outputs(forward.output, self.config.logits, "student") for forward in forwards])
+        divergence = self._divergence(mine)
+        of_classes = is_of_classes(divergence)
+        theirs = self._targets(batch, mine, of_classes=of_classes)
+        mask = batch.mask(mine, of_classes=of_classes)
+        parts, *targets = (batch.parts(each, of_classes=of_classes) for each in (mine, *theirs))
+        compared = [
+            self._compare(divergence, part, target, mask, batch.temperature)
+            for part, *target in zip(parts, *targets, strict=True)
+        ]
+        if len(compared) == 1:
+            return compared[0]
+        return Compared(torch.stack([each.total for each in compared]).mean(), compared[0].count, mask)
+
+    def _divergence(self, outputs: Outputs) -> str:
+        """Return how outputs of this kind are compared, and tell it where the options do not."""
+        config = self.config
+        divergence = divergence_of(outputs.kind, config.divergence, outputs.parts[0].shape[-1])
+        if config.confidence and not is_of_classes(divergence):
+            raise ConfigError(f"distill: confidence must be 0 for {outputs.kind}, no classes, got {config.confidence}")
+        if outputs.kind != LOGITS:
+            self.told |= {"outputs": outputs.kind, "divergence": divergence}
+        return divergence
+
+    def _compare(
+        self, divergence: str, logits: Tensor, targets: list[Tensor], mask: Tensor | None, temperature: float
+    ) -> Compared:
         config, weights = self.config, self.teachers.weights
-        logits = find_logits(batch.forward.output, config.logits, "student")
-        mask = batch.counted(logits, of_classes=config.of_classes)
-        targets = [self._cut(target) for target in self._targets(batch, logits)]
-        logits, candidates = self._cut(logits), None
+        logits, targets, candidates = self._cut(logits), [self._cut(target) for target in targets], None
         if config.confidence:
             # a trainer counts positions before the teacher is asked, so unsure ones take part in the mean with 0
             candidates = torch.tensor(logits.shape[:-1].numel(), device=logits.device) if mask is None else mask.sum()
             sure = mean_teacher(targets, weights, 1.0).amax(-1).exp() >= config.confidence
             sure = sure.to(logits.device)
             mask = sure if mask is None else mask & sure
-        options: dict[str, Any] = {"beta": config.beta} if config.divergence == "jsd" else {}
-        options |= {"temperature": batch.temperature, "mask": mask, "scale_by_temperature": config.scale_by_temperature}
-        softened = len(targets) > 1 and config.divergence != "logit_mse"
+        softened = len(targets) > 1 and divergence not in ("logit_mse", "cosine")
         if softened:
-            target = mean_teacher(targets, weights, batch.temperature, multi_label=config.divergence == "bernoulli_kl")
+            target = mean_teacher(targets, weights, temperature, multi_label=divergence == "bernoulli_kl")
         else:
             target = mean_logits(targets, weights) if len(targets) > 1 else targets[0]
-        total, count = divergence_sum(config.divergence, logits, target, softened=softened, **options)
+        total, count = difference(config, divergence, logits, target, mask, temperature, softened=softened)
         return Compared(total, count if candidates is None else candidates, mask)
 
-    def _targets(self, batch: StudentBatch, logits: Tensor) -> list[Tensor]:
+    def _targets(self, batch: StudentBatch, mine: Outputs, *, of_classes: bool) -> list[Outputs]:
+        """Return what each teacher says to the same inputs."""
         self.teachers.follow(batch.student)
-        answers = self.teachers.ask(batch.student, batch.forward)
-        targets = [find_logits(output, self.config.logits, "teacher") for output in answers]
-        for target in targets:
-            check_classes(logits, target, of_classes=self.config.of_classes, vocab_size=self.config.vocab_size)
-        return targets
+        asked = [self.teachers.ask(batch.student, forward) for forward in (*batch.forward.earlier, batch.forward)]
+        answers = zip(*asked, strict=True)
+        name, vocab_size = self.config.logits, self.config.vocab_size
+        theirs = [_joined([find_outputs(output, name, "teacher") for output in outputs]) for outputs in answers]
+        for other in theirs:
+            check_outputs(mine, other, of_classes=of_classes, vocab_size=vocab_size)
+        return theirs
 
     def begin(self, context: Context) -> None:
         """The optimizers exist, and their saved state has been loaded."""
@@ -161,6 +207,42 @@ class CachedComparison(Comparison):
             scale_by_temperature=config.scale_by_temperature,
         )  # fmt: skip
         return Compared(total, count, mask)
+
+
+def difference(
+    config: DistillConfig,
+    divergence: str,
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    temperature: float,
+    *,
+    softened: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of a divergence over the rows that count, and their number.
+
+    Args:
+        config: The other options.
+        divergence: What `divergence_of` returned.
+        student: ``(..., classes)``, or embeddings.
+        teacher: The same; log-probabilities at `temperature` if `softened`.
+        mask: Which rows count, None for all.
+        temperature: Of both.
+        softened: What `teacher` holds.
+    """
+    if divergence == "cosine":
+        return hidden_cosine_sum(student, teacher, mask=mask)
+    options: dict[str, Any] = {"beta": config.beta} if divergence == "jsd" else {}
+    options |= {"temperature": temperature, "mask": mask, "scale_by_temperature": config.scale_by_temperature}
+    return divergence_sum(divergence, student, teacher, softened=softened, **options)
+
+
+def _joined(outputs: list[Outputs]) -> Outputs:
+    """Return the embeddings of several forwards as those of one."""
+    if len(outputs) == 1:
+        return outputs[0]
+    parts = zip(*(each.parts for each in outputs), strict=True)
+    return Outputs(outputs[0].kind, tuple(torch.cat(part) for part in parts))
 
 
 def load_named(teacher: Any, student: nn.Module, context: Context, *, trust_remote_code: bool) -> nn.Module:

@@ -101,7 +101,11 @@ class DistillConfig(TechniqueConfig):
         None, help="begin with the teacher's layers: even, first, last, or their numbers, such as 0,2,4"
     )
     student: str | None = option(None, help="submodule whose forward is distilled; none: the model itself")
-    logits: str = option("logits", help="key or attribute of the logits in what forward returns")
+    logits: str = option(
+        "logits",
+        help="key or attribute of the logits in what forward returns; without it start and end logits, scores or "
+        "sentence embeddings are compared",
+    )
     causal: bool | None = option(
         None,
         help="whether position i predicts token i + 1, as in causal LMs; none: told by the model's class",

@@ -1,7 +1,4 @@
-"""What the models tell of their heads before a batch: the kind of their outputs and how many there are.
-
-What distillation reads off one forward of the student: inputs, logits, and which positions count.
-"""
+"""What distillation reads off one forward of the student: its inputs, and which positions count."""
 
 from __future__ import annotations
 
@@ -9,68 +6,15 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shared_core.distillation.outputs import EMBEDDINGS, holds
 from shared_core.distillation.unlabelled import rows_that_count
 from shared_core.errors import ConfigError, TrainingError
-
-
-def check_heads(student: nn.Module, teacher: nn.Module, divergence: str, vocab_size: int | None = None) -> None:
-    """Refuse, where the models tell before a batch, what the divergence is not for, and widths that do not fit.
-
-    Raises:
-        ConfigError: If they do not fit.
-    """
-    for whose, module in (("student", student), ("teacher", teacher)):
-        problem = getattr(getattr(module, "config", None), "problem_type", None)
-        fitting = {"regression": "logit_mse", "multi_label_classification": "bernoulli_kl"}.get(problem or "")
-        if fitting and divergence != fitting:
-            raise ConfigError(
-                f"distill: the {whose} must classify into single labels, got problem_type {problem!r}; take divergence "
-                f"{fitting}"
-            )
-    ours, theirs = num_classes(student), num_classes(teacher)
-    if ours is not None and theirs is not None:
-        check_sizes(ours, theirs, vocab_size)
-
-
-def check_sizes(student: int, teacher: int, vocab_size: int | None) -> None:
-    """Refuse different numbers of classes, or, of those that `vocab_size` lets count, too few.
-
-    Raises:
-        ConfigError: With both sizes.
-    """
-    if vocab_size is None and student != teacher:
-        raise ConfigError(
-            f"distill: teacher must have the student's {student} classes, got {teacher}; both must share labels or "
-            "vocabulary. With one tokenizer and vocabularies that are only padded differently, set distill.vocab_size "
-            "to the tokenizer's size; with different tokenizers take a teacher of the student's, distil "
-            "distill.hidden pairs, or train on text that the teacher generates"
-        )
-    if vocab_size is not None and vocab_size > min(student, teacher):
-        raise ConfigError(
-            f"distill: vocab_size must be at most {min(student, teacher)}, the smaller of the student's {student} and "
-            f"the teacher's {teacher} classes, got {vocab_size}"
-        )
-
-
-def num_classes(module: nn.Module) -> int | None:
-    """Return the width of the logits where a Transformers model tells it, else None."""
-    head = getattr(module, "get_output_embeddings", lambda: None)()
-    weight, classes = getattr(head, "weight", None), getattr(head, "out_features", None)
-    if isinstance(classes, int):  # a quantised weight is packed
-        return classes
-    if isinstance(weight, Tensor):
-        return weight.shape[0]
-    if "Classification" in type(module).__name__:
-        num_labels = getattr(getattr(module, "config", None), "num_labels", None)
-        return num_labels if isinstance(num_labels, int) else None
-    return None
-
 
 # A teacher that saw the labels would compute a loss nobody wants, or reject the trainers' own arguments.
 _FOR_THE_LOSS = ("labels", "num_items_in_batch")
@@ -85,6 +29,8 @@ class Forward:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
+    earlier: tuple[Forward, ...] = ()
+    """Of embeddings: the other forwards of the same loss, one for each of the texts that it compares."""
 
 
 class ForwardHook:
@@ -97,7 +43,10 @@ class ForwardHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Keep a forward that trains."""
         if self.active and trains(module):
-            self.latest = Forward(args, kwargs, output)
+            earlier: tuple[Forward, ...] = ()
+            if self.latest is not None and isinstance(output, Mapping) and holds(output, EMBEDDINGS):
+                earlier = (*self.latest.earlier, replace(self.latest, earlier=()))
+            self.latest = Forward(args, kwargs, output, earlier)
 
     def take(self) -> Forward | None:
         """Return the latest forward and forget it."""
@@ -133,7 +82,7 @@ def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any
     like = first_parameter(teacher, floating=True)
     names = _positional_names(student)
     args = tuple(
-        None if name in _FOR_THE_LOSS else _on(_without_labels(value), like)
+        None if name in _FOR_THE_LOSS else _on(_as_given(_without_labels(value), forward), like)
         for name, value in zip([*names, *[""] * len(forward.args)], forward.args, strict=False)
     )
     accepted = _keywords(teacher)
@@ -153,6 +102,11 @@ def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any
     except TypeError as error:
         _check_fit(teacher, args, kwargs, error)
         raise
+    except IndexError as error:
+        raise TrainingError(
+            f"distill: teacher must know every number in the student's inputs, got {type(teacher).__name__}: {error}; "
+            "take a teacher of the student's tokenizer, with as many tokens (resize_token_embeddings)"
+        ) from error
 
 
 def _decoder_inputs_of(student: nn.Module) -> Callable[[Tensor], Tensor] | None:
@@ -196,28 +150,6 @@ def first_parameter(module: nn.Module, *, floating: bool = False) -> Tensor | No
     return None
 
 
-def find_logits(output: Any, name: str, whose: str) -> Tensor:
-    """Return the logits in a forward's output: the tensor itself, under `name`, or a tuple's first matrix."""
-    found: Any = None
-    if isinstance(output, Tensor):
-        found = output
-    elif isinstance(output, Mapping):
-        found = output.get(name)
-    elif hasattr(output, name):
-        found = getattr(output, name)
-    elif isinstance(output, tuple | list):
-        # a model given labels puts its scalar loss first
-        found = next((item for item in output if isinstance(item, Tensor) and item.ndim >= 2), None)
-    if not isinstance(found, Tensor):
-        keys = f" with {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
-        raise TrainingError(
-            f"distill: the {whose}'s output must hold logits under {name!r}, "
-            f"got {type(output).__name__}{keys}; "
-            "set distill.logits, and switch off fused losses that do not return logits"
-        )
-    return found
-
-
 def is_causal(student: nn.Module) -> bool:
     """Return whether a model's class says that position i predicts token i + 1 (Transformers' naming)."""
     config = getattr(student, "config", None)
@@ -227,22 +159,6 @@ def is_causal(student: nn.Module) -> bool:
     if any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names):
         return True
     return getattr(config, "is_decoder", False) is True
-
-
-def check_classes(student: Tensor, teacher: Tensor, *, of_classes: bool = True, vocab_size: int | None = None) -> None:
-    """Raise `ConfigError` unless both logits have the classes that count (two at least) and the same positions."""
-    if (of_classes or vocab_size) and (student.ndim < 2 or student.shape[-1] == 1):
-        raise ConfigError(
-            "distill: the student must be a classifier or language model with logits (..., classes), "
-            f"got logits of shape {tuple(student.shape)}; take divergence logit_mse for regression"
-        )
-    if student.ndim and teacher.ndim:
-        check_sizes(student.shape[-1], teacher.shape[-1], vocab_size)
-    if student.shape[: -1 if vocab_size else None] != teacher.shape[: -1 if vocab_size else None]:
-        raise ConfigError(
-            f"distill: teacher must return logits of the student's shape {tuple(student.shape)}, "
-            f"got {tuple(teacher.shape)}"
-        )
 
 
 def counted_positions(
@@ -298,6 +214,13 @@ def _without_labels(value: Any) -> Any:
     if isinstance(value, Mapping) and any(name in value for name in _FOR_THE_LOSS):
         return {name: item for name, item in value.items() if name not in _FOR_THE_LOSS}
     return value
+
+
+def _as_given(value: Any, forward: Forward) -> Any:
+    """Return a batch that the student wrote its outputs into (sentence-transformers) without them."""
+    if not isinstance(value, dict) or not any(value is given for given in forward.args if given is forward.output):
+        return value
+    return {name: item for name, item in value.items() if not (isinstance(item, Tensor) and item.requires_grad)}
 
 
 def _on(value: Any, like: Tensor | None) -> Any:

@@ -20,10 +20,10 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shared_core.distillation.chunked.loss import divergence_sum
-from shared_core.distillation.comparison import Compared, Comparison, StudentBatch, load_named
+from shared_core.distillation.comparison import Compared, Comparison, StudentBatch, difference, load_named
 from shared_core.distillation.config import DistillConfig
-from shared_core.distillation.forward_capture import Forward, ForwardHook, check_classes, check_heads, find_logits
+from shared_core.distillation.forward_capture import Forward, ForwardHook
+from shared_core.distillation.outputs import EMBEDDINGS, check_heads, check_outputs, find_outputs, is_of_classes
 from shared_core.distillation.teachers import Teachers, check_separate
 from shared_core.distributed.collectives import all_reduce_, broadcast_, world_size
 from shared_core.engine.model_guards import copied
@@ -378,18 +378,28 @@ class MutualComparison(Comparison):
     def compare(self, batch: StudentBatch) -> Compared:
         """Return how far the student is from its peers, and keep how far each of them is from the others."""
         config = self.config
-        logits = find_logits(batch.forward.output, config.logits, "student")
-        mask = batch.counted(logits, of_classes=config.of_classes)
+        mine = find_outputs(batch.forward.output, config.logits, "student")
+        if mine.kind == EMBEDDINGS:
+            raise ConfigError(
+                "distill: teacher must not be mutual for embeddings, whose axes mean something else in every student; "
+                "give a trained teacher"
+            )
+        divergence = self._divergence(mine)
+        of_classes = is_of_classes(divergence)
         studied = self._peers.study(self._model, batch.forward, self._context)
-        everyone = [logits, *(find_logits(output, config.logits, "peer") for _, output in studied)]
-        for other in everyone[1:]:
-            check_classes(logits, other, of_classes=config.of_classes)
-        options: dict[str, Any] = {"beta": config.beta} if config.divergence == "jsd" else {}
-        options |= {"temperature": batch.temperature, "mask": mask, "scale_by_temperature": config.scale_by_temperature}
+        outputs = [mine, *(find_outputs(output, config.logits, "peer") for _, output in studied)]
+        for other in outputs[1:]:
+            check_outputs(mine, other, of_classes=of_classes)
+        mask = batch.mask(mine, of_classes=of_classes)
+        everyone = [batch.parts(each, of_classes=of_classes) for each in outputs]
         totals = []
-        for mine in everyone:
-            others = [other.detach() for other in everyone if other is not mine]
-            sums = [divergence_sum(config.divergence, mine, other, **options) for other in others]
+        for ours in everyone:
+            sums = [
+                difference(config, divergence, part, its.detach(), mask, batch.temperature)
+                for theirs in everyone
+                if theirs is not ours
+                for part, its in zip(ours, theirs, strict=True)
+            ]
             totals.append(torch.stack([total for total, _ in sums]).mean())
             count = sums[0][1]
         self._latest = list(zip((task for task, _ in studied), totals[1:], strict=True))
@@ -456,7 +466,7 @@ def make_peers(config: DistillConfig, model: nn.Module, student: nn.Module, cont
     for given in config.given_peers:
         module = load_named(given, student, context, trust_remote_code=config.trust_remote_code)
         check_separate(model, module)
-        check_heads(student, module, config.divergence)
+        check_heads(student, module, divergence=config.divergence, logits=config.logits)
         modules.append(module if student is model else copied(model, {id(student): module}))
     for _ in range(config.drawn_peers):
         modules.append(redrawn(model, int(torch.randint(2**31, (), generator=context.generator))))

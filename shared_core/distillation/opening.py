@@ -9,9 +9,7 @@ from torch import nn
 
 from shared_core.distillation.comparison import CachedComparison, Comparison, load_named
 from shared_core.distillation.config import EMA, DistillConfig
-from shared_core.distillation.forward_capture import (
-    check_heads,
-)
+from shared_core.distillation.outputs import check_heads
 from shared_core.distillation.teachers import StudentAverage, Teachers, change_dtype_, check_separate
 from shared_core.engine.technique import Context
 
@@ -40,7 +38,7 @@ def open_comparison(config: DistillConfig, model: nn.Module, student: nn.Module,
     ]
     for module in modules:
         check_separate(model, module)
-        check_heads(student, module, config.divergence, config.vocab_size)
+        check_heads(student, module, divergence=config.divergence, logits=config.logits, vocab_size=config.vocab_size)
     told = {**_told(modules, student, context), "teacher_dtype": config.teacher_dtype}
     for module in modules:
         change_dtype_(module, config.teacher_dtype)

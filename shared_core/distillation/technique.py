@@ -16,10 +16,11 @@ from shared_core.config.training_time import ParsedPosition, Position, parse_pos
 from shared_core.distillation.comparison import Comparison, StudentBatch
 from shared_core.distillation.config import DistillConfig
 from shared_core.distillation.feature_pairs import AttentionPairs, HiddenPairs, WatchedPairs
-from shared_core.distillation.forward_capture import ForwardHook, find_logits, is_causal, named_inputs
+from shared_core.distillation.forward_capture import ForwardHook, is_causal, named_inputs
 from shared_core.distillation.layer_init import copy_layers_
 from shared_core.distillation.mutual import MutualComparison, Peers, make_peers, mix
 from shared_core.distillation.opening import open_comparison
+from shared_core.distillation.outputs import find_logits
 from shared_core.distillation.unlabelled import (
     ExampleCounts,
     is_per_token,
@@ -348,8 +349,8 @@ class Distillation(Technique):
         examples = self._examples.state_dict()
         weak = self.config.unlabelled_field or examples.get("unlabelled_examples")
         return {
-            **self._told,
             "divergence": self.config.divergence,
+            **self._told,
             "temperature": self.config.temperature,
             "alpha": self.config.alpha,
             "batches": self._batches,

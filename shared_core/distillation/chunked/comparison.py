@@ -12,7 +12,7 @@ from shared_core.distillation.chunked.deferred_logits import DeferredLogits, mak
 from shared_core.distillation.chunked.loss import chunked_kd_sum
 from shared_core.distillation.comparison import Compared, Comparison, StudentBatch
 from shared_core.distillation.config import DistillConfig
-from shared_core.distillation.forward_capture import find_logits
+from shared_core.distillation.outputs import LOGITS, Outputs, find_logits
 from shared_core.distillation.teachers import Teachers
 from shared_core.errors import TrainingError
 
@@ -52,10 +52,10 @@ class ChunkedComparison(Comparison):
         mask = batch.counted(logits, of_classes=True)
         self._teacher.when = "always"
         try:
-            (answer,) = self._targets(batch, logits)
+            (answer,) = self._targets(batch, Outputs(LOGITS, (logits,)), of_classes=True)
         finally:
             self._teacher.when = "never"
-        target = _deferred(answer, "teacher")
+        target = _deferred(answer.parts[0], "teacher")
         ours, theirs = _operands(logits), _operands(target)
         wider = max(logits.made.dtype, target.made.dtype, key=lambda dtype: dtype.itemsize)
         rows = rows_in_budget(logits.shape[-1], wider, ours[0].device, self._budget)

@@ -21,8 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shared_core.distillation.forward_capture import Forward, ask_teacher, find_logits, is_causal
+from shared_core.distillation.forward_capture import Forward, ask_teacher, is_causal
 from shared_core.distillation.losses.softened_pair import check_temperature, compute_dtype
+from shared_core.distillation.outputs import find_logits
 from shared_core.distillation.teacher_cache.format import (
     DTYPES,
     FINGERPRINTS,

@@ -1,0 +1,345 @@
+"""What is distilled of a forward's output, and how: one table of the kinds of outputs that are known."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.errors import ConfigError, TrainingError
+
+LOGITS, SPANS, SCORES, EMBEDDINGS = "logits", "spans", "scores", "embeddings"
+
+KEYS: dict[str, tuple[str, ...]] = {
+    SPANS: ("start_logits", "end_logits"),
+    SCORES: ("scores",),
+    EMBEDDINGS: ("sentence_embedding",),
+}
+"""Keys of the outputs that are not logits: of question answering in transformers, and in sentence-transformers of
+CrossEncoder and of SentenceTransformer. The key of logits is the option `logits`."""
+
+_NUMBERS = ("logit_mse", "bernoulli_kl", "cosine")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The part of a forward's output that is compared.
+
+    Args:
+        kind: ``"logits"``, or a key of `KEYS`.
+        parts: The tensors, in the order of their keys: logits and scores ``(..., classes)``, spans two of
+            ``(B, positions)``, embeddings ``(B, width)``.
+    """
+
+    kind: str
+    parts: tuple[Tensor, ...]
+
+
+def find_outputs(output: Any, name: str, whose: str) -> Outputs:
+    """Return what is compared of a forward's output: its logits, else the first of the kinds in `KEYS` that it holds.
+
+    Args:
+        output: What forward returned: a tensor, or a mapping, object or tuple that holds tensors. Of a tuple the first
+            matrix is taken as logits.
+        name: Key or attribute of the logits.
+        whose: Who returned it, for the error.
+
+    Raises:
+        TrainingError: If it holds nothing of the kind.
+
+    Example:
+        >>> find_outputs({"scores": torch.zeros(3)}, "logits", "student").parts[0].shape
+        torch.Size([3, 1])
+    """
+    if (logits := _logits(output, name)) is not None:
+        return Outputs(LOGITS, (logits,))
+    for kind, keys in KEYS.items():
+        if holds(output, kind):
+            parts = [_item(output, key) for key in keys]
+            # a CrossEncoder may return one number for each pair of texts
+            return Outputs(kind, tuple(part.unsqueeze(-1) if part.ndim == 1 else part for part in parts))
+    raise _nothing(output, f"logits under {name!r}, or {_known()}", whose)
+
+
+def holds(output: Any, kind: str) -> bool:
+    """Return whether a forward's output holds all that a kind of `KEYS` consists of."""
+    return all(isinstance(_item(output, key), Tensor) for key in KEYS[kind])
+
+
+def find_logits(output: Any, name: str, whose: str) -> Tensor:
+    """Return the logits in a forward's output, where nothing else will do; arguments as of `find_outputs`.
+
+    Raises:
+        TrainingError: If it holds none.
+    """
+    if (logits := _logits(output, name)) is None:
+        raise _nothing(output, f"logits under {name!r}", whose)
+    return logits
+
+
+def _logits(output: Any, name: str) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, tuple | list) and not hasattr(output, name):
+        # a model given labels puts its scalar loss first
+        return next((item for item in output if isinstance(item, Tensor) and item.ndim >= 2), None)
+    found = _item(output, name)
+    return found if isinstance(found, Tensor) else None
+
+
+def _item(output: Any, key: str) -> Any:
+    return output.get(key) if isinstance(output, Mapping) else getattr(output, key, None)
+
+
+def _nothing(output: Any, what: str, whose: str) -> TrainingError:
+    keys = f" with {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
+    return TrainingError(
+        f"distill: the {whose}'s output must hold {what}, got {type(output).__name__}{keys}; "
+        "set distill.logits, and switch off fused losses that do not return logits"
+    )
+
+
+def _known() -> str:
+    return ", or ".join(" and ".join(keys) for keys in KEYS.values())
+
+
+def kind_ahead(module: nn.Module, name: str, whose: str) -> str | None:
+    """Return the kind of a model's outputs where its class tells it before a forward, else None.
+
+    Args:
+        module: The model. The class of a transformers model tells by the annotation of its forward.
+        name: Key or attribute of the logits.
+        whose: Whose model it is, for the error.
+
+    Raises:
+        ConfigError: If it is a transformers model without a head, whose outputs cannot be compared.
+    """
+    model: Any = getattr(module, "get_base_model", lambda: module)()  # under PEFT's wrapper
+    fields = _declared(type(model))
+    for kind, keys in {LOGITS: (name,), **KEYS}.items():
+        if fields.issuperset(keys):
+            return kind
+    # annotations of classes with a head may be wrong (transformers 5.23: AlbertForQuestionAnswering)
+    if "last_hidden_state" in fields and hasattr(model, "config") and "For" not in type(model).__name__:
+        raise ConfigError(
+            f"distill: the {whose} must return logits under {name!r}, or {_known()}, got {type(model).__name__}, which "
+            f"returns {', '.join(sorted(fields))}; take a model with a head, or set distill.logits to one of these"
+        )
+    return EMBEDDINGS if embedding_width(module) is not None else None
+
+
+def _declared(kind: type[Any]) -> set[str]:
+    """Return the fields of the output class that a forward is annotated with; none where it is not."""
+    try:
+        returned = typing.get_type_hints(kind.forward).get("return")
+    except (AttributeError, NameError, TypeError):
+        return set()
+    for option in (returned, *typing.get_args(returned)):
+        if isinstance(option, type) and dataclasses.is_dataclass(option) and issubclass(option, Mapping):
+            return {field.name for field in dataclasses.fields(option)}
+    return set()
+
+
+def embedding_width(module: nn.Module) -> int | None:
+    """Return the width of the embeddings that a SentenceTransformer returns, None of another model."""
+    for name in ("get_embedding_dimension", "get_sentence_embedding_dimension"):  # the older name until 5.2
+        if callable(method := getattr(module, name, None)):
+            width = method()
+            return width if isinstance(width, int) else None
+    return None
+
+
+def check_heads(
+    student: nn.Module, teacher: nn.Module, *, divergence: str, logits: str = LOGITS, vocab_size: int | None = None
+) -> None:
+    """Refuse, where the models tell before a batch, outputs that do not fit each other, or not the divergence.
+
+    Raises:
+        ConfigError: If they do not fit.
+    """
+    for whose, module in (("student", student), ("teacher", teacher)):
+        problem = getattr(getattr(module, "config", None), "problem_type", None)
+        fitting = {"regression": "logit_mse", "multi_label_classification": "bernoulli_kl"}.get(problem or "")
+        if fitting and divergence != fitting:
+            raise ConfigError(
+                f"distill: the {whose} must classify into single labels, got problem_type {problem!r}; take divergence "
+                f"{fitting}"
+            )
+    mine, its = kind_ahead(student, logits, "student"), kind_ahead(teacher, logits, "teacher")
+    if mine is not None and its is not None:
+        _check_kinds(mine, its)
+    _check_vocab_size(mine or its, vocab_size)
+    if EMBEDDINGS in (mine, its):
+        widths = embedding_width(student), embedding_width(teacher)
+        divergence_of(EMBEDDINGS, divergence, widths[0])
+        _check_widths(*widths)
+        return
+    ours, theirs = num_classes(student), num_classes(teacher)
+    if ours is not None and theirs is not None:
+        check_sizes(ours, theirs, vocab_size)
+
+
+def _check_vocab_size(kind: str | None, vocab_size: int | None) -> None:
+    if vocab_size is not None and kind in (SPANS, EMBEDDINGS):
+        raise ConfigError(f"distill: vocab_size must be none for {kind}, which have no classes, got {vocab_size}")
+
+
+def _check_kinds(student: str, teacher: str) -> None:
+    if student != teacher:
+        raise ConfigError(
+            f"distill: teacher must return what the student does, {student}, got {teacher}; take a teacher of the "
+            "student's task"
+        )
+
+
+def _check_widths(student: int | None, teacher: int | None) -> None:
+    if student is not None and teacher is not None and student != teacher:
+        raise ConfigError(
+            f"distill: teacher must return embeddings of the student's width {student}, got {teacher}; end the student "
+            "with a Dense layer of the teacher's width, or the teacher with one of the student's (the first principal "
+            "components of its embeddings)"
+        )
+
+
+def check_sizes(student: int, teacher: int, vocab_size: int | None) -> None:
+    """Refuse different numbers of classes, or, of those that `vocab_size` lets count, too few.
+
+    Raises:
+        ConfigError: With both sizes.
+    """
+    if vocab_size is None and student != teacher:
+        raise ConfigError(
+            f"distill: teacher must have the student's {student} classes, got {teacher}; both must share labels or "
+            "vocabulary. With one tokenizer and vocabularies that are only padded differently, set distill.vocab_size "
+            "to the tokenizer's size; with different tokenizers take a teacher of the student's, distil "
+            "distill.hidden pairs, or train on text that the teacher generates"
+        )
+    if vocab_size is not None and vocab_size > min(student, teacher):
+        raise ConfigError(
+            f"distill: vocab_size must be at most {min(student, teacher)}, the smaller of the student's {student} and "
+            f"the teacher's {teacher} classes, got {vocab_size}"
+        )
+
+
+def num_classes(module: nn.Module) -> int | None:
+    """Return the width of the logits where a Transformers model tells it, else None."""
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    weight, classes = getattr(head, "weight", None), getattr(head, "out_features", None)
+    if isinstance(classes, int):  # a quantised weight is packed
+        return classes
+    if isinstance(weight, Tensor):
+        return weight.shape[0]
+    if any(name in type(module).__name__ for name in ("Classification", "CrossEncoder")):
+        num_labels = getattr(getattr(module, "config", None), "num_labels", None)
+        return num_labels if isinstance(num_labels, int) else None
+    return None
+
+
+def divergence_of(kind: str, divergence: str, width: int | None) -> str:
+    """Return the divergence that compares outputs of a kind; where the default means nothing there, what is usual.
+
+    Args:
+        kind: As of `Outputs`.
+        divergence: The option; ``"forward_kl"`` is its default.
+        width: Of the last dimension, None where it is not known.
+
+    Raises:
+        ConfigError: If it does not compare such outputs.
+
+    Example:
+        >>> divergence_of("spans", "jsd", 384), divergence_of("scores", "forward_kl", 1)
+        ('jsd', 'logit_mse')
+        >>> divergence_of("embeddings", "forward_kl", 384)
+        'cosine'
+    """
+    if kind == EMBEDDINGS:
+        if divergence not in ("forward_kl", "logit_mse"):
+            raise ConfigError(
+                f"distill: divergence must be left out for embeddings, whose cosine is compared, or be logit_mse, got "
+                f"{divergence!r}"
+            )
+        return "cosine" if divergence == "forward_kl" else divergence
+    # one score is no distribution
+    return "logit_mse" if kind == SCORES and width == 1 and divergence == "forward_kl" else divergence
+
+
+def is_of_classes(divergence: str) -> bool:
+    """Return whether a divergence compares one distribution over classes, not independent labels or numbers."""
+    return divergence not in _NUMBERS
+
+
+def over_positions(
+    spans: Outputs, attention_mask: Any, *, of_classes: bool
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """Return the parts of spans as logits, and which of their rows count: True = it does, None = all.
+
+    Start and end are one choice each among the positions of an example. Padding is none of them: its logits become
+    -inf, so that a longer batch gives the same loss. As independent numbers each position is a row of its own.
+
+    Args:
+        spans: Start and end logits, ``(B, positions)``.
+        attention_mask: Of that shape, 0 = padding. Of another shape, it is not asked.
+        of_classes: Whether the divergence compares distributions.
+
+    Example:
+        >>> spans = Outputs("spans", (torch.zeros(1, 3), torch.ones(1, 3)))
+        >>> over_positions(spans, torch.tensor([[1, 1, 0]]), of_classes=True)[0][0].tolist()
+        [[0.0, 0.0, -inf]]
+    """
+    first = spans.parts[0]
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != first.shape:
+        return spans.parts if of_classes else tuple(part.unsqueeze(-1) for part in spans.parts), None
+    if not of_classes:
+        return tuple(part.unsqueeze(-1) for part in spans.parts), (attention_mask != 0).to(first.device)
+    padding = (attention_mask == 0).to(first.device)
+    parts = tuple(part.masked_fill(padding.to(part.device), -torch.inf) for part in spans.parts)
+    return parts, ~padding.all(-1)
+
+
+def check_outputs(
+    student: Outputs, teacher: Outputs, *, of_classes: bool = True, vocab_size: int | None = None
+) -> None:
+    """Refuse outputs of two models that cannot be compared.
+
+    Args:
+        student: Of the student.
+        teacher: Of who teaches it.
+        of_classes: Whether distributions are compared.
+        vocab_size: How many classes count, None for all.
+
+    Raises:
+        ConfigError: If kinds, widths or positions differ, or what must be a distribution has one class.
+    """
+    _check_kinds(student.kind, teacher.kind)
+    mine, its = student.parts[0], teacher.parts[0]
+    if student.kind == EMBEDDINGS:
+        _check_widths(mine.shape[-1], its.shape[-1])
+    elif student.kind == SPANS and mine.shape != its.shape:
+        raise ConfigError(
+            f"distill: teacher must score the positions of the student's inputs, {tuple(mine.shape)}, got "
+            f"{tuple(its.shape)}"
+        )
+    if student.kind in (LOGITS, SCORES):
+        _check_classes(mine, its, of_classes=of_classes, vocab_size=vocab_size)
+    else:
+        _check_vocab_size(student.kind, vocab_size)
+
+
+def _check_classes(student: Tensor, teacher: Tensor, *, of_classes: bool, vocab_size: int | None) -> None:
+    if (of_classes or vocab_size) and (student.ndim < 2 or student.shape[-1] == 1):
+        raise ConfigError(
+            "distill: the student must be a classifier or language model with logits (..., classes), "
+            f"got logits of shape {tuple(student.shape)}; take divergence logit_mse for regression"
+        )
+    if student.ndim and teacher.ndim:
+        check_sizes(student.shape[-1], teacher.shape[-1], vocab_size)
+    if student.shape[: -1 if vocab_size else None] != teacher.shape[: -1 if vocab_size else None]:
+        raise ConfigError(
+            f"distill: teacher must return logits of the student's shape {tuple(student.shape)}, "
+            f"got {tuple(teacher.shape)}"
+        )
