@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_eff._fsdp2 import load_optimizers_apart
 from lightning_eff._wrapped import Wrapped
-from shared_core.checkpoint_formats import RAW_KEY, RUN_KEY, check_indexes, open_ingredient
+from shared_core.checkpoint_formats import RAW_KEY, RUN_KEY, check_indexes, load_checkpoint, open_ingredient
 from shared_core.checkpoint_formats.plain import DEPLOYMENT_KEY
 from shared_core.distributed.collectives import from_main
 from shared_core.distributed.sharded_tensors import fill_parameters_, is_sharded
@@ -393,6 +393,5 @@ def _weights_in(path: Path) -> Mapping[str, Tensor]:
     """Return the weights that a user's module loads from a checkpoint."""
     if path.is_dir():
         return _Shards(path)
-    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    weights: Mapping[str, Tensor] = content["state_dict"]
+    weights: Mapping[str, Tensor] = load_checkpoint(path)["state_dict"]
     return weights

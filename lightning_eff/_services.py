@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_eff._checkpoints import latent_weights
 from lightning_eff._fsdp2 import through_root
-from shared_core.checkpoint_formats import RUN_KEY, DistributedWeights, load_torch_file
+from shared_core.checkpoint_formats import RUN_KEY, DistributedWeights, load_checkpoint
 from shared_core.checkpoint_formats.plain import LIGHTNING_META
 from shared_core.checkpoint_formats.teacher_weights import is_bare_weights, same_class_teacher, teacher_from_weights
 from shared_core.distributed.collectives import is_main
@@ -64,9 +64,11 @@ class LightningServices:
         student_name = next(name for name, module in model.named_modules() if module is student)
         if not path.is_file():
             raise CheckpointError(f"distill: teacher must be an existing file, got {path}")
-        weights = load_torch_file(path)
-        instantiator = weights.get("hyper_parameters", {}).get("_instantiator")
-        if instantiator not in (None, *_INSTANTIATORS):  # Lightning imports what it names, and calls it
+        weights = _read(path)
+        hyperparameters = weights.get("hyper_parameters")
+        instantiator = hyperparameters.get("_instantiator") if isinstance(hyperparameters, Mapping) else None
+        # Lightning imports what it names, and calls it
+        if instantiator is not None and not (isinstance(instantiator, str) and instantiator in _INSTANTIATORS):
             raise CheckpointError(f"distill: teacher {path} must be built by Lightning, got {instantiator!r}; not run")
         try:
             teacher = type(model).load_from_checkpoint(path, map_location="cpu", weights_only=True)
@@ -121,15 +123,17 @@ class LightningServices:
         return DistributedWeights(path) if path.is_dir() else latent_weights(_read(path))
 
     def check_saved(self, filepath: str | Path, *_: Any, **_options: Any) -> None:
-        """Refuse a checkpoint that says more than plain values, when the first is saved: no soup would read it."""
+        """Refuse a checkpoint that no soup would read when the first is saved, not after all training."""
         if self._has_checked or not Path(filepath).is_file():
             return
         self._has_checked = True
-        if found := torch.serialization.get_unsafe_globals_in_checkpoint(filepath):
+        try:
+            self.load_weights(Path(filepath))
+        except CheckpointError as error:
             raise CompatibilityError(
-                f"soup: checkpoints must hold only tensors and plain values, got {', '.join(sorted(found)[:5])} in "
-                f"{filepath}; leave them out, for instance by save_hyperparameters(ignore=[...])"
-            )
+                f"soup: checkpoints must be ones that can be averaged, but {error}; leave out of them what cannot be "
+                "read, for instance by save_hyperparameters(ignore=[...])"
+            ) from error
 
     @property
     def can_validate(self) -> bool:
@@ -248,12 +252,10 @@ def no_logging(model: Any) -> Iterator[None]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-    except Exception as error:
-        raise CheckpointError(
-            f"checkpoint: {path} must be a whole file of tensors and plain values, got {type(error).__name__}: {error}"
-        ) from error
+    content = load_checkpoint(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"checkpoint: {path} must hold a dict, got {type(content).__name__}; it is another's")
+    return content
 
 
 def _as_module(model: Any) -> nn.Module:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from shared_core.checkpoint_formats.files import load_torch_file as load_torch_file
     from shared_core.checkpoint_formats.files import read_json as read_json
     from shared_core.checkpoint_formats.files import storage_key as storage_key
+    from shared_core.checkpoint_formats.foreign import Foreign as Foreign
+    from shared_core.checkpoint_formats.foreign import load_checkpoint as load_checkpoint
+    from shared_core.checkpoint_formats.foreign import without_foreign as without_foreign
     from shared_core.checkpoint_formats.opening import expand as expand
     from shared_core.checkpoint_formats.opening import open_ingredient as open_ingredient
 

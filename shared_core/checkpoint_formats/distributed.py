@@ -19,10 +19,10 @@ from shared_core.checkpoint_formats.files import (
     RAW_KEY,
     Ingredient,
     TensorSpec,
-    load_torch_file,
     load_torch_stream,
     read_config,
 )
+from shared_core.checkpoint_formats.foreign import load_checkpoint
 from shared_core.checkpoint_formats.plain import LIGHTNING_META
 from shared_core.errors import CheckpointError
 
@@ -208,7 +208,7 @@ def open_distributed(folder: Path, inner: Path) -> Ingredient:
 
     def load() -> Mapping[str, Tensor]:
         # what Lightning keeps beside the shards; it holds latent weights where those in the shards are rounded
-        raw = load_torch_file(meta).get(RAW_KEY) if meta.is_file() else None
+        raw = load_checkpoint(meta).get(RAW_KEY) if meta.is_file() else None
         return ChainMap(raw, weights) if raw else weights  # type: ignore[arg-type]
 
     return Ingredient(str(folder), DISTRIBUTED, folder, load, read_config(folder), specs=weights.specs)

@@ -22,6 +22,10 @@ from shared_core.errors import CheckpointError
 from shared_core.files.journal import read_object
 
 
+class NotPlainError(CheckpointError):
+    """A whole file that holds more than tensors and plain values."""
+
+
 class MappedSafetensors(Mapping[str, Tensor]):
     """The tensors of safetensors files, each mapped when it is asked for."""
 
@@ -58,8 +62,25 @@ def load_torch_file(file: Path) -> Any:
         CheckpointError: If it is missing, empty, truncated, or holds more than tensors and plain values.
     """
     _check_file(file)
-    # files from before torch 1.6 cannot be mapped
-    return load_torch_stream(file, str(file), mmap=zipfile.is_zipfile(file))
+    return load_torch_stream(file, str(file), mmap=_is_archive(file))
+
+
+def _is_archive(file: Path) -> bool:
+    """Return whether a file can be mapped: those from before torch 1.6 cannot.
+
+    Raises:
+        CheckpointError: If it is damaged, or packed: torch (2.13) maps the packed bytes as if they were the weights.
+    """
+    if not zipfile.is_zipfile(file):
+        return False
+    try:
+        with zipfile.ZipFile(file) as archive:
+            packed = next((item.filename for item in archive.infolist() if item.compress_type), None)
+    except Exception as error:  # zipfile raises more than BadZipFile for a directory that lies
+        raise CheckpointError(f"{file}: file must be a whole checkpoint, got {error}; leave it out") from error
+    if packed is not None:
+        raise CheckpointError(f"{file}: file must not be compressed, got {packed!r:.99} that is; save it by torch.save")
+    return True
 
 
 def load_torch_stream(stream: Any, name: str, *, mmap: bool | None = None) -> Any:
@@ -72,7 +93,7 @@ def load_torch_stream(stream: Any, name: str, *, mmap: bool | None = None) -> An
         # torch tells what it met after, or instead of, advice on how to run the file's code
         told = str(error).partition("WeightsUnpickler error:")[2] or str(error).partition("\n")[2] or str(error)
         reason = next((line for line in told.splitlines() if line.strip()), "")
-        raise CheckpointError(
+        raise NotPlainError(
             f"{name}: checkpoint must hold only tensors and plain values, got {reason.strip()[:200]}; its code was not "
             "run; save model.state_dict() or safetensors instead"
         ) from error

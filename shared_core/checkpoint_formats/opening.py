@@ -23,6 +23,7 @@ from shared_core.checkpoint_formats.files import (
     read_config,
     read_json,
 )
+from shared_core.checkpoint_formats.foreign import load_checkpoint
 from shared_core.errors import CheckpointError
 from shared_core.files.journal import is_unfinished
 
@@ -48,13 +49,13 @@ def open_ingredient(path: str | Path) -> Ingredient:
     if path.suffix == ".safetensors":
         files = dict.fromkeys(open_safetensors(path).keys(), path)
         return Ingredient(str(path), SAFETENSORS, path, lambda: MappedSafetensors(files))
-    content = load_torch_file(path)
+    content = load_checkpoint(path)
     kind = LIGHTNING if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping) else STATE_DICT
     if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
         raise CheckpointError(
             f"{path}: file must hold a state dict, got {type(content).__name__}; save model.state_dict()"
         )
-    return Ingredient(str(path), kind, path, lambda: _weights_of(load_torch_file(path)))
+    return Ingredient(str(path), kind, path, lambda: _weights_of(load_checkpoint(path)))
 
 
 def _weights_of(content: Mapping[str, Any]) -> Mapping[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from shared_core.checkpoint_formats.foreign import load_checkpoint
 from shared_core.errors import CheckpointError, TrainingError
 from shared_core.files.atomic import atomic_write
 
@@ -96,7 +97,7 @@ def read_deployment(path: Path | str) -> dict[str, Any]:
     try:
         if file.suffix == ".json":
             return dict(json.loads(file.read_text(encoding="utf-8")))
-        return dict(torch.load(file, map_location="cpu", weights_only=True)[DEPLOYMENT_KEY])
+        return dict(load_checkpoint(file)[DEPLOYMENT_KEY])
     except Exception as error:  # torch.load raises whatever the damage makes it
         raise CheckpointError(
             f"deployment: {file} must hold what a model needs beside its weights, got {type(error).__name__}: {error}; "

@@ -186,14 +186,14 @@ def load_weights(model: nn.Module, path: Path, where: str) -> str:
 
 def state_dict_of(path: Path, where: str) -> dict[str, Tensor]:
     """Return the tensors that a folder, a ``.safetensors``, a ``.ckpt`` or another file of weights holds."""
-    from shared_core.checkpoint_formats import ADAPTER, DistributedWeights, load_torch_file, open_ingredient
+    from shared_core.checkpoint_formats import ADAPTER, DistributedWeights, load_checkpoint, open_ingredient
     from shared_core.checkpoint_formats.distributed import index_folder
 
     # opened as an ingredient a checkpoint of Lightning would give the latent weights
     if path.is_dir() and (shards := index_folder(path)) is not None:
         return dict(DistributedWeights(shards))
     if path.suffix == ".ckpt" and not path.is_dir():
-        content = load_torch_file(path)
+        content = load_checkpoint(path)
         if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
             raise CheckpointError(f"{where}: {path} must be a Lightning checkpoint, got no state_dict in it")
         return dict(content["state_dict"])

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from shared_core.checkpoint_formats import load_checkpoint
 from shared_core.checkpoint_formats.plain import check_values, unlike
 from shared_core.errors import CheckpointError
 from shared_core.low_rank.layers import CHANNEL, LINEAR, SPATIAL, LowRankLayer, is_transposed, put_in_, replace_
@@ -124,7 +124,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         if not files:
             raise FileNotFoundError("no .safetensors file")
         if path.suffix == ".ckpt":
-            return dict(torch.load(path, map_location="cpu", weights_only=True)["state_dict"])
+            return dict(load_checkpoint(path)["state_dict"])
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
     except Exception as error:  # libraries raise whatever the damage makes it
         raise CheckpointError(

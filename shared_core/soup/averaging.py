@@ -22,7 +22,7 @@ from shared_core.checkpoint_formats import (
     LIGHTNING,
     Ingredient,
     averaged,
-    load_torch_file,
+    load_checkpoint,
     storage_key,
 )
 from shared_core.checkpoint_formats.plain import LIGHTNING_META
@@ -355,9 +355,9 @@ def _pruning_state(ingredient: Ingredient) -> _Pruned | None:
     if ingredient.kind in (HF_FOLDER, DISTRIBUTED) and (ingredient.path / STATE_FILE).exists():
         saved: Any = load_state(ingredient.path)
     elif ingredient.kind == LIGHTNING:
-        saved = load_torch_file(ingredient.path).get("callbacks")
+        saved = load_checkpoint(ingredient.path).get("callbacks")
     elif ingredient.kind == DISTRIBUTED and (ingredient.path / LIGHTNING_META).exists():
-        saved = load_torch_file(ingredient.path / LIGHTNING_META).get("callbacks")
+        saved = load_checkpoint(ingredient.path / LIGHTNING_META).get("callbacks")
     else:
         return None
     for state in _mappings(saved):

@@ -222,7 +222,8 @@ class RunIngredients:
         def load() -> Mapping[str, Tensor]:
             if self._parts_on is not None:
                 return _Parts(services.load_weights(saved.path), self._whole, groups.values(), saved.path)
-            weights = dict(services.load_weights(saved.path))
+            loaded = services.load_weights(saved.path)
+            weights = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}  # no extra state
             for names in groups.values():  # a file may hold a tied tensor once, or as two copies
                 held = next((weights[name] for name in names if name in weights), None)
                 if held is not None:

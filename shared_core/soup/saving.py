@@ -20,8 +20,9 @@ from shared_core.checkpoint_formats import (
     LIGHTNING,
     SAFETENSORS,
     Ingredient,
-    load_torch_file,
+    load_checkpoint,
     read_json,
+    without_foreign,
 )
 from shared_core.checkpoint_formats.adapter import ADAPTER_CONFIG
 from shared_core.checkpoint_formats.distributed import index_folder, write_distributed
@@ -48,6 +49,8 @@ _TRAINING_FILES = (
 # What a Lightning checkpoint needs to be loaded; optimizers and callbacks belong to one run and are dropped.
 _KEPT_KEYS = ("epoch", "global_step", "pytorch-lightning_version", "hparams_name", "hyper_parameters",
               "hparams_type", "datamodule_hparams_name", "datamodule_hyper_parameters")  # fmt: skip
+
+Say = Callable[[str], None]
 
 
 def check_target(target: str | Path, like: Ingredient) -> Path:
@@ -86,7 +89,7 @@ def save_soup(
     like: Ingredient,
     target: str | Path,
     beside: Callable[[Path], None] | None = None,
-    say: Callable[[str], None] = warnings.warn,
+    say: Say = warnings.warn,
 ) -> Path:
     """Write a soup in the format of an ingredient, whole or not at all, and return its path.
 
@@ -113,7 +116,7 @@ def save_soup(
         )
     if like.kind in (HF_FOLDER, ADAPTER, DISTRIBUTED) and like.path is not None:
         with atomic_folder(target) as folder:
-            had_ranges = _write_folder(state_dict, like, like.path, folder)
+            had_ranges = _write_folder(state_dict, like, like.path, folder, say)
             if _lost_ranges(state_dict, like, like.path, folder):
                 say(_requantise(target, str(target)))
             elif had_ranges:
@@ -126,8 +129,8 @@ def save_soup(
         if like.kind == SAFETENSORS:
             save_file({key: state_dict[key] for key in like.specs}, temporary, metadata={"format": "pt"})
         elif like.kind == LIGHTNING and like.path is not None:
-            content = load_torch_file(like.path)
-            torch.save({**_kept(content), "state_dict": dict(state_dict)}, temporary)
+            content = load_checkpoint(like.path)
+            torch.save({**_kept(content, say), "state_dict": dict(state_dict)}, temporary)
             if _has_ranges(content):
                 say(_requantise(target, f"module:function --weights {target}"))
         else:
@@ -144,8 +147,19 @@ def write_path(target: Path, path: str) -> None:
         temporary.write_text(path + "\n", encoding="utf-8")
 
 
-def _kept(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: checkpoint[key] for key in _KEPT_KEYS if key in checkpoint}
+def _kept(checkpoint: Mapping[str, Any], say: Say) -> dict[str, Any]:
+    kept, lost = {}, []
+    for key in _KEPT_KEYS:
+        if key in checkpoint:
+            values, foreign = without_foreign(checkpoint[key])
+            lost += foreign
+            if values is not None:
+                kept[key] = values
+    if lost:
+        say(
+            f"soup: hyperparameters {', '.join(lost)} are left out of the soup, as only plain values are read; pass "
+            "them to load_from_checkpoint by name"
+        )
     deployment = {key: value for key, value in (checkpoint.get(DEPLOYMENT_KEY) or {}).items() if key != "qat"}
     return {**kept, DEPLOYMENT_KEY: deployment} if deployment else kept
 
@@ -173,7 +187,7 @@ def _requantise(target: Path, model: str) -> str:
     )
 
 
-def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Path, folder: Path) -> bool:
+def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Path, folder: Path, say: Say) -> bool:
     """Write the folder; return whether what Lightning keeps beside shards had ranges of qat."""
     had_ranges = False
     for file in source.iterdir():
@@ -182,7 +196,7 @@ def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Pa
         if file.is_file() and not (left_behind or is_report or file.name.endswith("_results.json")):
             shutil.copyfile(file, folder / file.name)
     if like.kind == DISTRIBUTED:
-        had_ranges = _write_distributed(state_dict, source, folder)
+        had_ranges = _write_distributed(state_dict, source, folder, say)
     if like.kind == ADAPTER:
         if not isinstance(state_dict, AdapterWeights):
             raise CheckpointError(f"{like.name}: soup of adapters must be `AdapterWeights`, got a plain dict")
@@ -210,13 +224,13 @@ def _write_weights(weights: Mapping[str, Tensor], like: Ingredient, file: Path) 
         torch.save(dict(weights), file)
 
 
-def _write_distributed(state_dict: Mapping[str, Tensor], source: Path, folder: Path) -> bool:
+def _write_distributed(state_dict: Mapping[str, Tensor], source: Path, folder: Path, say: Say) -> bool:
     inner = index_folder(source)
     if inner is None:
         raise CheckpointError(f"{source}: folder must still hold its distributed checkpoint, got none; it was removed")
     write_distributed(state_dict, inner, folder / inner.relative_to(source))
     if not (inner / LIGHTNING_META).exists():
         return False
-    content = load_torch_file(inner / LIGHTNING_META)
-    torch.save(_kept(content), folder / LIGHTNING_META)
+    content = load_checkpoint(inner / LIGHTNING_META)
+    torch.save(_kept(content, say), folder / LIGHTNING_META)
     return _has_ranges(content)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from shared_core.checkpoint_formats import LIGHTNING, RUN_KEY, Ingredient, load_torch_file, open_ingredient, read_json
+from shared_core.checkpoint_formats import LIGHTNING, RUN_KEY, Ingredient, load_checkpoint, open_ingredient, read_json
 from shared_core.errors import CheckpointError, ConfigError, EffError, nearest
 from shared_core.files.atomic import atomic_write
 from shared_core.soup.averaging import Candidate, non_finite_tensor
@@ -147,7 +147,7 @@ def logged_metrics(ingredient: Ingredient) -> dict[str, float]:
     if ingredient.path.is_dir():
         state = ingredient.path / "trainer_state.json"
         return _of_trainer_state(read_json(state)) if state.is_file() else {}
-    return _of_lightning(load_torch_file(ingredient.path), ingredient.path) if ingredient.kind == LIGHTNING else {}
+    return _of_lightning(load_checkpoint(ingredient.path), ingredient.path) if ingredient.kind == LIGHTNING else {}
 
 
 def _of_trainer_state(state: Mapping[str, Any]) -> dict[str, float]:

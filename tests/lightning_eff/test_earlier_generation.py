@@ -1,6 +1,7 @@
 """A teacher that is an earlier state of the student, from files that tell weights but not how to build the model."""
 
 import copy
+import pathlib
 
 import pytest
 import pytorch_lightning
@@ -19,6 +20,7 @@ class Unbuildable(pytorch_lightning.LightningModule):
     def __init__(self, net):
         super().__init__()
         self.net = net
+        self.save_hyperparameters({"source": pathlib.Path("data")})
 
     def forward(self, x):
         return self.net(x)

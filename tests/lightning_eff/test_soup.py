@@ -1,4 +1,6 @@
+import argparse
 import importlib
+import os
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_eff import EffCallback, ModelSoup
 from shared_core.checkpoint_formats import open_ingredient
 from shared_core.errors import CompatibilityError, ConfigError
-from shared_core.soup import logged_metrics, rank_by_logged
+from shared_core.soup import logged_metrics, rank_by_logged, save_soup, uniform_soup
 
 
 def run(folder, recipe, namespace=BOTH[0], val=True, callbacks=(), **checkpoint):
@@ -99,13 +101,40 @@ def test_a_dev_run_saves_nothing_and_makes_no_soup(tmp_path, capsys):
     assert callback.receipt["techniques"].keys() == {"prune"}
 
 
-def test_checkpoints_that_a_soup_could_not_read_are_refused_when_the_first_is_saved(tmp_path):
-    class Located(type(make_module())):
-        def __init__(self, folder=tmp_path):
-            super().__init__()
-            self.save_hyperparameters()
+class Located(type(make_module())):
+    def __init__(self, width=16, **options):
+        super().__init__(width=width)
+        self.save_hyperparameters()
 
+
+@pytest.mark.parametrize("kind", ["uniform", "greedy"])
+def test_hyperparameters_may_be_objects_of_any_class(tmp_path, kind):
+    options = {"folder": tmp_path, "arguments": argparse.Namespace(seed=3)}
+    saving = importlib.import_module(BOTH[0]).callbacks.ModelCheckpoint(
+        dirpath=tmp_path, filename="{step}", save_top_k=-1, monitor="val_loss"
+    )
+    recipe = {
+        "soup": {"kind": kind, **({"metric": "val_loss"} if kind == "greedy" else {})},
+        "prune": {"sparsity": 0.5},
+    }
+    recipe["prune"] |= {"begin": 0, "end": 3}
+    callback = EffCallback(recipe)
+    trainer = make_trainer(tmp_path, callbacks=[callback, saving], enable_checkpointing=True)
+    module = fit(trainer, Located(width=8, **options), val=True)
+    assert callback.receipt["techniques"]["soup"]["candidates"] == 3
+    trainer.save_checkpoint(tmp_path / "final.ckpt")
+    assert not [note for note in callback.receipt["notes"] if "not counted again" in note]
+    paths = sorted(tmp_path.glob("step=*.ckpt"))
+    told = []
+    save_soup(uniform_soup(paths), open_ingredient(paths[0]), tmp_path / "soup.ckpt", say=told.append)
+    assert "folder (pathlib.PosixPath), arguments (argparse.Namespace)" in told[0]
+    loaded = Located.load_from_checkpoint(tmp_path / "soup.ckpt", weights_only=True, **options)
+    assert loaded.hparams["width"] == 8
+    assert loaded.net[0].weight.shape == module.net[0].weight.shape
+
+
+def test_checkpoints_that_a_soup_could_not_read_are_refused_when_the_first_is_saved(tmp_path):
     trainer = make_trainer(tmp_path, callbacks=[ModelSoup(kind="uniform")], enable_checkpointing=True)
-    with pytest.raises(CompatibilityError, match=r"got pathlib\.PosixPath in .*ignore="):
-        fit(trainer, Located(), val=True)
+    with pytest.raises(CompatibilityError, match=r"names posix\.getcwd, which runs code.*ignore="):
+        fit(trainer, Located(where=os.getcwd), val=True)
     assert trainer.global_step == 6

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared_core.checkpoint_formats import averaged, load_torch_file, open_ingredient
+from shared_core.checkpoint_formats import averaged, load_checkpoint, open_ingredient
 from shared_core.distillation.config import CACHE, EMA
 from shared_core.engine.receipt import figures
 from shared_core.engine.recipe import Recipe
@@ -50,7 +50,7 @@ def find_model(folder: Path, pattern: str | None = None) -> Path:
         state = _state(checkpoints[-1])
         best = folder / Path(str(state.get("best_model_checkpoint"))).name
         return best if best in checkpoints else checkpoints[-1]
-    files = {file: load_torch_file(file) for file in folder.rglob("*.ckpt") if not is_stray(file)}
+    files = {file: load_checkpoint(file) for file in folder.rglob("*.ckpt") if not is_stray(file)}
     if files:
         newest = max(files, key=lambda file: (_steps(files[file]), file.stat().st_mtime))
         best = Path(str(_monitor(files[newest]).get("best_model_path")))
@@ -85,7 +85,7 @@ def model_metrics(folder: Path, model: Path, receipt: Mapping[str, Any]) -> dict
     """
     found = figures(receipt.get("validation", {}))
     last: int | None = None
-    checkpoint = load_torch_file(model) if model.suffix == ".ckpt" else {}
+    checkpoint = load_checkpoint(model) if model.suffix == ".ckpt" else {}
     if checkpoint:
         last = _steps(checkpoint)
     elif model.name.startswith("checkpoint-"):
