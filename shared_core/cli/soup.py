@@ -204,7 +204,7 @@ def diagnosis(
 
 
 _SEARCH = ("--strict", "--min-delta", "--order", "--rank-by", "--seed", "--max-ingredients", "--no-repeat")
-_JUDGED = ("--eval", "--task", "--metric-mode", "--journal", "--plot", "--jobs")
+_JUDGED = ("--eval", "--task", "--mode", "--journal", "--plot", "--jobs")
 _TASK = ("--data", "--text", "--batch-size", "--max-length", "--device")
 
 
@@ -241,10 +241,15 @@ def soup(
     ] = None,
     device: Annotated[str, typer.Option(help="Where --task runs the model: auto, cpu, cuda, cuda:1, ...")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Where to write, in the first ingredient's format.")] = None,
-    uniform: Annotated[bool, typer.Option("--uniform", help="Average all instead of searching greedily.")] = False,
-    weighted: Annotated[
+    kind: Annotated[
         str | None,
-        typer.Option(help="Average all with these weights, as 600,200,200: example counts for federated averaging."),
+        typer.Option(
+            help="greedy (add while the metric does not fall), uniform (all) or weighted (all, by --weights)."
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="How much each checkpoint counts, as 600,200,200: example counts for federated averaging."),
     ] = None,
     diagnose: Annotated[
         bool,
@@ -254,9 +259,7 @@ def soup(
     ] = False,
     mode: Annotated[
         str | None,
-        typer.Option(
-            "--metric-mode", "--mode", help="Whether --eval's metric is better when larger (max, the default) or min."
-        ),
+        typer.Option(help="Whether --eval's metric is better when larger (max, the default) or min."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Accept only averages that improve the metric.")] = False,
     min_delta: Annotated[float, typer.Option(help="Accept only averages better by at least this.")] = 0,
@@ -294,19 +297,21 @@ def soup(
     from shared_core.soup.scoring import rank_by_logged
     from shared_core.soup.uniform import check_weights
 
-    kinds = {"--uniform": uniform, "--weighted": weighted is not None, "--diagnose": diagnose}
     asked = {
-        **kinds, "--out": out is not None, "--eval": evaluate is not None, "--task": task is not None,
-        "--metric-mode": mode is not None, "--journal": journal is not None, "--plot": plot is not None,
+        "--weights": weights is not None, "--diagnose": diagnose,
+        "--out": out is not None, "--eval": evaluate is not None, "--task": task is not None,
+        "--mode": mode is not None, "--journal": journal is not None, "--plot": plot is not None,
         "--jobs": jobs != 1, "--strict": strict, "--min-delta": min_delta != 0, "--order": order != "metric",
         "--rank-by": rank_by is not None, "--seed": seed != 0, "--max-ingredients": max_ingredients is not None,
         "--no-repeat": not repeat, "--data": data is not None, "--text": text is not None,
         "--batch-size": batch_size != 32, "--max-length": max_length is not None, "--device": device != "auto",
         "--rank": rank is not None,
     }  # fmt: skip
-    _check(asked)
+    if kind not in (None, "greedy", "uniform", "weighted"):
+        raise ConfigError(f"eff soup: --kind must be greedy, uniform or weighted, got {kind!r}")
+    _check(asked, kind)
     if mode not in (None, "max", "min"):
-        raise ConfigError(f"eff soup: --metric-mode must be max or min, got {mode!r}")
+        raise ConfigError(f"eff soup: --mode must be max or min, got {mode!r}")
     if order not in ("metric", "random", "given"):
         raise ConfigError(f"eff soup: --order must be metric, random or given, got {order!r}")
     if seed and order != "random":
@@ -323,7 +328,7 @@ def soup(
     if plot is not None:
         check_plot(plot)
         check_writable(plot, "eff soup: --plot")
-    shares = None if weighted is None else _numbers(weighted)
+    shares = None if weights is None else _numbers(weights)
     check_weights(shares, len(opened))
     usable, remask, notes = masked_ingredients(opened, keep_unpruned=unpruned)
     if shares is not None:
@@ -331,8 +336,8 @@ def soup(
         check_weights(shares, len(usable))
     for note in notes:
         typer.echo(note, err=True)
-    if out is not None and (uniform or shares is not None):
-        average(usable, shares, {"after_average": remask, "rank": rank}, opened[0], out, as_json)
+    if kind in ("uniform", "weighted"):
+        average(usable, shares, {"after_average": remask, "rank": rank}, opened[0], cast(Path, out), as_json)
         return
     if evaluate is not None:
         judge = Judge.of_function(evaluate, mode)
@@ -359,35 +364,39 @@ def soup(
     search(usable, judge, options, opened[0], out, as_json, plot, logged)
 
 
-def _check(asked: dict[str, bool]) -> None:
+def _check(asked: dict[str, bool], kind: str | None) -> None:
     """Refuse options that would play no part, and name the ones that are lacking."""
-    kinds = [name for name in ("--uniform", "--weighted", "--diagnose") if asked[name]]
-    if len(kinds) > 1:
-        raise ConfigError(f"eff soup: {kinds[0]} must stand without {kinds[1]}; leave one out")
+    averages = kind in ("uniform", "weighted")
+    if asked["--diagnose"] and kind is not None:
+        raise ConfigError(f"eff soup: --kind {kind} must stand without --diagnose, which makes no soup; leave one out")
     if asked["--out"] == asked["--diagnose"]:
         if asked["--out"]:
             raise ConfigError("eff soup: --diagnose must stand without --out, as it writes no soup; leave one out")
         raise ConfigError("eff soup: --out must be given, got none; name the folder or file to write")
     if asked["--rank"] and asked["--diagnose"]:
         raise ConfigError("eff soup: --rank must stand without --diagnose, which writes no average; leave it out")
-    useless = (*_SEARCH, *(() if asked["--diagnose"] else (*_JUDGED, *_TASK))) if kinds else ()
+    alone = "--diagnose" if asked["--diagnose"] else f"--kind {kind}"
+    useless = (*_SEARCH, *_JUDGED, *_TASK) if averages else _SEARCH if asked["--diagnose"] else ()
     given = [name for name in useless if asked[name]]
     if given:
         raise ConfigError(
-            f"eff soup: {kinds[0]} must stand without {' and '.join(given)}, which steer the greedy search; leave one "
+            f"eff soup: {alone} must stand without {' and '.join(given)}, which steer the greedy search; leave one "
             "or the other out"
         )
-    if kinds in (["--uniform"], ["--weighted"]):
+    if asked["--weights"] != (kind == "weighted"):
+        lacks, got = ("--weights", "--kind weighted") if kind == "weighted" else ("--kind weighted", "--weights")
+        raise ConfigError(f"eff soup: {got} must come with {lacks}, got none; add it")
+    if averages:
         return
     if asked["--eval"] == asked["--task"]:
         got = "both" if asked["--eval"] else "none"
         raise ConfigError(
             f"eff soup: --eval must be given as module:function, or --task with --data, got {got}; or average all with "
-            "--uniform"
+            "--kind uniform"
         )
     if asked["--task"] and not asked["--data"]:
         raise ConfigError("eff soup: --task must come with --data, got none; name the file or saved data set")
-    odd = [name for name in (("--metric-mode",) if asked["--task"] else _TASK) if asked[name]]
+    odd = [name for name in (("--mode",) if asked["--task"] else _TASK) if asked[name]]
     if odd:
         raise ConfigError(
             f"eff soup: {odd[0]} must come with {'--eval' if asked['--task'] else '--task'}, got none; leave it out"
@@ -402,4 +411,4 @@ def _numbers(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"eff soup: --weighted must be numbers such as 600,200,200, got {text!r}") from None
+        raise ConfigError(f"eff soup: --weights must be numbers such as 600,200,200, got {text!r}") from None

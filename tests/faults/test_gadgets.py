@@ -263,7 +263,7 @@ PATHS = {
     "eff compress": lines("compress DIR --bits 4 --out DIR/out @model.safetensors"),
     "eff report": lines("report DIR @eff_receipt.json"),
     "eff plan": lines("plan --config DIR @config.json"),
-    "eff soup": lines("soup DIR/x.pt --uniform --out DIR/out @x.pt"),
+    "eff soup": lines("soup DIR/x.pt --kind uniform --out DIR/out @x.pt"),
     "examples: arrays": data_set("x.npz"),
     "examples: table": data_set("x.parquet"),
     "examples: lines": data_set("x.jsonl"),

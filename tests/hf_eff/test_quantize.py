@@ -115,7 +115,7 @@ def test_a_soup_of_quantised_folders_is_quantised_anew(run, make, tmp_path):
         make.classifier(seed, num_hidden_layers=1).save_pretrained(f"dense-{seed}")
         run(f"dense-{seed}", *STATIC)
         (tmp_path / "out").rename(f"int8-{seed}")
-    CliRunner().invoke(app, ["soup", "int8-1", "int8-2", "--uniform", "--out", "soup"], catch_exceptions=False)
+    CliRunner().invoke(app, ["soup", "int8-1", "int8-2", "--kind", "uniform", "--out", "soup"], catch_exceptions=False)
     assert not (tmp_path / "soup" / "eff_deployment.json").exists()
     told = run("soup", *STATIC)
     from folder_task import batches, quality

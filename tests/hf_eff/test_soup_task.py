@@ -285,7 +285,7 @@ def test_the_command_searches_by_a_task(room, tmp_path):
     common = (room / "bert", "--task", "loss", "--data", room / "data.jsonl", "--json")
     found = json.loads(eff(*common, "--out", tmp_path / "soup", "--journal", tmp_path / "journal").stdout)
     singles = [row["single"] for row in found["history"]]
-    assert singles == sorted(singles)  # smaller is better, without --metric-mode
+    assert singles == sorted(singles)  # smaller is better, without --mode
     assert found["repeat"][0] == found["repeat"][1]
     final = FolderEvaluator("loss", tmp_path / "soup", room / "data.jsonl")
     from shared_core.checkpoint_formats import open_ingredient
@@ -305,7 +305,7 @@ def test_the_command_refuses_what_does_not_go_together(room):
         (["--task", "bleu", "--data", room / "data.csv"], "must be one of accuracy, f1, loss, perplexity"),
         (["--task", "loss"], "--task must come with --data"),
         (["--task", "loss", "--eval", "a:b", "--data", "x"], "got both"),
-        (["--task", "loss", "--data", "x", "--mode", "max"], "--metric-mode must come with --eval"),
+        (["--task", "loss", "--data", "x", "--mode", "max"], "--mode must come with --eval"),
         (["--eval", "a:b", "--data", "x"], "--data must come with --task"),
         (["--task", "loss", "--data", room / "data.csv", "--device", "abacus"], "--device must be one of this machine"),
     ]

@@ -105,21 +105,21 @@ def test_order_min_delta_and_an_evaluation_with_noise(room):
 
 
 def test_uniform_and_weighted(room):
-    eff("run", "--uniform", "--out", "mean")
+    eff("run", "--kind", "uniform", "--out", "mean")
     assert load_file("mean/model.safetensors")["w"].unique().tolist() == [2.0]
-    eff("run", "--weighted", "1,1,2", "--out", "weighted")
+    eff("run", "--kind", "weighted", "--weights", "1,1,2", "--out", "weighted")
     assert load_file("weighted/model.safetensors")["w"].unique().tolist() == [2.25]
 
 
 def test_the_path_of_an_average_names_its_members_and_who_was_left_out(room):
     save_file({"w": torch.full((4, 4), torch.nan)}, room / "run" / "checkpoint-1" / "model.safetensors")
-    result = eff("run", "--uniform", "--out", "mean")
+    result = eff("run", "--kind", "uniform", "--out", "mean")
     assert "run/checkpoint-1 is left out: 'w' holds a NaN" in result.stderr
     assert "uniform average of 2 ingredients" in result.stdout
     path = json.loads((room / "mean" / "soup_path.json").read_text())
     assert path["ingredients"] == ["run/checkpoint-2", "run/checkpoint-3"]
     assert list(path["left_out"]) == ["run/checkpoint-1"]
-    path = json.loads(eff("run", "--weighted", "5,0,2", "--out", "weighted", "--json").stdout)
+    path = json.loads(eff("run", "--kind", "weighted", "--weights", "5,0,2", "--out", "weighted", "--json").stdout)
     assert (path["ingredients"], path["weights"]) == (["run/checkpoint-3"], [2.0])
 
 
@@ -142,7 +142,7 @@ def test_lightning_style_checkpoints(room):
         eff("0.ckpt", "1.ckpt", "--eval", "soup_task:quality", "--out", "folder")
     # formats mix, and the soup has the first one's
     torch.save({"state_dict": {"model.w": torch.zeros(4, 4)}, "epoch": 3}, "0.ckpt")
-    eff("0.ckpt", "run/checkpoint-1", "--uniform", "--out", "mixed.ckpt")
+    eff("0.ckpt", "run/checkpoint-1", "--kind", "uniform", "--out", "mixed.ckpt")
     mixed = torch.load("mixed.ckpt", weights_only=True)
     assert mixed["epoch"] == 3
     assert mixed["state_dict"]["model.w"].unique().tolist() == [0.5]
@@ -151,6 +151,7 @@ def test_lightning_style_checkpoints(room):
 
 
 GREEDY = ["--eval", "soup_task:all_nan"]  # would fail otherwise, if it were ever called
+WEIGHTED = ["--kind", "weighted", "--weights"]
 
 
 @pytest.mark.parametrize(
@@ -169,15 +170,21 @@ GREEDY = ["--eval", "soup_task:all_nan"]  # would fail otherwise, if it were eve
         (["run", "--out", "soup", "--eval", "no_such_module:f"], ConfigError, "can be imported"),
         (["run", "--out", "soup", "--eval", "soup_task:number"], ConfigError, "'number'"),
         (["run", "--out", "soup", "--eval", "soup_task:nothing"], ConfigError, "'nothing'"),
-        (["run", "--out", "soup", "--mode", "best", *GREEDY], ConfigError, "--metric-mode must be max or min"),
-        (["run", "--out", "soup", "--weighted", "1,1,1", *GREEDY], ConfigError, "--weighted must stand without --eval"),
-        (["run", "--out", "soup", "--weighted", "1,x,1"], ConfigError, "--weighted must be numbers"),
-        (["run", "--out", "soup", "--weighted", "1,1"], ConfigError, "one for each of 3"),
-        (["run", "--out", "soup", "--weighted", "1,1,1", "--uniform"], ConfigError, "leave one out"),
+        (["run", "--out", "soup", "--mode", "best", *GREEDY], ConfigError, "--mode must be max or min"),
+        (
+            ["run", "--out", "soup", *WEIGHTED, "1,1,1", *GREEDY],
+            ConfigError,
+            "weighted must stand without --eval",
+        ),
+        (["run", "--out", "soup", *WEIGHTED, "1,x,1"], ConfigError, "--weights must be numbers"),
+        (["run", "--out", "soup", *WEIGHTED, "1,1"], ConfigError, "one for each of 3"),
+        (["run", "--out", "soup", *WEIGHTED[:2]], ConfigError, "--kind weighted must come with --weights"),
+        (["run", "--out", "soup", "--weights", "1,1,1", *GREEDY], ConfigError, "must come with --kind weighted"),
+        (["run", "--out", "soup", "--kind", "mean"], ConfigError, "must be greedy, uniform or weighted, got 'mean'"),
         (["run", "--out", "soup", "--order", "best", *GREEDY], ConfigError, "--order must be metric, random or given"),
         (["run", "--out", "soup", "--seed", "3", *GREEDY], ConfigError, "--seed must come with --order random"),
         (["run", "--out", "soup", "--min-delta", "-1", *GREEDY], ConfigError, "min_delta must be a finite number >= 0"),
-        (["run", "--out", "soup", "--uniform", *GREEDY], ConfigError, "--uniform must stand without --eval"),
+        (["run", "--out", "soup", "--kind", "uniform", *GREEDY], ConfigError, "uniform must stand without --eval"),
         (["run", "--out", "soup", "--max-ingredients", "0", *GREEDY], ConfigError, "max_ingredients"),
         (["run", "--out", "soup", "--journal", "soup_task.py/x", *GREEDY], CheckpointError, "must be writable"),
         (["run", "--out", "soup", "--plot", "path.xyz", *GREEDY], ConfigError, "--plot must be a file ending in .png"),
@@ -249,7 +256,7 @@ def test_the_newest_mask_holds_and_unfinished_ones_are_left_out(room):
     soup = load_file("soup/model.safetensors")["w"]
     assert torch.equal(soup, half * 1.5)  # (0 + 3) / 2 where the newest mask keeps
     assert torch.equal(load_file(run / "checkpoint-3" / "model.safetensors")["w"], half * 3.0)
-    result = eff("run", "--uniform", "--out", "all", "--unpruned")
+    result = eff("run", "--kind", "uniform", "--out", "all", "--unpruned")
     assert "left out" not in result.stderr
     soup = load_file("all/model.safetensors")["w"]
     assert not soup[~half].any()
@@ -257,14 +264,14 @@ def test_the_newest_mask_holds_and_unfinished_ones_are_left_out(room):
     for step in (2, 3):
         prune(run / f"checkpoint-{step}", step, 0.2, half)
     with pytest.raises(EffError, match="after its pruning ended"):
-        eff("run", "--uniform", "--out", "none")
+        eff("run", "--kind", "uniform", "--out", "none")
 
 
 def test_a_copy_without_state_is_used_if_it_obeys_the_mask(room):
     run, half = room / "run", torch.arange(16).view(4, 4) % 2 == 0
     prune(run / "checkpoint-3", 3, 0.5, half)
     save_file({"w": half * 7.0}, run / "checkpoint-1" / "model.safetensors")
-    result = eff("run", "--uniform", "--out", "soup")
+    result = eff("run", "--kind", "uniform", "--out", "soup")
     assert "left out: run/checkpoint-2" in result.stderr
     assert torch.equal(load_file("soup/model.safetensors")["w"], half * 5.0)
 
@@ -286,7 +293,7 @@ def test_masks_in_a_lightning_checkpoint(room):
         torch.save(
             {"state_dict": {"w": torch.ones(4, 4) * i}, "callbacks": {"Pruning{}": {"session": state}}}, f"{i}.ckpt"
         )
-    eff("0.ckpt", "1.ckpt", "2.ckpt", "--uniform", "--out", "soup.ckpt")
+    eff("0.ckpt", "1.ckpt", "2.ckpt", "--kind", "uniform", "--out", "soup.ckpt")
     assert torch.equal(torch.load("soup.ckpt", weights_only=True)["state_dict"]["w"], half * 1.5)
 
 
@@ -311,7 +318,7 @@ def test_masks_of_a_real_session(room):
         folder.mkdir(parents=True)
         save_file(model.state_dict(), folder / "model.safetensors")
         save_state(folder, session.state_dict())
-    result = eff("pruned", "--uniform", "--out", "soup", "--json")
+    result = eff("pruned", "--kind", "uniform", "--out", "soup", "--json")
     assert [name.rsplit("-", 1)[1] for name in json.loads(result.stdout)["ingredients"]] == ["4", "5", "6"]
     assert result.stderr.count("left out") == 3
     soup = load_file("soup/model.safetensors")["weight"]
@@ -323,7 +330,7 @@ def test_ranges_of_qat_stay_with_the_weights_they_belong_to(room):
     members = [f"run/checkpoint-{step}" for step in (1, 2, 3)]
     for member in members:
         write_deployment(member, {"qat": {"ranges": {"w": {"min": 0.0, "max": 1.0}}}, "other": {"kept": member}})
-    told = eff(*members, "--uniform", "--out", "soup")
+    told = eff(*members, "--kind", "uniform", "--out", "soup")
     assert read_deployment("soup") == {"other": {"kept": members[0]}}
     assert "soup has no ranges of qat" in told.stderr
     assert "eff quantize soup --out NEW" in told.stderr
@@ -332,7 +339,7 @@ def test_ranges_of_qat_stay_with_the_weights_they_belong_to(room):
     assert "ranges" not in told.stderr
     for value in (1.0, 2.0):
         torch.save({"state_dict": {"w": torch.full((2,), value)}, DEPLOYMENT_KEY: {"qat": {}}}, f"{value}.ckpt")
-    told = eff("1.0.ckpt", "2.0.ckpt", "--uniform", "--out", "soup.ckpt")
+    told = eff("1.0.ckpt", "2.0.ckpt", "--kind", "uniform", "--out", "soup.ckpt")
     assert DEPLOYMENT_KEY not in torch.load("soup.ckpt")
     assert "eff quantize module:function --weights soup.ckpt --out NEW" in told.stderr
 
@@ -342,7 +349,7 @@ def test_a_sharded_soup_of_lightning_tells_of_ranges_and_keeps_what_else_its_wei
         folder = room / f"sharded-{value}"
         save({"state_dict": {"w": torch.full((2,), value)}}, storage_writer=FileSystemWriter(folder), no_dist=True)
         torch.save({"epoch": 1, DEPLOYMENT_KEY: {"qat": {"ranges": {}}, "low_rank": {"rank": 2}}}, folder / "meta.pt")
-    told = eff("sharded-1.0", "sharded-2.0", "--uniform", "--out", "soup.ckpt")
+    told = eff("sharded-1.0", "sharded-2.0", "--kind", "uniform", "--out", "soup.ckpt")
     kept = torch.load("soup.ckpt/meta.pt", weights_only=True)
     assert kept == {"epoch": 1, DEPLOYMENT_KEY: {"low_rank": {"rank": 2}}}
     assert "eff quantize module:function --weights soup.ckpt --out NEW" in told.stderr
@@ -356,6 +363,6 @@ def test_a_damaged_file_beside_the_weights_is_refused_before_the_search(room):
 
 def test_a_soup_takes_the_config_of_the_member_that_has_one(room):
     (room / "run" / "checkpoint-1" / "config.json").unlink()
-    eff("run/checkpoint-1", "run/checkpoint-2", "--uniform", "--out", "soup")
+    eff("run/checkpoint-1", "run/checkpoint-2", "--kind", "uniform", "--out", "soup")
     assert json.loads((room / "soup" / "config.json").read_text()) == {"width": 4}
     assert load_file("soup/model.safetensors")["w"].unique().tolist() == [1.5]

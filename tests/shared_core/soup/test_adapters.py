@@ -246,9 +246,9 @@ def test_the_command_takes_a_run_of_adapters(tmp_path, monkeypatch):
     def eff(*arguments):
         return CliRunner().invoke(app, ["soup", *arguments], catch_exceptions=False)
 
-    result = eff("run", "--uniform", "--out", "soup")
+    result = eff("run", "--kind", "uniform", "--out", "soup")
     check_mean(tmp_path / "soup", folders, [1, 1])
     assert "rank" not in result.stdout
-    result = eff("run", "--uniform", "--out", "cut", "--rank", "3")
+    result = eff("run", "--kind", "uniform", "--out", "cut", "--rank", "3")
     assert "cut to the rank asked for: relative error 0." in result.stdout
     assert set(json.loads((tmp_path / "cut" / "soup_path.json").read_text())["rank_errors"]) == {"inner.0", "inner.2"}

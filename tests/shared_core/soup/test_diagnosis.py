@@ -144,7 +144,7 @@ def test_the_command_tells_a_diagnosis(room):
     for more, match in (
         (["--out", "a.pt"], "--diagnose must stand without --out"),
         (["--strict"], "stand without --strict"),
-        (["--uniform"], "--uniform must stand without --diagnose"),
+        (["--kind", "uniform"], "--kind uniform must stand without --diagnose"),
     ):
         with pytest.raises(ConfigError, match=match):
             eff(*arguments, *more)
