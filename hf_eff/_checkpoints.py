@@ -26,6 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from shared_core.checkpoint_formats import check_indexes, load_torch_file, open_ingredient, read_json, storage_key
+from shared_core.checkpoint_formats.module_folders import MODULES, parts_of
 from shared_core.checkpoint_formats.plain import write_deployment
 from shared_core.distributed.collectives import (
     everyones,
@@ -259,7 +260,7 @@ class ModelWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, folder: Path, model: nn.Module) -> None:
-        ingredient = open_ingredient(folder)
+        ingredient = open_ingredient(folder, alone=True)
         self._read: Callable[[str], Tensor] = ingredient.tensor
         state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
         saved_under = {storage_key(value): name for name, value in state.items() if ingredient.has(name)}
@@ -294,6 +295,60 @@ class ModelWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+class ModuleWeights(Mapping[str, Tensor]):
+    """What `ModelWeights` is, of a folder whose modules have folders of their own, as sentence-transformers saves them.
+
+    Args:
+        folder: The checkpoint, with ``modules.json``.
+        model: Whose names to use.
+
+    Raises:
+        CheckpointError: If a file cannot be read, or the modules are not the model's.
+    """
+
+    renamed = False  # its trainer loads it through the modules' own classes
+
+    def __init__(self, folder: Path, model: nn.Module) -> None:
+        held: dict[str, tuple[ModelWeights, str]] = {}
+        for part in parts_of(folder):
+            if not any(_WEIGHTS.fullmatch(file.name) for file in (folder / part.folder).iterdir()):
+                continue
+            try:
+                module = model.get_submodule(part.module)
+            except AttributeError as error:
+                raise CheckpointError(f"{folder}: modules must be those of the model, got {part.module!r}") from error
+            wrapped = [name for name, child in module.named_children() if isinstance(child, PreTrainedModel)]
+            inner = wrapped[0] if len(wrapped) == 1 else ""
+            weights = ModelWeights(folder / part.folder, module.get_submodule(inner))
+            prefix = part._replace(inner=inner).prefix
+            held |= {prefix + name: (weights, name) for name in weights}
+        state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+        tied = {storage_key(value): held[name] for name, value in state.items() if name in held}
+        self._places = {name: held.get(name) or tied.get(storage_key(value)) for name, value in state.items()}
+        lacking = next((name for name, place in self._places.items() if place is None), None)
+        if lacking is not None:
+            raise CheckpointError(f"{folder}: weights must hold {lacking} of this model, got none; check the path")
+
+    def __getitem__(self, name: str) -> Tensor:
+        weights, its = cast(tuple[ModelWeights, str], self._places[name])
+        return weights[its]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def weights_of(folder: Path, model: nn.Module) -> ModelWeights | ModuleWeights:
+    """Return a checkpoint's tensors under the names of a model, read when asked for.
+
+    Raises:
+        CheckpointError: If they cannot be read, or are not the model's.
+    """
+    return (ModuleWeights if (folder / MODULES).is_file() else ModelWeights)(folder, model)
 
 
 def saved_name(model: nn.Module, name: str) -> str:
@@ -360,7 +415,7 @@ def load_renamed_(model: nn.Module, folder: Path) -> None:
     """
     if any((folder / name).exists() for name in _ADAPTER_FILES):
         return
-    weights = ModelWeights(folder, model)
+    weights = weights_of(folder, model)
     if weights.renamed:
         model.load_state_dict(dict(weights))
 

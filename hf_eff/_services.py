@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, Trainer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from hf_eff._checkpoints import ModelWeights, checkpoint_folder
+from hf_eff._checkpoints import checkpoint_folder, weights_of
 from hf_eff._wrapped import Wrapped
 from shared_core.checkpoint_formats.plain import check_values
 from shared_core.checkpoint_formats.teacher_weights import is_bare_weights, teacher_from_weights
@@ -235,7 +235,7 @@ class TrainerServices:
 
     def load_weights(self, path: Path) -> Mapping[str, Tensor]:
         """Return a checkpoint's weights under the model's names."""
-        return ModelWeights(path, self._model())
+        return weights_of(path, self._model())
 
     def evaluate(self) -> dict[str, float]:
         """Return the trainer's metrics on its eval_dataset; log, callbacks and random numbers stay as they were."""

@@ -21,7 +21,6 @@ from hf_eff._adapters.distillation import UnlabelledExamples
 from hf_eff._adapters.loss_scaling import ScalerSwap
 from hf_eff._adapters.privacy import PoissonData
 from hf_eff._checkpoints import (
-    ModelWeights,
     checkpoint_folder,
     clean_run,
     complete_saved,
@@ -29,6 +28,7 @@ from hf_eff._checkpoints import (
     resumed_from,
     save_whole,
     step_of,
+    weights_of,
 )
 from hf_eff._data_resume import DataResume
 from hf_eff._environment import check_outputs, check_sharding, forget_optimizer, inner_optimizer, is_peft, surroundings
@@ -44,7 +44,7 @@ from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session, fit_to, loading
 from shared_core.engine.state_file import load_state, save_state
 from shared_core.engine.technique import overrides
-from shared_core.errors import CheckpointError, ReceiptError, TrainingError
+from shared_core.errors import CheckpointError, CompatibilityError, ReceiptError, TrainingError
 from shared_core.files.atomic import atomic_write
 from shared_core.reports.receipt_page import card_section
 
@@ -200,7 +200,7 @@ class SessionCallback(TrainerCallback):
             "_get_grad_norm": self._before_norm,
             "evaluate": functools.partial(self._within, "evaluating", self._services.validate),
             "predict": functools.partial(self._within, "evaluating"),
-            "_save_checkpoint": functools.partial(self._within, "saving", functools.partial(save_whole, trainer)),
+            "_save_checkpoint": self._save_checkpoint,
             "save_model": self._save_model,
             "_save": self._save,
             "_load_from_checkpoint": self._load_from_checkpoint,
@@ -272,7 +272,7 @@ class SessionCallback(TrainerCallback):
         if is_peft(trainer.model):
             return  # a folder of PEFT holds adapters alone
         try:
-            weights = ModelWeights(folder, session.context.model)
+            weights = weights_of(folder, session.context.model)
         except CheckpointError as error:
             session.note(f"not counted again in {folder}, whose weights cannot be read as this model's: {error}")
             return
@@ -536,6 +536,23 @@ class SessionCallback(TrainerCallback):
     def _within(self, what: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with getattr(self.session, what)():
             return method(*args, **kwargs)
+
+    def _save_checkpoint(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        trainer, session = self._trainer, self.session
+        with session.saving():
+            save_whole(trainer, method, *args, **kwargs)
+        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        if "soup" not in session.recipe or self._services.saved_steps[1:] or sharded or is_peft(trainer.model):
+            return
+        # what no soup could read is told after the first checkpoint, not after all training
+        found = ""
+        if trainer.args.should_save and session.context is not None:
+            try:
+                weights_of(checkpoint_folder(trainer._get_output_dir(args[1]), session.step), session.context.model)
+            except CheckpointError as error:
+                found = str(error)
+        if found := from_main(found):
+            raise CompatibilityError(f"soup: checkpoints must hold the model's weights under its names, but {found}")
 
     def on_evaluate(self, *args: Any, metrics: dict[str, float] | None = None, **kwargs: Any) -> None:
         """Tell the session what an evaluation found; nobody hears of those that a technique asks for."""

@@ -27,14 +27,19 @@ class NotPlainError(CheckpointError):
 
 
 class MappedSafetensors(Mapping[str, Tensor]):
-    """The tensors of safetensors files, each mapped when it is asked for."""
+    """The tensors of safetensors files, each mapped when it is asked for.
 
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self._files = files
+    Args:
+        files: The file that holds each.
+        prefix: What their names here have before those in the files.
+    """
+
+    def __init__(self, files: Mapping[str, Path], prefix: str = "") -> None:
+        self._files, self._prefix = files, prefix
         self._handles = {file: open_safetensors(file) for file in dict.fromkeys(files.values())}
 
     def __getitem__(self, key: str) -> Tensor:
-        tensor: Tensor = self._handles[self._files[key]].get_tensor(key)
+        tensor: Tensor = self._handles[self._files[key]].get_tensor(key.removeprefix(self._prefix))
         return tensor
 
     def __iter__(self) -> Any:
@@ -170,8 +175,10 @@ class Ingredient:
         self.parts_on = parts_on
         self.shards: dict[str, str] = {}
         """The file in a folder that holds each tensor."""
-        self.index: str | None = None
-        """The index file of a sharded folder."""
+        self.prefixes: dict[str, str] = {}
+        """What names here have before those in a file, where a folder has several modules."""
+        self.indexes: list[str] = []
+        """The index files of a sharded folder."""
         self._load = load
         self._open: Mapping[str, Tensor] | None = None
         self._stored: dict[str, str] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from shared_core.checkpoint_formats.files import (
     read_json,
 )
 from shared_core.checkpoint_formats.foreign import load_checkpoint
+from shared_core.checkpoint_formats.module_folders import MODULES, Part, parts_of
 from shared_core.errors import CheckpointError
 from shared_core.files.journal import is_unfinished
 
@@ -32,20 +35,22 @@ _WEIGHT_FILES = (
 )  # fmt: skip
 
 
-def open_ingredient(path: str | Path) -> Ingredient:
+def open_ingredient(path: str | Path, *, alone: bool = False) -> Ingredient:
     """Return the ingredient that a path names; its header is read, its weights are not.
 
     Args:
         path: A Hugging Face folder (safetensors or ``.bin``, whole or sharded), a Lightning ``.ckpt``, a file of a
             plain state dict (``.safetensors``, or ``torch.save``), a distributed checkpoint (DCP) of either trainer or
-            of one's own, or the folder of a PEFT adapter.
+            of one's own, the folder of a PEFT adapter, or one of sentence-transformers, whose modules have folders of
+            their own in it.
+        alone: Of a folder with several modules only the weights right in it, under the names that they have there.
 
     Raises:
         CheckpointError: If it is missing, damaged, unsafe to read, or a format that soups do not read.
     """
     path = Path(path)
     if path.is_dir():
-        return _open_folder(path)
+        return _open_folder(path, alone=alone)
     if path.suffix == ".safetensors":
         files = dict.fromkeys(open_safetensors(path).keys(), path)
         return Ingredient(str(path), SAFETENSORS, path, lambda: MappedSafetensors(files))
@@ -67,11 +72,16 @@ def _weights_of(content: Mapping[str, Any]) -> Mapping[str, Tensor]:
     return {key: raw.get(key, value) for key, value in weights.items()}
 
 
-def _open_folder(folder: Path) -> Ingredient:
+def _open_folder(folder: Path, *, alone: bool) -> Ingredient:
     if is_unfinished(folder):
         raise CheckpointError(f"{folder}: folder must be complete, but its writer was stopped; leave it out")
-    found = next((folder / name for name in _WEIGHT_FILES if (folder / name).exists()), None)
-    if found is None:
+    parts = [Part("", "", "")] if alone else parts_of(folder)
+    held = [
+        (part, found)
+        for part in parts
+        if (found := next((name for name in _WEIGHT_FILES if (folder / part.folder / name).exists()), None))
+    ]
+    if not held:
         sharded = index_folder(folder)
         if sharded is not None:
             return open_distributed(folder, sharded)
@@ -81,30 +91,77 @@ def _open_folder(folder: Path) -> Ingredient:
             f"{folder}: folder must hold one of {', '.join(_WEIGHT_FILES)}, {ADAPTER_CONFIG} or a DCP index, got none; "
             "check the path"
         )
-    index = _read_index(found) if found.suffix == ".json" else None
-    files = [found] if index is None else [folder / name for name in dict.fromkeys(index.values())]
+    prefixes = [part.prefix for part, _ in held]
+    if any(one.startswith(two) for one, two in itertools.permutations(prefixes, 2)):
+        raise CheckpointError(f"{folder}: modules must have names of their own, got {', '.join(sorted(prefixes))}")
+    files = [_PartFiles(folder, part, found) for part, found in held]
     config = read_config(folder)
-    if files[0].suffix == ".safetensors":
-        where = {key: file for file in files for key in open_safetensors(file).keys()}  # noqa: SIM118
-        ingredient = Ingredient(str(folder), HF_FOLDER, folder, lambda: MappedSafetensors(where), config)
-    else:
+    for part in parts:
+        if part.folder:
+            config[f"{part.folder}/config.json"] = read_config(folder / part.folder)
 
-        def load() -> Mapping[str, Tensor]:
-            return {key: value for file in files for key, value in _state_dict_in(file).items()}
+    def load() -> Mapping[str, Tensor]:
+        loaded = [each.load() for each in files]
+        return loaded[0] if len(loaded) == 1 else ChainMap(*loaded)  # type: ignore[arg-type]
 
-        ingredient = Ingredient(str(folder), HF_FOLDER, folder, load, config)
-    names = [*ingredient.specs, *ingredient.ties]
-    ingredient.shards = dict.fromkeys(names, found.name) if index is None else index
-    odd = sorted(ingredient.shards.keys() ^ set(names))
-    if odd:
-        raise CheckpointError(f"{found}: index must name the tensors of its shards, got {odd[0]!r} on one side only")
-    ingredient.index = None if index is None else found.name
+    ingredient = Ingredient(str(folder), HF_FOLDER, folder, load, config)
+    for each in files:
+        each.tell(ingredient)
     return ingredient
+
+
+class _PartFiles:
+    """The files of weights of a module in a folder, under their names in the whole model.
+
+    Args:
+        folder: Of the model.
+        part: Of it.
+        found: Its file of weights, or the index of several.
+    """
+
+    def __init__(self, folder: Path, part: Part, found: str) -> None:
+        self._prefix, self._found = part.prefix, found
+        self._place, self._below = folder / part.folder, f"{part.folder}/" if part.folder else ""
+        self._index = _read_index(self._place / found) if found.endswith(".json") else None
+        shards = [found] if self._index is None else dict.fromkeys(self._index.values())
+        self._files = [self._place / name for name in shards]
+        self._where: dict[str, Path] | None = None
+        if self._files[0].suffix == ".safetensors":
+            self._where = {
+                self._prefix + key: file
+                for file in self._files
+                for key in open_safetensors(file).keys()  # noqa: SIM118
+            }
+
+    def load(self) -> Mapping[str, Tensor]:
+        """Return the tensors, mapped."""
+        if self._where is not None:
+            return MappedSafetensors(self._where, self._prefix)
+        return {self._prefix + key: value for file in self._files for key, value in _state_dict_in(file).items()}
+
+    def tell(self, ingredient: Ingredient) -> None:
+        """Let the whole model's ingredient know in which file each tensor lies.
+
+        Raises:
+            CheckpointError: If the index says otherwise than the files.
+        """
+        names = [name for name in (*ingredient.specs, *ingredient.ties) if name.startswith(self._prefix)]
+        index = self._index or {name.removeprefix(self._prefix): self._found for name in names}
+        told = {self._prefix + key: self._below + file for key, file in index.items()}
+        if odd := sorted(told.keys() ^ set(names)):
+            raise CheckpointError(
+                f"{self._place / self._found}: index must name the tensors of its shards, got {odd[0]!r} on one side "
+                "only"
+            )
+        ingredient.shards |= told
+        ingredient.prefixes |= dict.fromkeys(told.values(), self._prefix)
+        if self._index is not None:
+            ingredient.indexes.append(self._below + self._found)
 
 
 def _state_dict_in(file: Path) -> Mapping[str, Tensor]:
     content = load_torch_file(file)
-    if not isinstance(content, Mapping):
+    if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
         raise CheckpointError(f"{file}: file must hold a state dict, got {type(content).__name__}; leave it out")
     return content
 
@@ -127,7 +184,8 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
     """
     found: list[Path] = []
     for path in map(Path, paths):
-        weights = index_folder(path) or [name for name in (*_WEIGHT_FILES, ADAPTER_CONFIG) if (path / name).exists()]
+        names = (*_WEIGHT_FILES, ADAPTER_CONFIG, MODULES)
+        weights = index_folder(path) or [name for name in names if (path / name).exists()]
         inner = [child for child in path.glob("checkpoint-*") if child.name.removeprefix("checkpoint-").isdigit()]
         if path.is_dir() and not weights and inner:
             found += sorted(inner, key=lambda child: int(child.name.removeprefix("checkpoint-")))

@@ -59,10 +59,10 @@ class Judge:
 
         if task not in _TASKS:
             raise ConfigError(f"eff soup: --task must be one of {', '.join(_TASKS)}, got {task!r}; or give --eval")
-        if first.kind != HF_FOLDER or not first.config:
+        if first.kind != HF_FOLDER or not first.config or any(first.prefixes.values()):
             raise CheckpointError(
-                f"eff soup: --task must have Hugging Face folders with config.json, got {first.name} ({first.kind}); "
-                "give --eval"
+                f"eff soup: --task must have Hugging Face folders of one model with config.json, got {first.name} "
+                f"({first.kind}); give --eval"
             )
         options["device"] = device_name(options["device"], "eff soup")
         for front_end in front_ends():

@@ -26,6 +26,7 @@ from shared_core.checkpoint_formats import (
 )
 from shared_core.checkpoint_formats.adapter import ADAPTER_CONFIG
 from shared_core.checkpoint_formats.distributed import index_folder, write_distributed
+from shared_core.checkpoint_formats.module_folders import parts_of
 from shared_core.checkpoint_formats.plain import (
     DEPLOYMENT_FILE,
     DEPLOYMENT_KEY,
@@ -190,11 +191,13 @@ def _requantise(target: Path, model: str) -> str:
 def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Path, folder: Path, say: Say) -> bool:
     """Write the folder; return whether what Lightning keeps beside shards had ranges of qat."""
     had_ranges = False
-    for file in source.iterdir():
-        left_behind = file.suffix in _LEFT_BEHIND or file.name in _TRAINING_FILES or file.name.startswith(".")
-        is_report = file.name.startswith("eff_")  # of one run, not of the soup
-        if file.is_file() and not (left_behind or is_report or file.name.endswith("_results.json")):
-            shutil.copyfile(file, folder / file.name)
+    for part in dict.fromkeys(part.folder for part in parts_of(source)):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        for file in (source / part).iterdir():
+            left_behind = file.suffix in _LEFT_BEHIND or file.name in _TRAINING_FILES or file.name.startswith(".")
+            is_report = file.name.startswith("eff_")  # of one run, not of the soup
+            if file.is_file() and not (left_behind or is_report or file.name.endswith("_results.json")):
+                shutil.copyfile(file, folder / part / file.name)
     if like.kind == DISTRIBUTED:
         had_ranges = _write_distributed(state_dict, source, folder, say)
     if like.kind == ADAPTER:
@@ -202,26 +205,24 @@ def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Pa
             raise CheckpointError(f"{like.name}: soup of adapters must be `AdapterWeights`, got a plain dict")
         (folder / ADAPTER_CONFIG).write_text(json.dumps(state_dict.config, indent=2, sort_keys=True), encoding="utf-8")
     for name in dict.fromkeys(like.shards.values()):
-        _write_weights(
-            {key: state_dict[key] for key, where in like.shards.items() if where == name}, like, folder / name
-        )
-    if like.index is not None:
-        content = read_json(source / like.index)
-        total = sum(state_dict[key].numel() * state_dict[key].itemsize for key in like.specs)
+        weights = {key: state_dict[key] for key, where in like.shards.items() if where == name}
+        _write_weights(weights, like, folder / name, like.prefixes.get(name, ""))
+    for index in like.indexes:
+        content, place = read_json(source / index), Path(index).parent
+        own = [key for key in like.specs if Path(like.shards[key]).parent == place]
+        total = sum(state_dict[key].numel() * state_dict[key].itemsize for key in own)
         content["metadata"] = {**content.get("metadata", {}), "total_size": total}
-        (folder / like.index).write_text(json.dumps(content, indent=2), encoding="utf-8")
+        (folder / index).write_text(json.dumps(content, indent=2), encoding="utf-8")
     return had_ranges
 
 
-def _write_weights(weights: Mapping[str, Tensor], like: Ingredient, file: Path) -> None:
+def _write_weights(weights: Mapping[str, Tensor], like: Ingredient, file: Path, prefix: str) -> None:
+    named = {key.removeprefix(prefix): value for key, value in weights.items()}
     if file.suffix == ".safetensors":
-        save_file(
-            {key: value for key, value in weights.items() if key in like.specs},
-            file,
-            metadata={"format": "pt"},
-        )
+        held = {key: value for key, value in named.items() if prefix + key in like.specs}
+        save_file(held, file, metadata={"format": "pt"})
     else:
-        torch.save(dict(weights), file)
+        torch.save(named, file)
 
 
 def _write_distributed(state_dict: Mapping[str, Tensor], source: Path, folder: Path, say: Say) -> bool:
