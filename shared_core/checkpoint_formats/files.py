@@ -76,9 +76,9 @@ def _is_archive(file: Path) -> bool:
     Raises:
         CheckpointError: If it is damaged, or packed: torch (2.13) maps the packed bytes as if they were the weights.
     """
-    if not zipfile.is_zipfile(file):
-        return False
     try:
+        if not zipfile.is_zipfile(file):
+            return False
         with zipfile.ZipFile(file) as archive:
             packed = next((item.filename for item in archive.infolist() if item.compress_type), None)
     except Exception as error:  # zipfile raises more than BadZipFile for a directory that lies

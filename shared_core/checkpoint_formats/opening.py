@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,6 +70,8 @@ def _weights_of(content: Mapping[str, Any]) -> Mapping[str, Tensor]:
         return content
     # a checkpoint written while weights are quantised holds the rounded ones; averages are made of the latent ones
     raw = content.get(RAW_KEY, {})
+    if not isinstance(raw, Mapping):
+        raise CheckpointError(f"checkpoint: {RAW_KEY} must be a dict, got {type(raw).__name__}; the file is damaged")
     return {key: raw.get(key, value) for key, value in weights.items()}
 
 
@@ -191,8 +194,8 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
             found += sorted(inner, key=lambda child: int(child.name.removeprefix("checkpoint-")))
         else:
             found.append(path)
-    places: dict[Path, Path] = {}
+    places: dict[str, Path] = {}
     for path in found:
-        if (other := places.setdefault(path.resolve(), path)) is not path:
+        if (other := places.setdefault(os.path.realpath(path), path)) is not path:
             raise CheckpointError(f"soup: each checkpoint must be named once, got {path} and {other}; leave one out")
     return found

@@ -159,14 +159,22 @@ def _of_trainer_state(state: Mapping[str, Any]) -> dict[str, float]:
 
 def _of_lightning(checkpoint: Mapping[str, Any], path: Path) -> dict[str, float]:
     found = {}
-    for name, state in checkpoint.get("callbacks", {}).items():
-        if not (name.startswith("ModelCheckpoint") and isinstance(state, Mapping)):
+    for name, state in _mapping(checkpoint.get("callbacks")).items():
+        if not (isinstance(name, str) and name.startswith("ModelCheckpoint") and isinstance(state, Mapping)):
             continue
         # `current_score` is not read: in last.ckpt it may be that of an earlier validation
-        scores = {Path(saved).name: score for saved, score in state.get("best_k_models", {}).items()}
+        scores = {
+            Path(saved).name: score
+            for saved, score in _mapping(state.get("best_k_models")).items()
+            if isinstance(saved, str)
+        }
         if state.get("monitor") is not None and path.name in scores:
             found[state["monitor"]] = scores[path.name]
-    return _numbers({**found, **checkpoint.get(RUN_KEY, {}).get("metrics", {})})
+    return _numbers({**found, **_mapping(_mapping(checkpoint.get(RUN_KEY)).get("metrics"))})
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) and all(isinstance(name, str) for name in value) else {}
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
@@ -174,7 +182,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     for name, value in values.items():
         try:
             found[name] = float(value)
-        except (TypeError, ValueError, RuntimeError):  # a text, a list, a tensor of several numbers
+        except (TypeError, ValueError, RuntimeError, OverflowError):  # a text, a list, a tensor of several numbers
             continue
     return found
 
