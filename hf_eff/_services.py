@@ -23,7 +23,6 @@ from hf_eff._checkpoints import checkpoint_folder, weights_of
 from hf_eff._wrapped import Wrapped
 from shared_core.checkpoint_formats.plain import check_values
 from shared_core.checkpoint_formats.teacher_weights import is_bare_weights, teacher_from_weights
-from shared_core.distillation.teacher_cache.keys import tokenizer_vocabulary
 from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.engine.technique import SavedCheckpoint
@@ -95,33 +94,6 @@ def empty_model(name: str) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = _class_of(config, nn.Module(), name, False)._from_config(config)
     return model.to(config.dtype) if isinstance(config.dtype, torch.dtype) else model
-
-
-def check_tokenizer(name: str, tokenizer: Any) -> None:
-    """Refuse a teacher whose folder tells that its token numbers mean other tokens than the student's.
-
-    A vocabulary may lack tokens of the other, and a hundredth may be renamed, as reserved ones are.
-
-    Args:
-        name: As of `load_teacher`; where it is no folder with a ``tokenizer.json``, nothing is compared.
-        tokenizer: The student's, or the processor that holds it; None where the trainer has none.
-
-    Raises:
-        ConfigError: With an example.
-    """
-    ours, theirs = tokenizer_vocabulary(tokenizer), tokenizer_vocabulary(Path(name).expanduser())
-    if not ours or not theirs:
-        return
-    meant = {number: token for token, number in theirs.items()}
-    shared = [(number, token, meant[number]) for token, number in ours.items() if number in meant]
-    others = sorted((number, mine, other) for number, mine, other in shared if mine != other)
-    if len(others) > len(shared) / 100:
-        number, mine, other = others[0]
-        raise ConfigError(
-            f"distill: teacher must have the student's tokenizer, got one in {name!r} where {len(others)} of "
-            f"{len(shared)} numbers mean other tokens, such as {number}: {mine!r} and {other!r}; take a teacher of the "
-            "student's tokenizer, or train on text that this one generates"
-        )
 
 
 def _is_composed(student: nn.Module) -> bool:
@@ -217,9 +189,11 @@ class TrainerServices:
 
     def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
         """Return the teacher in a folder or on the Hub."""
-        teacher = load_teacher(name, student, trust_remote_code=trust_remote_code)
-        check_tokenizer(name, self._trainer.processing_class)
-        return teacher
+        return load_teacher(name, student, trust_remote_code=trust_remote_code)
+
+    def tokenizer(self) -> Any:
+        """Return the trainer's tokenizer, or the processor that holds it."""
+        return self._trainer.processing_class
 
     def checkpoints(self) -> list[SavedCheckpoint]:
         """Return the checkpoints of this run that still exist, oldest first; older runs' in the folder are left out."""

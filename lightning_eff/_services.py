@@ -59,6 +59,12 @@ class LightningServices:
         finally:
             set_rng_state(random)
 
+    def tokenizer(self) -> Any:
+        """Return the ``tokenizer`` of the LightningModule or of its data module, None where neither has one."""
+        owners = (self._trainer.lightning_module, getattr(self._trainer, "datamodule", None))
+        found = [getattr(owner, "tokenizer", None) for owner in owners]
+        return next((tokenizer for tokenizer in found if tokenizer is not None), None)
+
     def _teacher_from_checkpoint(self, path: Path, student: nn.Module) -> nn.Module:
         model = self._trainer.lightning_module
         student_name = next(name for name, module in model.named_modules() if module is student)

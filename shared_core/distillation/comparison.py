@@ -26,6 +26,7 @@ from shared_core.distillation.outputs import (
     find_logits,
     find_outputs,
     is_of_classes,
+    kind_ahead,
     num_classes,
     over_positions,
 )
@@ -182,6 +183,10 @@ class CachedComparison(Comparison):
     def __init__(self, config: DistillConfig, student: nn.Module) -> None:
         folder = config.cache or ""
         self._cache = TeacherCache.open(folder)
+        if (kind := kind_ahead(student, config.logits, "student")) in (SPANS, EMBEDDINGS):
+            raise ConfigError(
+                f"distill: teacher must not be cached for {kind}, as a cache holds classes; give the model"
+            )
         ours = num_classes(student)
         if config.vocab_size is not None and ours is not None:
             check_sizes(ours, config.vocab_size, config.vocab_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from shared_core.distillation.comparison import CachedComparison, Comparison, lo
 from shared_core.distillation.config import EMA, DistillConfig
 from shared_core.distillation.outputs import check_heads
 from shared_core.distillation.teachers import StudentAverage, Teachers, change_dtype_, check_separate
+from shared_core.distillation.vocabularies import common_vocabulary
 from shared_core.engine.technique import Context
 
 
@@ -31,18 +33,38 @@ def open_comparison(config: DistillConfig, model: nn.Module, student: nn.Module,
     if config.cache is not None:
         return CachedComparison(config, student)
     if config.teacher == EMA:
-        told = {"teacher": f"moving average of the student, decay {config.ema_decay}"}
-        return _open(config, StudentAverage(student, config.ema_decay), told, student)
+        average = {"teacher": f"moving average of the student, decay {config.ema_decay}"}
+        return _open(config, StudentAverage(student, config.ema_decay), average, student)
     modules = [
         load_named(teacher, student, context, trust_remote_code=config.trust_remote_code) for teacher in config.teachers
     ]
-    for module in modules:
+    for given, module in zip(config.teachers, modules, strict=True):
         check_separate(model, module)
+        config = _with_common_vocabulary(config, student, module, given, context)
         check_heads(student, module, divergence=config.divergence, logits=config.logits, vocab_size=config.vocab_size)
-    told = {**_told(modules, student, context), "teacher_dtype": config.teacher_dtype}
+    told: dict[str, Any] = {**_told(modules, student, context), "teacher_dtype": config.teacher_dtype}
+    if config.vocab_size is not None:
+        told["vocab_size"] = config.vocab_size
     for module in modules:
         change_dtype_(module, config.teacher_dtype)
     return _open(config, Teachers(modules, config.teacher_weights), told, student)
+
+
+def _with_common_vocabulary(
+    config: DistillConfig, student: nn.Module, module: nn.Module, teacher: Any, context: Context
+) -> DistillConfig:
+    """Return the options with `vocab_size` set where heads over one tokenizer are padded to different sizes."""
+    name = teacher if isinstance(teacher, str) else None
+    common = common_vocabulary(
+        student, module, name=name, tokenizer=context.services.tokenizer(), vocab_size=config.vocab_size
+    )
+    if common == config.vocab_size:
+        return config
+    context.note(
+        f"distill: the heads of student and teacher are padded differently over one tokenizer: their first {common} "
+        "classes are compared"
+    )
+    return dataclasses.replace(config, vocab_size=common)
 
 
 def _open(config: DistillConfig, teachers: Teachers, told: Mapping[str, Any], student: nn.Module) -> Comparison:

@@ -75,6 +75,10 @@ class Services(Protocol):
         """
         ...
 
+    def tokenizer(self) -> Any:
+        """Return the tokenizer of the user's model, or the processor that holds it; None where nobody gave one."""
+        ...
+
     def checkpoints(self) -> list[SavedCheckpoint]:
         """Return the checkpoints that this run saved, oldest first."""
         ...
@@ -122,6 +126,10 @@ class BareServices:
         raise CompatibilityError(
             f"bare loop: distill.teacher must be a module here, got {name!r}; load it and pass the object"
         )
+
+    def tokenizer(self) -> Any:
+        """Return None."""
+        return None
 
     def checkpoints(self) -> list[SavedCheckpoint]:
         """Refuse."""

@@ -25,13 +25,13 @@ def questions():
     return [{"input_ids": row, "start_positions": at, "end_positions": at + 1} for row, at in rows]
 
 
-def fitted(namespace, folder, teacher):
+def fitted(namespace, folder, teacher, tokenizer=None):
     import importlib
 
     class Module(importlib.import_module(namespace).LightningModule):
         def __init__(self):
             super().__init__()
-            self.net = reader(0)
+            self.net, self.tokenizer = reader(0), tokenizer
 
         def training_step(self, batch, index):
             output = self.net(**batch)
@@ -65,3 +65,14 @@ def test_a_step_that_returns_a_dict(namespace, tmp_path):
 def test_a_teacher_without_a_head_is_refused_before_training(tmp_path):
     with pytest.raises(ConfigError, match="teacher must return logits"):
         fitted(BOTH[0], tmp_path, reader(1, kind=BertModel))
+
+
+def test_a_teacher_of_another_tokenizer_is_refused_before_training(tmp_path):
+    class Tokenizer:
+        def get_vocab(self):
+            return {f"w{number}": number for number in range(12)}
+
+    reader(1).save_pretrained(tmp_path / "teacher")
+    (tmp_path / "teacher" / "vocab.txt").write_text("\n".join(f"w{number}" for number in reversed(range(12))))
+    with pytest.raises(ConfigError, match="12 of 12 numbers mean other tokens"):
+        fitted(BOTH[0], tmp_path / "run", str(tmp_path / "teacher"), Tokenizer())

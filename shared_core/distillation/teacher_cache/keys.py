@@ -407,7 +407,12 @@ def _hash_vocabulary(vocabulary: dict[str, int] | None) -> str | None:
 
 
 def _vocabulary_in(folder: Path) -> dict[str, int] | None:
-    """Return the vocabulary of a ``tokenizer.json``: a table, or for unigram models a list in the order of numbers."""
+    """Return the vocabulary of a ``tokenizer.json``: a table, or for unigram models a list in the order of numbers.
+
+    Without one, that of ``vocab.json`` (GPT-2's tokenizer) or of the lines of ``vocab.txt`` (BERT's).
+    """
+    if not (folder / "tokenizer.json").is_file():
+        return _older_vocabulary_in(folder)
     content = _json(folder / "tokenizer.json")
     model, added = content.get("model"), content.get("added_tokens") or []
     known = model.get("vocab") if isinstance(model, dict) else None
@@ -419,6 +424,15 @@ def _vocabulary_in(folder: Path) -> dict[str, int] | None:
         return {**known, **{str(token["content"]): int(token["id"]) for token in added}}
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointError(f"{folder / 'tokenizer.json'}: file must be a tokenizer's, got {error!r}") from error
+
+
+def _older_vocabulary_in(folder: Path) -> dict[str, int] | None:
+    known = _json(folder / "vocab.json")
+    if not known and (file := folder / "vocab.txt").is_file():
+        lines = file.read_text(encoding="utf-8").split("\n")
+        known = {token: number for number, token in enumerate(lines) if token}
+    found = {**known, **_json(folder / "added_tokens.json")}
+    return found if known and all(isinstance(number, int) for number in found.values()) else None
 
 
 def _json(file: Path) -> dict[str, Any]:

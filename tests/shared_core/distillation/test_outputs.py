@@ -7,6 +7,7 @@ from torch import nn
 from transformers import BertConfig, BertForQuestionAnswering, BertModel
 
 from shared_core.distillation import Distillation, DistillConfig, kd_loss
+from shared_core.distillation.teacher_cache import write_teacher_cache
 from shared_core.engine.technique import Context
 from shared_core.errors import ConfigError, TrainingError
 
@@ -224,6 +225,11 @@ class TestRefused:
             ConfigError, match=rf"{whose} must return logits .* got BertModel.*take a model with a head"
         ):
             attached(*pair)
+
+    def test_a_cached_teacher_of_spans(self, tmp_path):
+        write_teacher_cache(nn.Linear(4, 3), [torch.zeros(2, 4)], tmp_path, temperature=T)
+        with pytest.raises(ConfigError, match="teacher must not be cached for spans"):
+            attached(reader(0), f"cache:{tmp_path}")
 
     def test_a_teacher_of_another_task(self):
         from transformers import BertForSequenceClassification
