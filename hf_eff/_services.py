@@ -241,7 +241,7 @@ class TrainerServices:
         trainer, model = self._trainer, self._model()
         accelerator, was_training = trainer.accelerator, model.training
         state = trainer.state
-        if state.global_step < state.max_steps and _is_used_up(trainer.train_dataset):
+        if state.global_step < state.max_steps and is_used_up(trainer.train_dataset):
             self.note(
                 f"calibration takes up to {num_batches} batches from a data set that holds an iterator: if that starts "
                 "once alone, training goes on behind them; let it start anew each time that it is iterated"
@@ -299,7 +299,7 @@ class TrainerServices:
         return unwrapped
 
 
-def _is_used_up(data: Any) -> bool:
+def is_used_up(data: Any) -> bool:
     """Return whether a stream may be one that can be iterated once: it is an iterator, or keeps one."""
     held = [data, *getattr(data, "__dict__", {}).values()]
     return isinstance(data, IterableDataset) and any(isinstance(source, Iterator) for source in held)

@@ -34,6 +34,7 @@ from hf_eff._data_resume import DataResume
 from hf_eff._environment import check_outputs, check_sharding, forget_optimizer, inner_optimizer, is_peft, surroundings
 from hf_eff._epoch_end import EpochEnd
 from hf_eff._loss_normalisation import TaskLoss, Window
+from hf_eff._preflight import preflight
 from hf_eff._services import TrainerServices
 from hf_eff._wrapped import Wrapped
 from shared_core.distributed.collectives import from_main
@@ -370,6 +371,7 @@ class SessionCallback(TrainerCallback):
         self._task.follows = None
         self._epoch_end.resume(mine.get("epoch_end"), self._is_over)
         self._data.start(loader, mine.get("data"), None if self._resumed_from is None else str(self._resumed_from))
+        preflight(self._trainer, session, self._services)
 
     def on_epoch_begin(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         """Catch up on the end of the epoch before, if a resumed run had that before it."""

@@ -20,6 +20,7 @@ from lightning_eff._adapters.privacy import check_loss, wrap_loaders
 from lightning_eff._averages import Averages
 from lightning_eff._checkpoints import BestCheckpoints, Recount, bake_saved, restore_raw, whole_files, wrap_loading
 from lightning_eff._environment import Callback
+from lightning_eff._preflight import preflight
 from lightning_eff._resume import ExactResume
 from lightning_eff._services import LightningServices
 from lightning_eff._wrapped import Wrapped
@@ -149,6 +150,7 @@ class EffCallback(Callback):
         self._tries_first = False
         self._best: BestCheckpoints | None = None
         self._validated_at = -1
+        self._seen: set[str] = set()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.recipe!r})"
@@ -267,6 +269,7 @@ class EffCallback(Callback):
         if soup is not None and soup.kind == "greedy":
             self._services.check_validation()
         self._begin(trainer, pl_module)
+        preflight(trainer, self.session, self._services, self._seen)
         if self._best is not None and self.session.is_changed:
             self._best.forget()
         self._steps = WatchedSteps(trainer, self.session, skipped=self._resume.step_was_skipped)
@@ -386,6 +389,8 @@ class EffCallback(Callback):
             self.session.after_eval()
             if not trainer.sanity_checking:
                 self.session.evaluated(trainer.callback_metrics)
+            else:
+                self._seen = set(trainer.callback_metrics)
 
     # -- checkpoints
 

@@ -26,6 +26,7 @@ from shared_core.engine import model_guards as held
 from shared_core.engine.claims import Where
 from shared_core.engine.metrics import History
 from shared_core.engine.micro_batches import MicroBatchMeans
+from shared_core.engine.preflight import check_all, reported_names
 from shared_core.engine.receipt import Receipt, environment, figures
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import ROOMS
@@ -448,6 +449,32 @@ class Session:
             before = self._validated[1] if self._validated and self._validated[0] == self.step else {}
             self._validated, self.context.unvalidated = (self.step, before | figures(metrics)), False
         self._drive("evaluated", metrics)
+
+    def preflight(self, evaluate: Callable[[], Iterable[str]], also: Mapping[str, str] | None = None) -> None:
+        """Check at the start, by one evaluated batch, that evaluation will report what is needed.
+
+        Where the user's evaluation fails on so little data, a note says that its first run will tell. Nothing is
+        evaluated in a resumed run, or where nothing needs it.
+
+        Args:
+            evaluate: Evaluates one batch and leaves no trace; returns the names of the metrics, on every process.
+            also: Metrics that the trainer needs itself, by option.
+
+        Raises:
+            ConfigError: If one is not reported.
+        """
+        wanted = {option: name for one in self.techniques.values() for option, name in one.needs_metrics().items()}
+        wanted |= also or {}
+        if not wanted or self.step:
+            return
+        names, reason = reported_names(evaluate)
+        if names is not None:
+            check_all(wanted, names)
+            return
+        self.note(
+            f"whether evaluation reports {', '.join(sorted(set(wanted.values())))} is only known after its first run: "
+            f"one batch could not be evaluated at the start ({reason})"
+        )
 
     @property
     def is_validated(self) -> bool:

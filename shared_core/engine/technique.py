@@ -303,6 +303,10 @@ class Technique:
         """Return what happens when, positions resolved and checked as `begin` does."""
         return [(0, "on, in every step")]
 
+    def needs_metrics(self) -> Mapping[str, str]:
+        """Return by option the metrics that the trainer's evaluation must report; one batch is tried at the start."""
+        return {}
+
     def unreached(self, context: Context) -> str | None:
         """Return what the model does not hold yet of that which was asked for, and when it will; None where it does.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -12,9 +12,10 @@ from shared_core.checkpoint_formats import Ingredient
 from shared_core.distributed.collectives import broadcast_
 from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine.claims import Claim, Same
+from shared_core.engine.preflight import check_all
 from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
-from shared_core.errors import ConfigError, MatchError, nearest
+from shared_core.errors import MatchError
 from shared_core.modules.matching import plain_name
 from shared_core.soup.adapters import RANK_FIELDS, AdapterWeights, PeftAdapter, adapter_of
 from shared_core.soup.averaging import batch_norms, estimate_norms_
@@ -76,23 +77,20 @@ class ModelSoup(Technique):
                 f"{type(context.model).__name__}; remove it"
             )
 
+    def needs_metrics(self) -> Mapping[str, str]:
+        """Return the metric that a greedy soup follows."""
+        return {"soup: metric": self._options.metric} if self._options.kind == "greedy" else {}
+
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
-        """Learn while training whether validation reports the metric, not only after it.
+        """Learn while training whether validation reports the metric, where one batch at the start could not tell.
 
         Raises:
             ConfigError: At the second validation, since one may be of several data sets in turn.
         """
         step, names = self._reported or (context.step, set())
         if context.step != step:
-            self._check_metric(names)
+            check_all(self.needs_metrics(), names)
         self._reported = context.step, names | set(metrics)
-
-    def _check_metric(self, reported: Collection[str]) -> None:
-        metric = self._options.metric
-        if self._options.kind == "greedy" and metric not in reported:
-            raise ConfigError(
-                f"soup: metric must be one that evaluation reports, got {metric!r}{nearest(metric, reported)}"
-            )
 
     def finish(self, model: nn.Module, context: Context) -> None:
         """Replace the model's weights, in place, by the soup of its checkpoints; a PEFT model's adapter by theirs.
@@ -194,7 +192,7 @@ class ModelSoup(Technique):
 
     def _score(self, context: Context) -> float:
         metrics = context.services.evaluate()
-        self._check_metric(metrics)
+        check_all(self.needs_metrics(), metrics)
         score = float(metrics[self._options.metric])
         device = next((parameter.device for parameter in context.model.parameters()), torch.device("cpu"))
         # metrics may differ in the last bit between processes, and one that decides otherwise would hang the others

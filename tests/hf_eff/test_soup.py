@@ -59,7 +59,7 @@ def test_what_a_soup_needs_is_said_at_the_start(make, tmp_path):
                            eval_strategy="steps", eval_steps=2, max_steps=20, **SAVING)  # fmt: skip
     with pytest.raises(ConfigError, match="did you mean 'eval_accuracy'"):
         trainer.train()
-    assert trainer.state.global_step == 4
+    assert trainer.state.global_step == 0
     assert torch.isfinite(next(trainer.model.parameters())).all()
 
 
@@ -74,7 +74,7 @@ def test_an_evaluate_that_returns_nothing_is_told(make, tmp_path, validates):
     trainer = make.trainer(tmp_path, trainer_class=Silent, callbacks=[soup], max_steps=4, **during, **SAVING)
     with pytest.raises(ConfigError, match="evaluate of Silent must return its metrics, got None"):
         trainer.train()
-    assert trainer.state.global_step == (2 if validates else 4)
+    assert trainer.state.global_step == 0
 
 
 def test_equal_weights_get_equal_metrics_though_ranges_are_estimated_with_dropout(make, tmp_path):
