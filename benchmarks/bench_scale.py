@@ -30,9 +30,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "average ema": {"average": {"kind": "ema", "begin": 1}},
     "average last_k": {"average": {"kind": "last_k", "k": 3, "begin": 1}},
     "qat": {"qat": {"scheme": "int8"}},
-    "share": {"share": {"bits": 4, "begin": 2, "min_size": 64}},
+    "cluster": {"cluster": {"bits": 4, "begin": 2, "min_size": 64}},
 }
-DDP_ALONE = ("prune movement", "share")
+DDP_ALONE = ("prune movement", "cluster")
 STEPS = 6
 
 

@@ -37,7 +37,7 @@ VARIANTS: dict[str, Recipe] = {
     "plain": {},
     "prune": {"prune": AT_ONCE},
     "prune, 2:4 with SR-STE": {"prune": {**AT_ONCE, "granularity": "n_m", "sr_ste": 2e-4}},
-    "share": {"share": {"bits": 4, "begin": 1}},
+    "cluster": {"cluster": {"bits": 4, "begin": 1}},
     "low_rank": {"low_rank": {"rank": 16, "force": True}},
     "lora": {"lora": {"rank": 8, "base": "none"}},
     "qat": {"qat": {"scheme": "int8", "begin": 0}},

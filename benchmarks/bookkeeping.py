@@ -25,7 +25,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "lora": {"rank": 2, "base": "none"},
     "primary_weights": {"kind": "fp32_copy"},
     "prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 1},
-    "share": {"bits": 3, "begin": 1, "min_size": 1},
+    "cluster": {"bits": 3, "begin": 1, "min_size": 1},
     "qat": {"scheme": "int8", "begin": 0, "freeze_observers": 2},
     "fp8": {"recipe": "tensorwise"},
     "checkpointing": {"policy": "block", "include": ["*.linear"]},
@@ -146,7 +146,8 @@ def arithmetic(key: str) -> Callable[[], object]:
     """
     tensors = [block.linear.weight.detach().clone() for block in network()]
     makers = {
-        "prune": _masking, "share": _sharing, "average": _averaging, "primary_weights": _widening, "distill": _teaching
+        "prune": _masking, "cluster": _sharing, "average": _averaging, "primary_weights": _widening,
+        "distill": _teaching,
     }  # fmt: skip
     return makers[key](tensors) if key in makers else lambda: None
 

@@ -121,7 +121,7 @@ def run(seed: int, quick: bool) -> dict[str, Any]:
         pruned = train(copy.deepcopy(model), data, 100 + seed, steps, {"prune": prune})
         found[f"{name}: pruned"] = accuracy(pruned, test)
         found[f"{name}: k-means"] = compressed(pruned, settings, test)
-        shared = train(copy.deepcopy(model), data, 100 + seed, steps, {"prune": prune, "share": share})
+        shared = train(copy.deepcopy(model), data, 100 + seed, steps, {"prune": prune, "cluster": share})
         found[f"{name}: trained"] = compressed(shared, settings, test)
     return found
 

@@ -1,4 +1,4 @@
-"""Winning lottery tickets of LeNet-300-100 (Frankle and Carbin 2019, arXiv:1803.03635), found by `LotteryTicket`.
+"""Winning lottery tickets of LeNet-300-100 (Frankle and Carbin 2019, arXiv:1803.03635), found by `LotterySearch`.
 
 As in the paper: Adam, batches of 60, 20 % of what is left of the hidden layers and 10 % of the output layer pruned a
 round, rewinding to the initialisation; the iteration of the smallest validation loss is where early stopping would end,
@@ -28,7 +28,7 @@ from replicas import Runs, main, mean, spread
 from torch import nn
 
 from shared_core import Recipe, Session
-from shared_core.lottery_ticket import LotteryTicket
+from shared_core.lottery_ticket import LotterySearch
 
 SEEDS, BATCH, EVERY = 5, 60, 50
 ROUNDS, CONTROL_ROUND, EARLY_ROUND = 11, 10, 6
@@ -88,7 +88,7 @@ class Experiment:
         session.attach(model)
         optimizer = torch.optim.Adam(model.parameters(), lr=self.rate, fused=True)
         session.begin([optimizer], total_steps=len(self.batches), clips_gradients=False)
-        if recipe["ticket"].to_dict()["control"] == "none":
+        if recipe["lottery"].to_dict()["control"] == "none":
             self.rewound.append(is_initialisation(model, lenet(self.seed)))
         smallest, at_smallest = math.inf, model
         for step, (images, labels) in enumerate(self.batches, 1):
@@ -106,7 +106,7 @@ class Experiment:
         session.finish()
         with torch.no_grad():
             right = (at_smallest(self.test[0]).argmax(1) == self.test[1]).float().mean().item()
-        self.stopped[Path(recipe["ticket"].to_dict()["out"]).name] = 100 * right
+        self.stopped[Path(recipe["lottery"].to_dict()["out"]).name] = 100 * right
 
 
 def is_initialisation(model: nn.Module, initial: nn.Module) -> bool:
@@ -128,7 +128,7 @@ def expected(rounds: int) -> int:
 
 def seed_run(seed: int, training: Training, rounds: int, controlled: int | None = None) -> dict[str, Any]:
     experiment = Experiment(seed, training)
-    search = LotteryTicket(
+    search = LotterySearch(
         rounds,
         HIDDEN,
         0,

@@ -7,11 +7,11 @@ import tempfile
 
 from digits_hf import train
 
-from hf_eff import CompressedActivations
+from hf_eff import ActivationCompression
 
 if __name__ == "__main__":
     for pack in (None, "exact", "bf16", "int8"):
-        callbacks = [CompressedActivations(pack=pack)] if pack else []
+        callbacks = [ActivationCompression(pack=pack)] if pack else []
         with tempfile.TemporaryDirectory() as folder:
             _, accuracy = train(folder, None, callbacks, num_train_epochs=4)
         told = callbacks[0].session.receipt()["techniques"]["activations"] if pack else {"share_saved": 0.0}

@@ -4,7 +4,7 @@ import torch
 from digits_lightning import Classifier, classes, digits, make_trainer
 from torch import nn
 
-from lightning_eff import CompressedActivations
+from lightning_eff import ActivationCompression
 
 torch.set_num_threads(1)  # more only get into each other's way with a model so small
 
@@ -23,7 +23,7 @@ def main() -> None:
     train, test = digits()
     for pack in (None, "exact", "bf16", "int8"):
         torch.manual_seed(0)  # dropout and the order of the examples
-        model, callbacks = Convolutional(), [CompressedActivations(pack=pack)] if pack else []
+        model, callbacks = Convolutional(), [ActivationCompression(pack=pack)] if pack else []
         make_trainer(max_epochs=4, callbacks=callbacks).fit(model, train)
         told = callbacks[0].receipt.values["techniques"]["activations"] if pack else {"share_saved": 0.0}
         print(f"{pack or 'plain':8}activations saved {told['share_saved']:.0%}, accuracy {model.accuracy(test):.3f}")

@@ -8,7 +8,7 @@ import tempfile
 
 from digits_hf import digits, train, vision_transformer
 
-from hf_eff import QLora
+from hf_eff import Lora
 
 
 def pretrained(folder):
@@ -27,7 +27,7 @@ if __name__ == "__main__":
             "QLoRA, nf4 base": {"base": "nf4"},
             "... and requantised": {"base": "nf4", "requantize": True},
         }.items():
-            lora = QLora(rank=8, **options)
+            lora = Lora(rank=8, **options)
             trainer, accuracy = train(folder, copy.deepcopy(model), [lora], num_train_epochs=6)
             told = lora.session.receipt()["techniques"]["lora"]
             share = told["trained_parameters"] / (told["frozen_parameters"] + told["trained_parameters"])

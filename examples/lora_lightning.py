@@ -6,7 +6,7 @@ import torch
 from digits_lightning import Classifier, digits, make_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_eff import QLora
+from lightning_eff import Lora
 
 torch.set_num_threads(1)  # more only get into each other's way with a model so small
 
@@ -20,7 +20,7 @@ def main() -> None:
     print(f"{'digits 0-4 alone':20}accuracy {model.accuracy(test):.3f}")
     for base in ("none", "int8", "nf4", "fp4"):
         tuned = copy.deepcopy(model)
-        lora = QLora(rank=8, base=base)
+        lora = Lora(rank=8, base=base)
         make_trainer(max_epochs=8, callbacks=[lora]).fit(tuned, train)
         told = lora.session.receipt()["techniques"]["lora"]
         print(

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from digits_hf import make_trainer, train, vision_transformer
 
-from hf_eff import Pruning, WeightSharing
+from hf_eff import Pruning, WeightClustering
 from shared_core.tools.compression import compress, decompress
 
 if __name__ == "__main__":
     techniques = {
         "dense": [],
-        "shared": [WeightSharing(bits=5, begin=0.6)],
-        "pruned, shared": [Pruning(sparsity=0.8, end=0.5), WeightSharing(bits=5, begin=0.6)],
+        "shared": [WeightClustering(bits=5, begin=0.6)],
+        "pruned, shared": [Pruning(sparsity=0.8, end=0.5), WeightClustering(bits=5, begin=0.6)],
     }
     with tempfile.TemporaryDirectory() as folder:
         for name, callbacks in techniques.items():

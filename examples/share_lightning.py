@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from digits_lightning import Classifier, digits, make_trainer
 
-from lightning_eff import Pruning, WeightSharing
+from lightning_eff import Pruning, WeightClustering
 from shared_core.tools.compression import compress, decompress
 
 torch.set_num_threads(1)  # more only get into each other's way with a model so small
@@ -16,8 +16,8 @@ def main() -> None:
     train, test = digits()
     for name, callbacks in (
         ("dense", []),
-        ("shared", [WeightSharing(bits=5, begin=0.6)]),
-        ("pruned, shared", [Pruning(sparsity=0.8, end=0.5), WeightSharing(bits=5, begin=0.6)]),
+        ("shared", [WeightClustering(bits=5, begin=0.6)]),
+        ("pruned, shared", [Pruning(sparsity=0.8, end=0.5), WeightClustering(bits=5, begin=0.6)]),
     ):
         model = Classifier()
         make_trainer(callbacks=callbacks).fit(model, train)

@@ -10,7 +10,7 @@ import tempfile
 from digits_hf import make_trainer
 
 from hf_eff import EffCallback
-from shared_core.lottery_ticket import LotteryTicket
+from shared_core.lottery_ticket import LotterySearch
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
@@ -18,7 +18,7 @@ if __name__ == "__main__":
         def train(recipe):
             make_trainer(folder, callbacks=[EffCallback(recipe)], num_train_epochs=4, eval_strategy="epoch").train()
 
-        search = LotteryTicket(
+        search = LotterySearch(
             rounds=2, rate=0.67, rewind_to=40, controls=["random_mask"], control_rounds=[2], metric="eval_accuracy"
         )
         curve = search.run(train, folder + "/lottery")

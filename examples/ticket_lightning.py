@@ -11,7 +11,7 @@ import torch
 from digits_lightning import Classifier, digits, make_trainer
 
 from lightning_eff import EffCallback
-from shared_core.lottery_ticket import LotteryTicket
+from shared_core.lottery_ticket import LotterySearch
 
 torch.set_num_threads(1)  # more only get into each other's way with a model so small
 
@@ -23,7 +23,7 @@ def main() -> None:
         pl.seed_everything(0, verbose=False)  # steps before 40 are then the dense run's
         make_trainer(callbacks=[EffCallback(recipe)], max_epochs=6).fit(Classifier(), loader, test)
 
-    search = LotteryTicket(
+    search = LotterySearch(
         rounds=2, rate=0.67, rewind_to=40, controls=["random_mask"], control_rounds=[2], metric="val_acc"
     )
     with tempfile.TemporaryDirectory() as folder:

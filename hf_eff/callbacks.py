@@ -187,14 +187,14 @@ class GradientCompression(TechniqueCallback):
     key: ClassVar[str] = "comm"
 
 
-class QLora(TechniqueCallback):
+class Lora(TechniqueCallback):
     """Trains low-rank adapters on linear layers frozen in 4 or 8 bits, and merges them at the end.
 
     Args:
         options: Those of `shared_core.quantization.LoraConfig`.
 
     Example:
-        ``Trainer(..., callbacks=[QLora(rank=16)])``
+        ``Trainer(..., callbacks=[Lora(rank=16)])``
     """
 
     key: ClassVar[str] = "lora"
@@ -291,14 +291,14 @@ class QuantizationAwareTraining(TechniqueCallback):
     key: ClassVar[str] = "qat"
 
 
-class CompressedActivations(TechniqueCallback):
+class ActivationCompression(TechniqueCallback):
     """Stores what forward saves for backward smaller, or on the host.
 
     Args:
         options: Those of `shared_core.activation_compression.ActivationsConfig`.
 
     Example:
-        ``Trainer(..., callbacks=[CompressedActivations(pack="exact")])``
+        ``Trainer(..., callbacks=[ActivationCompression(pack="exact")])``
     """
 
     key: ClassVar[str] = "activations"
@@ -318,16 +318,16 @@ class ModelSoup(TechniqueCallback):
 
 
 class LotteryTicket(TechniqueCallback):
-    """Trains dense or with a ticket, and leaves the next ticket; `shared_core.pruning.LotteryTicket` runs a search.
+    """Trains dense or with a ticket, and leaves the next ticket; `LotterySearch` of shared_core runs a whole search.
 
     Args:
-        options: Those of `shared_core.pruning.TicketConfig`.
+        options: Those of `shared_core.pruning.LotteryConfig`.
 
     Example:
         ``Trainer(..., callbacks=[LotteryTicket(out="runs/sparse", ticket="lottery/round-04/ticket.safetensors")])``
     """
 
-    key: ClassVar[str] = "ticket"
+    key: ClassVar[str] = "lottery"
 
 
 class WeightAverage(TechniqueCallback):
@@ -343,14 +343,14 @@ class WeightAverage(TechniqueCallback):
     key: ClassVar[str] = "average"
 
 
-class WeightSharing(TechniqueCallback):
+class WeightClustering(TechniqueCallback):
     """Clusters the weights of each layer and trains the values that they share.
 
     Args:
-        options: Those of `shared_core.pruning.ShareConfig`.
+        options: Those of `shared_core.pruning.ClusterConfig`.
 
     Example:
-        ``Trainer(..., callbacks=[WeightSharing(bits=5, begin=0.75)])``
+        ``Trainer(..., callbacks=[WeightClustering(bits=5, begin=0.75)])``
     """
 
-    key: ClassVar[str] = "share"
+    key: ClassVar[str] = "cluster"

@@ -65,7 +65,7 @@ class GradientCompression(EffCallback):
 
 
 @typed_options("lora")
-class QLora(EffCallback):
+class Lora(EffCallback):
     """Trains low-rank adapters on linear layers frozen in 4 or 8 bits, and merges them at the end."""
 
     def __init__(self, **options: Any) -> None:
@@ -121,7 +121,7 @@ class QuantizationAwareTraining(EffCallback):
 
 
 @typed_options("activations")
-class CompressedActivations(EffCallback):
+class ActivationCompression(EffCallback):
     """Stores what forward saves for backward smaller, or on the host."""
 
     def __init__(self, **options: Any) -> None:
@@ -136,12 +136,12 @@ class ModelSoup(EffCallback):
         super().__init__(Recipe.from_dict({"soup": options}))
 
 
-@typed_options("ticket")
+@typed_options("lottery")
 class LotteryTicket(EffCallback):
-    """Trains dense or with a ticket, and leaves the next ticket; `shared_core.pruning.LotteryTicket` runs a search."""
+    """Trains dense or with a ticket, and leaves the next ticket; `LotterySearch` of shared_core runs a whole search."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(Recipe.from_dict({"ticket": options}))
+        super().__init__(Recipe.from_dict({"lottery": options}))
 
 
 @typed_options("average")
@@ -152,12 +152,12 @@ class WeightAverage(EffCallback):
         super().__init__(Recipe.from_dict({"average": options}))
 
 
-@typed_options("share")
-class WeightSharing(EffCallback):
+@typed_options("cluster")
+class WeightClustering(EffCallback):
     """Clusters the weights of each layer and trains the values that they share."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(Recipe.from_dict({"share": options}))
+        super().__init__(Recipe.from_dict({"cluster": options}))
 
 
 if TYPE_CHECKING:

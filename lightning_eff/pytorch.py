@@ -3,22 +3,22 @@
 from typing import TYPE_CHECKING
 
 from lightning_eff import ActivationCheckpointing as ActivationCheckpointing
-from lightning_eff import CompressedActivations as CompressedActivations
+from lightning_eff import ActivationCompression as ActivationCompression
 from lightning_eff import DifferentialPrivacy as DifferentialPrivacy
 from lightning_eff import Distillation as Distillation
 from lightning_eff import EffCallback as EffCallback
 from lightning_eff import Fp8 as Fp8
 from lightning_eff import GradientCompression as GradientCompression
+from lightning_eff import Lora as Lora
 from lightning_eff import LotteryTicket as LotteryTicket
 from lightning_eff import LowRank as LowRank
 from lightning_eff import MatmulPrecision as MatmulPrecision
 from lightning_eff import ModelSoup as ModelSoup
 from lightning_eff import PrimaryWeights as PrimaryWeights
 from lightning_eff import Pruning as Pruning
-from lightning_eff import QLora as QLora
 from lightning_eff import QuantizationAwareTraining as QuantizationAwareTraining
 from lightning_eff import WeightAverage as WeightAverage
-from lightning_eff import WeightSharing as WeightSharing
+from lightning_eff import WeightClustering as WeightClustering
 from lightning_eff._environment import PYTORCH_LIGHTNING
 from lightning_eff.precision import fp8_precision_class, precision_class
 from lightning_eff.strategies import ddp_class, fsdp_class

@@ -18,7 +18,7 @@ from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, TrainingError
 
 
-class CompressedActivations(Technique):
+class ActivationCompression(Technique):
     """Packs the tensors that a training forward saves for backward, through autograd's own hooks.
 
     The model is not touched. With ``pack: exact`` gradients are the same to the bit.

@@ -43,7 +43,7 @@ def compress(
     """Compress a model by weight sharing, sparse indices and entropy coding; config and tokenizer go along.
 
     The weights of a tensor come to share a few values, so quality must be looked at: decompress and evaluate. Weights
-    that were trained with --share_bits have so few values already and are stored without loss. The ratio counts every
+    that were trained with --cluster_bits have so few values already and are stored without loss. The ratio counts every
     byte of the file.
     """
     from shared_core.files.atomic import check_writable, make_folder

@@ -157,7 +157,7 @@ def starting_options(goal: str, kind: Kind) -> Mapping[str, Lines]:
         raise ConfigError(f"init: goal must be one that exists, got {goal!r}{nearest(goal, GOALS)}")
     memory = {"checkpointing": _CHECKPOINTING} if kind == "transformer" else {"activations": _ACTIVATIONS}
     return {
-        "smaller": {"prune": _PRUNE, "share": _SHARE},
+        "smaller": {"prune": _PRUNE, "cluster": _SHARE},
         "faster-inference": {"qat": _QAT},
         "less-memory": memory,
         "better-accuracy": {"average": _AVERAGE},

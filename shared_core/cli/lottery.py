@@ -71,7 +71,7 @@ def lottery(
     """
     from rich.console import Console
 
-    from shared_core.lottery_ticket import LotteryTicket
+    from shared_core.lottery_ticket import LotterySearch
     from shared_core.lottery_ticket.curve import check_matplotlib
 
     if out is None:
@@ -84,7 +84,7 @@ def lottery(
         "include": include or [], "skip": skip or [], "min_size": min_size, "controls": control or [],
         "control_rounds": _numbers(control_rounds), "metric": metric, "mode": mode, "quality": quality,
     }  # fmt: skip
-    search = LotteryTicket(rounds, rate, rewind_to, **options)
+    search = LotterySearch(rounds, rate, rewind_to, **options)
     errors = Console(stderr=True)
 
     def progress(curve: TicketCurve) -> None:

@@ -36,7 +36,7 @@ SURROUNDINGS = {
 
 
 # Masks, clusters, copies and quantisers that belong to single parameters.
-_HOLDS_WEIGHTS = ("primary_weights", "prune", "share", "qat", "fp8")
+_HOLDS_WEIGHTS = ("primary_weights", "prune", "cluster", "qat", "fp8")
 
 _NOT_MUTUAL = {
     "lora": "peers train whole models from newly drawn weights, which adapters over a frozen base do not",
@@ -139,7 +139,7 @@ def by_option(recipe: Mapping[str, Any], surroundings: Iterable[str]) -> list[st
             "prune with criterion wanda cannot be combined with bn_batches of average: it would count the batches on "
             "which statistics are estimated; leave bn_batches at 0, which averages them"
         )
-    fp8, qat, ticket = recipe.get("fp8"), recipe.get("qat"), recipe.get("ticket")
+    fp8, qat, ticket = recipe.get("fp8"), recipe.get("qat"), recipe.get("lottery")
     if qat is not None and ticket is not None and ticket.rewind != "weights":
         lines.append(
             f"ticket with rewind {ticket.rewind} cannot be combined with qat: at step k the ranges are those of the "
@@ -264,12 +264,12 @@ REFUSED: dict[tuple[str, str], str] = {
         "adapters would sit on factors that are trained themselves; train with low_rank first, or factorise the merged "
         "model with `eff low-rank`"
     ),
-    ("low_rank", "ticket"): (
+    ("low_rank", "lottery"): (
         "the ticket's masks are of whole weights, which factorised layers do not have; factorise the winning ticket "
         "with `eff low-rank`"
     ),
     ("low_rank", "prune"): f"the product of two sparse factors is dense. {_FACTORS_STAY}",
-    ("low_rank", "share"): f"the product of two factors has other values than they. {_FACTORS_STAY}",
+    ("low_rank", "cluster"): f"the product of two factors has other values than they. {_FACTORS_STAY}",
     ("low_rank", "qat"): f"the product of two quantised factors lies on no grid. {_FACTORS_STAY}",
     ("low_rank", "deepspeed"): _OWN,
     ("low_rank", "fsdp1"): _FLAT,
@@ -283,36 +283,36 @@ REFUSED: dict[tuple[str, str], str] = {
     ("prune", "deepspeed"): _OWN,
     ("prune", "fsdp1"): _FLAT,
     ("prune", "lbfgs"): _LBFGS,
-    ("ticket", "prune"): (
+    ("lottery", "prune"): (
         "a round's masks come from its ticket alone; drop prune, or prune the winning ticket further on its own"
     ),
-    ("ticket", "lora"): (
+    ("lottery", "lora"): (
         "the base is frozen, in codes that no mask can hold, and the next masks come from trained weights; find "
         "tickets of the whole model"
     ),
-    ("ticket", "primary_weights"): (
+    ("lottery", "primary_weights"): (
         "the float32 copies would train on from before the rewinding; load the model in float32"
     ),
-    ("ticket", "soup"): (
+    ("lottery", "soup"): (
         "the next masks come from the weights of one run's end, and checkpoints from before step k are dense; soup the "
         "winning ticket's own runs with `eff soup`"
     ),
-    ("ticket", "deepspeed"): _OWN,
-    ("ticket", "fsdp1"): _FLAT,
-    ("ticket", "lbfgs"): _LBFGS,
-    ("share", "lora"): (
+    ("lottery", "deepspeed"): _OWN,
+    ("lottery", "fsdp1"): _FLAT,
+    ("lottery", "lbfgs"): _LBFGS,
+    ("cluster", "lora"): (
         "the base is frozen, and merging the adapters would move members of a cluster apart; merge, then share the "
         "weights in a run of its own, or let `eff compress` do it"
     ),
-    ("share", "qat"): (
+    ("cluster", "qat"): (
         "qat bakes weights on grids with a scale for each channel, where members of a cluster come apart; drop one"
     ),
-    ("share", "ticket"): (
+    ("cluster", "lottery"): (
         "the next masks rank magnitudes, and sharing makes most of them equal; share the weights of the winning ticket"
     ),
-    ("share", "deepspeed"): _OWN,
-    ("share", "fsdp1"): _FLAT,
-    ("share", "lbfgs"): _LBFGS,
+    ("cluster", "deepspeed"): _OWN,
+    ("cluster", "fsdp1"): _FLAT,
+    ("cluster", "lbfgs"): _LBFGS,
     ("qat", "deepspeed"): _OWN,
     ("qat", "fsdp1"): _FLAT,
     ("qat", "lbfgs"): _LBFGS,
@@ -351,7 +351,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("comm", "deepspeed"): "DeepSpeed reduces gradients itself; its own communication_data_type sends 16 bits",
     ("comm", "fsdp1"): "FSDP reduces gradients itself; its mixed precision's reduce_dtype sends 16 bits",
     ("comm", "lbfgs"): "its line search compares gradients, and inexact ones mislead it; use another optimizer",
-    ("average", "ticket"): _REWOUND,
+    ("average", "lottery"): _REWOUND,
     ("average", "deepspeed"): "DeepSpeed keeps the weights in parts of its own; use DDP or FSDP version 2",
     ("average", "fsdp1"): _FLAT,
     ("activations", "deepspeed"): (
@@ -368,8 +368,8 @@ REFUSED: dict[tuple[str, str], str] = {
     ("dp", "primary_weights"): (
         "a gradient in 16 bits rounds the noise, which is then not what is accounted for; load the model in float32"
     ),
-    ("dp", "ticket"): "every round sees the data again, and rounds are not accounted for together; train one model",
-    ("dp", "share"): (
+    ("dp", "lottery"): "every round sees the data again, and rounds are not accounted for together; train one model",
+    ("dp", "cluster"): (
         "members of a cluster are moved by one sum of their gradients, on which noise has not been tested; share the "
         "weights of the trained model with `eff compress`"
     ),
@@ -404,7 +404,7 @@ REFUSED: dict[tuple[str, str], str] = {
         (key, "averaging_callback"): "each would put its own weights into the model for validation; keep one of them"
         for key in ("average", "soup")
     },
-    ("ticket", "averaging_callback"): _REWOUND,
+    ("lottery", "averaging_callback"): _REWOUND,
     ("qat", "averaging_callback"): (
         "ranges are observed on the weights in training, and an average lies between the codes; the technique average "
         "does both"
@@ -441,7 +441,7 @@ ALLOWED_IF: dict[tuple[str, str], Callable[[Mapping[str, Any]], bool]] = {
     ("loss_scale", "bf16"): _scales_e5m2,
     ("lora", "qat"): lambda recipe: recipe["lora"].base == "none",
     ("lora", "soup"): lambda recipe: not recipe["lora"].requantize,
-    **{("low_rank", key): lambda recipe: not recipe["low_rank"].merge for key in ("prune", "share", "qat")},
+    **{("low_rank", key): lambda recipe: not recipe["low_rank"].merge for key in ("prune", "cluster", "qat")},
 }
 
 

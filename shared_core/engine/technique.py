@@ -26,7 +26,7 @@ from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 # Loss: the task's, then distillation. After the step: 16-bit weights from their copies, masks, then averages, which
 # must see masked weights.
 ORDER = (
-    "matmul", "low_rank", "lora", "primary_weights", "prune", "ticket", "share", "qat", "fp8", "checkpointing",
+    "matmul", "low_rank", "lora", "primary_weights", "prune", "lottery", "cluster", "qat", "fp8", "checkpointing",
     "activations", "distill", "loss_scale", "dp", "comm", "average", "soup",
 )  # fmt: skip
 
@@ -34,7 +34,7 @@ ORDER = (
 # masks and clusters are final before. Adapters are merged while quantisers are live, so that the sum is what is baked,
 # and before the soup, since checkpoints hold merged weights.
 FINISH_ORDER = (
-    "distill", "loss_scale", "dp", "comm", "average", "prune", "ticket", "share", "lora", "soup", "checkpointing",
+    "distill", "loss_scale", "dp", "comm", "average", "prune", "lottery", "cluster", "lora", "soup", "checkpointing",
     "activations", "fp8", "qat", "primary_weights", "low_rank", "matmul",
 )  # fmt: skip
 

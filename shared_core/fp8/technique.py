@@ -33,7 +33,7 @@ from shared_core.fp8.scaling import ROLES, AmaxBank, NonFiniteWatch
 from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
 
 
-class Fp8Training(Technique):
+class Fp8(Technique):
     """Trains with linear layers whose forward and backward products multiply FP8 values.
 
     Weights, optimizer state and checkpoints stay in the precision that they have; nothing is baked at the end. A step

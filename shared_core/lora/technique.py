@@ -34,7 +34,7 @@ from shared_core.numerics.noise import relative_error, sqnr
 from shared_core.quantization.layers.fake_quant_layers import is_quantized
 
 
-class LoraTraining(Technique):
+class Lora(Technique):
     """Trains ``y = Q⁻¹(Q(W))·x + alpha/rank·BAx + b`` in A and B alone; W is quantised once and frozen.
 
     While it is attached, state dicts hold ``weight = Q⁻¹(Q(W)) + alpha/rank·BA`` under the user's own keys, so every

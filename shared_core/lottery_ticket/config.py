@@ -10,15 +10,15 @@ from shared_core.config.training_time import Position
 
 
 @dataclass(frozen=True, kw_only=True)
-class TicketConfig(TechniqueConfig):
-    """One run: dense, or with the ticket of an earlier run. `LotteryTicket` writes these for every run of a search.
+class LotteryConfig(TechniqueConfig):
+    """One run: dense, or with the ticket of an earlier run. `LotterySearch` writes these for every run of a search.
 
     Example:
-        >>> TicketConfig(out="runs/lottery/round-00", rewind_to=500).rewind
+        >>> LotteryConfig(out="runs/lottery/round-00", rewind_to=500).rewind
         'weights'
     """
 
-    key: ClassVar[str] = "ticket"
+    key: ClassVar[str] = "lottery"
     switch: ClassVar[str] = "out"
 
     out: str = option(help="Folder for what this run leaves: the ticket found, the weights to rewind to, its figures.")

@@ -26,7 +26,7 @@ from shared_core.errors import CheckpointError, ConfigError, TrainingError
 from shared_core.files.atomic import atomic_write, clean_strays, make_folder
 from shared_core.files.journal import check_same, locked, read_object, write_object
 from shared_core.front_ends.training_command import TrainingCommand, without_secrets
-from shared_core.lottery_ticket.config import TicketConfig
+from shared_core.lottery_ticket.config import LotteryConfig
 from shared_core.lottery_ticket.curve import TicketCurve, curve_of
 from shared_core.lottery_ticket.ticket import Ticket, read_ticket, write_ticket
 
@@ -49,7 +49,7 @@ class RoundCommand:
 
         self.command = TrainingCommand.parse(command, "lottery")
         self.recipe = recipe_of(dict(self.command.flags))
-        if "ticket" in self.recipe:
+        if "lottery" in self.recipe:
             raise ConfigError("lottery: command must not have flags of ticket, which are chosen for every round")
 
     def run(self, recipe: Recipe, out: Path, lock: int, stdout: int | None = None) -> None:
@@ -102,7 +102,7 @@ class RunFolder:
         try:
             self._path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"ticket: out must be a folder that can be made, got {error}") from error
+            raise CheckpointError(f"lottery: out must be a folder that can be made, got {error}") from error
 
     def check_unfinished(self) -> None:
         """Refuse to train into the folder of a run that is finished.
@@ -112,7 +112,7 @@ class RunFolder:
         """
         if (self._path / RESULT_FILE).exists():
             raise CheckpointError(
-                f"ticket: out must not hold a finished run, got {self._path / RESULT_FILE}; choose another folder or "
+                f"lottery: out must not hold a finished run, got {self._path / RESULT_FILE}; choose another folder or "
                 "remove it; a script that trains twice must give the recipe to one of its trainings only"
             )
 
@@ -134,12 +134,12 @@ class RunFolder:
         weights = self.kept_weights()
         if weights is None:
             raise CheckpointError(
-                f"ticket: {self._path} must hold {REWIND_FILE}, which the run that is resumed wrote at step {step}; "
+                f"lottery: {self._path} must hold {REWIND_FILE}, which the run that is resumed wrote at step {step}; "
                 "resume with the same out, or start again"
             )
         if Ticket({}, weights, step).digest() != digest:
             raise CheckpointError(
-                f"ticket: {self._path} must hold weights of the run that is resumed, got those of another; start again"
+                f"lottery: {self._path} must hold weights of the run that is resumed, got those of another; start again"
             )
 
     def finish(self, result: Mapping[str, Any], found: Ticket | None) -> None:
@@ -209,7 +209,7 @@ _CHOSEN_HERE = ("out", "ticket", "control")
 Launch = Callable[[Recipe, Path, int], object]
 
 
-class LotteryTicket:
+class LotterySearch:
     """Searches winning tickets: a dense run, then `rounds` runs, each with `rate` fewer of the weights left.
 
     Every run is the user's own training from its first step, with its seeds and data order. It is replayed up to step k
@@ -225,7 +225,7 @@ class LotteryTicket:
         metric: What the curve shows, as the trainer names it; by default the validation loss.
         mode: Whether it is better when larger (``max``) or smaller (``min``).
         quality: Of a run: that of its ``last`` validation or of its ``best``.
-        options: Further ones of `TicketConfig`: rewind, output_rate, conv_rate, scope, max_layer_sparsity, seed,
+        options: Further ones of `LotteryConfig`: rewind, output_rate, conv_rate, scope, max_layer_sparsity, seed,
             include, skip, min_size.
 
     Raises:
@@ -251,7 +251,7 @@ class LotteryTicket:
         ...         optimizer.zero_grad()
         ...     session.evaluated({"loss": float(model(torch.ones(1, 10)).square().sum().detach())})
         ...     session.finish()
-        >>> curve = LotteryTicket(rounds=2, rate=0.5, rewind_to=1).run(train, tempfile.mkdtemp())
+        >>> curve = LotterySearch(rounds=2, rate=0.5, rewind_to=1).run(train, tempfile.mkdtemp())
         >>> [(row.kept, row.replay) for row in curve.rows]
         [(20, None), (15, 'bit-equal'), (11, 'bit-equal')]
     """
@@ -291,7 +291,7 @@ class LotteryTicket:
                 raise ConfigError(f"lottery: {name} must not be given, it is chosen for every run")
         if rewind_to is None:
             rewind_to = 1 / 3 if options.get("rewind") == "learning_rate" else 0
-        self.config = TicketConfig.from_dict({"out": "-", "rate": rate, "rewind_to": rewind_to, **options})
+        self.config = LotteryConfig.from_dict({"out": "-", "rate": rate, "rewind_to": rewind_to, **options})
         most, asked = self.config.max_layer_sparsity, 1 - (1 - self.config.rate) ** rounds
         if most is not None and most < asked - 1e-9:
             raise ConfigError(
@@ -345,7 +345,7 @@ class LotteryTicket:
             CompatibilityError: If flags of ours in the command cannot be combined with tickets.
         """
         training = RoundCommand(command)
-        check(Recipe({"ticket": self.config}).merged(training.recipe))
+        check(Recipe({"lottery": self.config}).merged(training.recipe))
 
         def launch(recipe: Recipe, out: Path, lock: int) -> None:
             training.run(recipe, out, lock, stdout)
@@ -399,7 +399,7 @@ class LotteryTicket:
         }
         if number:
             options["ticket"] = str(journal.ticket(number).resolve())
-        return Recipe.from_dict({"ticket": options})
+        return Recipe.from_dict({"lottery": options})
 
     def _write(self, folder: Path, curve: TicketCurve) -> None:
         for name, text in (("curve.json", curve.json()), ("curve.csv", curve.csv())):

@@ -9,7 +9,7 @@ from eff_kernels.pruning import rank_below_
 from torch import Tensor, nn
 
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, whole
-from shared_core.lottery_ticket.config import TicketConfig
+from shared_core.lottery_ticket.config import LotteryConfig
 from shared_core.modules.matching import match_modules
 from shared_core.pruning.config import MOST_OF_WEIGHTS
 from shared_core.pruning.masks import prune_mask, prune_masks
@@ -22,7 +22,7 @@ _CONVOLUTIONS = (
 )  # fmt: skip
 
 
-def layer_rates(model: nn.Module, modules: Mapping[str, nn.Module], config: TicketConfig) -> dict[str, float]:
+def layer_rates(model: nn.Module, modules: Mapping[str, nn.Module], config: LotteryConfig) -> dict[str, float]:
     """Return the share of its remaining weights that each tensor loses in a round of scope local.
 
     The output layer is the last linear or convolutional one in registration order, as ``last`` in `skip`; it loses
@@ -33,7 +33,7 @@ def layer_rates(model: nn.Module, modules: Mapping[str, nn.Module], config: Tick
         modules: By the name of the weight that is to be pruned.
         config: The rates.
     """
-    output = match_modules(model, prunable_types(model), where="ticket", include=["last"])[0].module
+    output = match_modules(model, prunable_types(model), where="lottery", include=["last"])[0].module
     half = config.rate / 2 if config.output_rate is None else config.output_rate
     conv = config.rate if config.conv_rate is None else config.conv_rate
     return {

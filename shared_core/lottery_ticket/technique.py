@@ -16,7 +16,7 @@ from shared_core.engine.preview import Event, Touched
 from shared_core.engine.receipt import figures
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
-from shared_core.lottery_ticket.config import TicketConfig
+from shared_core.lottery_ticket.config import LotteryConfig
 from shared_core.lottery_ticket.search import RunFolder
 from shared_core.lottery_ticket.selection import layer_rates, most_of_a_tensor, next_masks, random_masks, redraw_
 from shared_core.lottery_ticket.ticket import (
@@ -41,7 +41,7 @@ from shared_core.pruning.targets import Targets, find_targets
 BIT_EQUAL = "bit-equal"
 
 
-class TicketTraining(Technique):
+class LotteryTicket(Technique):
     """Trains dense, or a ticket, and writes the next ticket and the run's figures into ``out`` when it ends.
 
     Up to step k (`rewind_to`) the run is the user's, untouched, with its seeds and data order. At step k a dense run
@@ -53,10 +53,10 @@ class TicketTraining(Technique):
         config: The options.
     """
 
-    key: ClassVar[str] = "ticket"
-    config: TicketConfig
+    key: ClassVar[str] = "lottery"
+    config: LotteryConfig
 
-    def __init__(self, config: TicketConfig) -> None:
+    def __init__(self, config: LotteryConfig) -> None:
         super().__init__(config)
         self._folder = RunFolder(config.out)
         self._targets = Targets({}, {})
@@ -97,7 +97,7 @@ class TicketTraining(Technique):
         except MatchError as error:
             raise MatchError(str(error).replace("prune:", "ticket:", 1)) from error
         refuse_adapters(
-            "ticket", model, self._targets.modules, "merging would fill their zeros again",
+            "lottery", model, self._targets.modules, "merging would fill their zeros again",
             "merge, and find tickets of the merged model",
         )  # fmt: skip
         if config.scope == "local":
@@ -107,7 +107,7 @@ class TicketTraining(Technique):
             self._digest = self._ticket.digest()
             if self._ticket.rewind != config.rewind:
                 raise CheckpointError(
-                    f"ticket: {config.ticket} must be a ticket for rewind {config.rewind}, got one for "
+                    f"lottery: {config.ticket} must be a ticket for rewind {config.rewind}, got one for "
                     f"{self._ticket.rewind}; find one with the same rewind"
                 )
         self._check_most()
@@ -122,7 +122,7 @@ class TicketTraining(Technique):
         asked, most = 1 - left * (1 - self.config.rate), self.config.max_layer_sparsity
         if most is not None and most < asked - 1e-9:
             raise ConfigError(
-                f"ticket: max_layer_sparsity must be at least what this run's ticket prunes, {asked:.4g}, got {most}"
+                f"lottery: max_layer_sparsity must be at least what this run's ticket prunes, {asked:.4g}, got {most}"
             )
 
     def holds(self) -> Mapping[str, Tensor]:
@@ -132,10 +132,10 @@ class TicketTraining(Technique):
     def timeline(self, context: Context) -> list[Event]:
         """Return when the run rewinds, or keeps what later ones rewind to, and when its ticket is found."""
         config = self.config
-        self._at = 0 if config.control == "random_reinit" else context.resolve(config.rewind_to, "ticket.rewind_to")
+        self._at = 0 if config.control == "random_reinit" else context.resolve(config.rewind_to, "lottery.rewind_to")
         if context.total_steps is not None and self._at >= context.total_steps:
             raise ConfigError(
-                f"ticket: rewind_to must lie before the end of the run, {context.total_steps} steps, got "
+                f"lottery: rewind_to must lie before the end of the run, {context.total_steps} steps, got "
                 f"{config.rewind_to!r} = step {self._at}"
             )
         told = (
@@ -168,7 +168,7 @@ class TicketTraining(Technique):
             self._folder.check_unfinished()
         if context.step > self._at and not self._rewound:
             raise CheckpointError(
-                f"ticket: checkpoint must be from before step {self._at}, or of a run that rewound there, got one of "
+                f"lottery: checkpoint must be from before step {self._at}, or of a run that rewound there, got one of "
                 f"step {context.step} that did not; start again"
             )
         if context.step == 0 and self._at == 0:
@@ -183,12 +183,12 @@ class TicketTraining(Technique):
         if self.config.control == "random_reinit":
             return
         if ticket.step != self._at:
-            raise CheckpointError(f"ticket: rewind_to must be the ticket's step {ticket.step}, got step {self._at}")
+            raise CheckpointError(f"lottery: rewind_to must be the ticket's step {ticket.step}, got step {self._at}")
         if self.config.rewind == "none":
             fitting = fitting_rates(context.optimizers, ticket.learning_rates)
             if fitting is None:
                 raise CheckpointError(
-                    f"ticket: {self.config.ticket} must hold a learning rate for each parameter group, got "
+                    f"lottery: {self.config.ticket} must hold a learning rate for each parameter group, got "
                     f"{ticket.learning_rates}; train with the optimizer that it was found with"
                 )
             self._tuning_rates = fitting
@@ -197,7 +197,7 @@ class TicketTraining(Technique):
         for optimizer in context.optimizers:
             if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
                 raise CompatibilityError(
-                    "ticket: optimizer must not be LBFGS, whose line search trains pruned weights within a step; use "
+                    "lottery: optimizer must not be LBFGS, whose line search trains pruned weights within a step; use "
                     "SGD or AdamW"
                 )
 
@@ -223,7 +223,7 @@ class TicketTraining(Technique):
             if odd is not None:
                 self._replay = f"not bit-equal ({odd}), so the ticket's weights were loaded"
                 load_(context.model, ticket.weights)
-                context.services.say(f"efftrain: ticket: replay up to step {self._at}: {self._replay}")
+                context.services.say(f"efftrain: lottery: replay up to step {self._at}: {self._replay}")
         else:
             first_difference(own_tensors(context.model), ticket.weights, str(config.ticket))
             load_(context.model, ticket.weights)
@@ -254,7 +254,7 @@ class TicketTraining(Technique):
             pairs = [(local_part(w.grad), parts[name]) for name, w in self._weights.items() if w.grad is not None]
             for gradient, _ in pairs:
                 if gradient.layout != torch.strided:
-                    raise CompatibilityError("ticket: gradients must be dense, got a sparse one; use sparse=False")
+                    raise CompatibilityError("lottery: gradients must be dense, got a sparse one; use sparse=False")
             apply_mask_([gradient for gradient, _ in pairs], [mask for _, mask in pairs])
         if self.config.rewind == "none":
             self._scheduled = learning_rates(context.optimizers, lambda rate: rate)
@@ -302,7 +302,7 @@ class TicketTraining(Technique):
         """
         if not self._rewound:
             raise TrainingError(
-                f"ticket: run must go on beyond rewind_to = step {self._at}, but its final weights are of step "
+                f"lottery: run must go on beyond rewind_to = step {self._at}, but its final weights are of step "
                 f"{context.step}; rewind to an earlier step, or train longer"
             )
         self._masks.apply()
@@ -357,7 +357,7 @@ class TicketTraining(Technique):
             weights = {name: whole(weight.detach()) for name, weight in self._weights.items()}
             name = next((name for name, weight in weights.items() if weight.isnan().any()), "a weight")
             raise TrainingError(
-                f"ticket: weights must be numbers, got NaN in {name} at step {context.step}; training has diverged: "
+                f"lottery: weights must be numbers, got NaN in {name} at step {context.step}; training has diverged: "
                 "lower the learning rate, or clip gradients"
             ) from error
 
@@ -405,7 +405,7 @@ class TicketTraining(Technique):
         """
         if self.config.ticket is not None and state["digest"] != self._digest:
             raise CheckpointError(
-                f"ticket: checkpoint must be of a run with the ticket {self.config.ticket}, got one of another round; "
+                f"lottery: checkpoint must be of a run with the ticket {self.config.ticket}, got one of another round; "
                 "give every round an output folder of its own ({round} in the command stands for its name)"
             )
         self._digest, self._rewound = str(state["digest"]), bool(state["rewound"])
@@ -414,9 +414,9 @@ class TicketTraining(Technique):
         self._learning_rates = tuple(tuple(groups) for groups in state["learning_rates"])
 
     def metrics(self) -> dict[str, float]:
-        """Return ``ticket/left``, the share of the weights within reach that is not pruned."""
+        """Return ``lottery/left``, the share of the weights within reach that is not pruned."""
         numel = sum(weight.numel() for weight in self._weights.values()) if self._masks else 0
-        return {"ticket/left": (numel - sum(self._masks.num_pruned.values())) / numel if numel else 1.0}
+        return {"lottery/left": (numel - sum(self._masks.num_pruned.values())) / numel if numel else 1.0}
 
     def report(self) -> dict[str, Any]:
         """Return what was trained, whether the replay was exact, per tensor how many weights are not zero."""

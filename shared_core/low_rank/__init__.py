@@ -11,6 +11,6 @@ if TYPE_CHECKING:
     from shared_core.low_rank.layers import LowRankLayer as LowRankLayer
     from shared_core.low_rank.layers import merge as merge
     from shared_core.low_rank.saving import load as load
-    from shared_core.low_rank.technique import LowRankTraining as LowRankTraining
+    from shared_core.low_rank.technique import LowRank as LowRank
 
 export_lazily(__name__)

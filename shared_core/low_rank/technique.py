@@ -23,7 +23,7 @@ from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_o
 from shared_core.modules.matching import plain_name
 
 
-class LowRankTraining(Technique):
+class LowRank(Technique):
     """Trains ``y = B A x + b`` in A and B, which start as the best product for the user's weight.
 
     A change of structure: from `attach` on the model holds two plain layers for one, every trainer treats them so, and

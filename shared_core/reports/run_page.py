@@ -85,14 +85,14 @@ def _technique(key: str, report: Values) -> Iterator[Change]:
     pairs = {
         "low_rank": [("parameters", "parameters_before", "parameters_after")],
         "activations": [("bytes of saved activations, one forward", "bytes_before", "bytes_after")],
-        "share": [("bytes of the shared weights, as stored and as codes", "bytes", "code_bytes")],
+        "cluster": [("bytes of the shared weights, as stored and as codes", "bytes", "code_bytes")],
         "checkpointing": [
             ("peak bytes of a step, planned", "peak_bytes_without", "predicted_peak_bytes"),
             ("peak bytes of a step, measured", "", "measured_peak_bytes"),
             ("bytes of activations that one backward recomputed", "", "saved_bytes"),
         ],
         "prune": [("zeros among the weights within reach", "", "pruned"), ("sparsity", "", "sparsity")],
-        "ticket": [("weights left in the ticket", "numel", "kept")],
+        "lottery": [("weights left in the ticket", "numel", "kept")],
         "distill": [("parameters of the teacher", "teacher_parameters", "")],
         "average": [("bytes of the average beside the weights", "", "bytes")],
         "primary_weights": [("bytes of the float32 copies", "", "copy_bytes")],
@@ -214,7 +214,7 @@ def _is_quality(name: str) -> bool:
 KINDS = (
     _Kind("Loss", "loss", _is_loss),
     _Kind("Quality in validations", "metric", _is_quality),
-    _Kind("Sparsity schedule", "share of the weights within reach", _named("prune/sparsity", "ticket/left")),
+    _Kind("Sparsity schedule", "share of the weights within reach", _named("prune/sparsity", "lottery/left")),
     _Kind("Loss scale", "scale", _named("loss_scale/scale"), {"y": 2}),
     _Kind("Underflow", "share of the gradients' elements", _named(*(f"loss_scale/{name}" for name in _SHARES))),
     _Kind("Steps skipped", "steps", _named("loss_scale/skipped", "fp8/discarded_steps")),

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from shared_core.weight_clustering.clustering import SharedValues as SharedValues
     from shared_core.weight_clustering.clustering import kmeans_1d as kmeans_1d
     from shared_core.weight_clustering.clustering import share_values as share_values
-    from shared_core.weight_clustering.config import ShareConfig as ShareConfig
-    from shared_core.weight_clustering.technique import WeightSharing as WeightSharing
+    from shared_core.weight_clustering.config import ClusterConfig as ClusterConfig
+    from shared_core.weight_clustering.technique import WeightClustering as WeightClustering
 
 export_lazily(__name__)

@@ -11,15 +11,15 @@ from shared_core.weight_clustering.clustering import MAX_BITS, MIN_BITS
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShareConfig(TechniqueConfig):
+class ClusterConfig(TechniqueConfig):
     """How many values the weights of a tensor share, and from when on.
 
     Example:
-        >>> ShareConfig(bits=5, bits_of=["conv*=8"]).widths()
+        >>> ClusterConfig(bits=5, bits_of=["conv*=8"]).widths()
         {'conv*': 8}
     """
 
-    key: ClassVar[str] = "share"
+    key: ClassVar[str] = "cluster"
     switch: ClassVar[str] = "bits"
 
     bits: int = option(help="Bits of a code: at most 2**bits values a tensor, in [2, 8].", low=MIN_BITS, high=MAX_BITS)

@@ -34,7 +34,7 @@ from shared_core.weight_clustering.clustering import (
     summed_by_code,
     wide,
 )
-from shared_core.weight_clustering.config import ShareConfig
+from shared_core.weight_clustering.config import ClusterConfig
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class SharedTargets:
         return {name: weight for name, weight in weights.items() if weight is not None}
 
 
-def find_shared(model: nn.Module, config: ShareConfig) -> SharedTargets:
+def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
     """Return the weights to share, those of linear, convolutional and embedding layers, each tensor once.
 
     A tensor that several modules hold is shared only if all of them are chosen; a frozen one only if
@@ -64,10 +64,10 @@ def find_shared(model: nn.Module, config: ShareConfig) -> SharedTargets:
     """
     types = (*prunable_types(model), nn.Embedding)
     chosen = match_modules(
-        model, types, where="share", include=config.include, skip=config.skip, min_size=config.min_size
+        model, types, where="cluster", include=config.include, skip=config.skip, min_size=config.min_size
     )
     widths = [
-        ({found.module for found in match_modules(model, types, where="share: bits_of", include=[pattern])}, bits)
+        ({found.module for found in match_modules(model, types, where="cluster: bits_of", include=[pattern])}, bits)
         for pattern, bits in config.widths().items()
     ]
     is_chosen = {found.module for found in chosen}
@@ -99,14 +99,14 @@ def find_shared(model: nn.Module, config: ShareConfig) -> SharedTargets:
             targets.bits[name] = next((bits for modules, bits in widths if found.module in modules), config.bits)
     if not targets.modules:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in targets.left_out.items()) or "tied to others"
-        raise MatchError(f"share: must find at least one weight to share, but all were left out ({reasons})")
+        raise MatchError(f"cluster: must find at least one weight to share, but all were left out ({reasons})")
     return targets
 
 
 NOTE = "The weights are floats still, of few distinct values; `eff compress` writes the small file, without loss."
 
 
-class WeightSharing(Technique):
+class WeightClustering(Technique):
     """Clusters the weights of each layer at `begin` and trains the centroids (Han, Mao and Dally 2016, section 3.3).
 
     The first weight of a cluster stands for its centroid: before each optimizer step it gets the sum of its members'
@@ -118,10 +118,10 @@ class WeightSharing(Technique):
         config: The options.
     """
 
-    key: ClassVar[str] = "share"
-    config: ShareConfig
+    key: ClassVar[str] = "cluster"
+    config: ClusterConfig
 
-    def __init__(self, config: ShareConfig) -> None:
+    def __init__(self, config: ClusterConfig) -> None:
         super().__init__(config)
         self._targets = SharedTargets({}, {}, {})
         self._weights: dict[str, nn.Parameter] = {}
@@ -144,7 +144,7 @@ class WeightSharing(Technique):
         """
         self._targets = find_shared(model, self.config)
         refuse_adapters(
-            "share", model, self._targets.modules, "merging would move members of a cluster apart",
+            "cluster", model, self._targets.modules, "merging would move members of a cluster apart",
             "merge, and share the weights of the merged model",
         )  # fmt: skip
 
@@ -158,11 +158,11 @@ class WeightSharing(Technique):
 
     def timeline(self, context: Context) -> list[Event]:
         """Return when weights are clustered."""
-        self._begin, _ = context.resolve_range(self.config.begin, self.config.begin, "share")
+        self._begin, _ = context.resolve_range(self.config.begin, self.config.begin, "cluster")
         # pruning begins before this technique does and has noted when it will end
         if self._begin < context.first_usable_step:
             raise ConfigError(
-                f"share: begin must not lie before step {context.first_usable_step}, when weights are pruned for the "
+                f"cluster: begin must not lie before step {context.first_usable_step}, when weights are pruned for the "
                 f"last time, got {self.config.begin!r} = step {self._begin}; begin later"
             )
         context.first_usable_step = self._begin
@@ -180,12 +180,12 @@ class WeightSharing(Technique):
             CompatibilityError: If an optimizer cannot be handled.
         """
         self.timeline(context)
-        refuse_lbfgs(context.optimizers, "share", "which moves weights apart within a step")
+        refuse_lbfgs(context.optimizers, "cluster", "which moves weights apart within a step")
         self._weights = self._targets.weights()
         for optimizer in context.optimizers:
             if not is_element_wise(optimizer):
                 context.services.say(
-                    f"efftrain: share: {type(optimizer).__name__} makes its step of a gradient as a whole, or may: "
+                    f"efftrain: cluster: {type(optimizer).__name__} makes its step of a gradient as a whole, or may: "
                     "each shared value moves as it would where its first weight lies; element-wise optimizers (AdamW, "
                     "SGD) do not care where that is"
                 )
@@ -200,7 +200,7 @@ class WeightSharing(Technique):
         """Give each centroid the sum of its members' gradients."""
         gradients = {name: grad for name in self._codes if (grad := self._weights[name].grad) is not None}
         if any(gradient.layout != torch.strided for gradient in gradients.values()):
-            raise CompatibilityError("share: gradients must be dense, got a sparse one; use sparse=False")
+            raise CompatibilityError("cluster: gradients must be dense, got a sparse one; use sparse=False")
         parts = {name: local_part(gradient) for name, gradient in gradients.items()}
         rows = [(bundle, bundle.flat(parts)) for bundle in self._bundles.of(parts)]
         summed = [(bundle, summed_by_code(flat, bundle.codes, bundle.num_values)) for bundle, flat in rows]
@@ -270,7 +270,7 @@ class WeightSharing(Technique):
         odd += [name for name, saved in codes.items() if not odd and not _fits(saved, weights[name])]
         if odd:
             raise CheckpointError(
-                f"share: saved clusters must be those of this model's weights, got a difference at {odd[0]}; resume "
+                f"cluster: saved clusters must be those of this model's weights, got a difference at {odd[0]}; resume "
                 "with the model and recipe that wrote the checkpoint"
             )
         self._codes = codes
@@ -278,8 +278,8 @@ class WeightSharing(Technique):
         self._errors = {name: float(error) for name, error in state["errors"].items()}
 
     def metrics(self) -> dict[str, float]:
-        """Return ``share/values``, the number of distinct values that all shared weights together have."""
-        return {"share/values": float(self._num_values)}
+        """Return ``cluster/values``, the number of distinct values that all shared weights together have."""
+        return {"cluster/values": float(self._num_values)}
 
     def report(self) -> dict[str, Any]:
         """Return per tensor the distinct nonzero values, counted in the weights, and what codes of them would take.
@@ -318,7 +318,7 @@ class WeightSharing(Technique):
         with torch.no_grad():
             for name, weight in self._weights.items():
                 numbers = whole(weight)
-                shared = share_values(numbers, self._targets.bits[name], name=f"share: {name}")
+                shared = share_values(numbers, self._targets.bits[name], name=f"cluster: {name}")
                 new = shared.weight()
                 difference = wide(numbers).astype("float64") - wide(new)
                 self._errors[name] = float((difference**2).mean() ** 0.5)
@@ -337,7 +337,7 @@ class WeightSharing(Technique):
             places = torch.full((count + 1,), flat.numel(), dtype=torch.int64)
             places.scatter_reduce_(0, flat.cpu().long(), torch.arange(flat.numel()), "amin")
             if count and int(places[1:].max()) == flat.numel():
-                raise CheckpointError(f"share: saved clusters of {name} must have members, got an empty one")
+                raise CheckpointError(f"cluster: saved clusters of {name} must have members, got an empty one")
             marked = torch.zeros(flat.numel(), dtype=torch.int64)
             marked[places[1:]] = torch.arange(1, count + 1)
             mine = part_of(marked.view(weight.shape).to(weight.device), weight).reshape(-1)

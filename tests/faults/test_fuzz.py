@@ -101,7 +101,7 @@ def test_command_lines_of_hugging_face_scripts(count, capsys):
 
 
 CALLBACKS = {
-    "prune": "Pruning", "qat": "QuantizationAwareTraining", "distill": "Distillation", "share": "WeightSharing",
+    "prune": "Pruning", "qat": "QuantizationAwareTraining", "distill": "Distillation", "cluster": "WeightClustering",
     "average": "WeightAverage", "soup": "ModelSoup", "dp": "DifferentialPrivacy", "low_rank": "LowRank",
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from shared_core import Session
 from shared_core.distillation.teacher_cache.writer import write_teacher_cache
-from shared_core.lottery_ticket import LotteryTicket
+from shared_core.lottery_ticket import LotterySearch
 from shared_core.soup import greedy_soup
 
 
@@ -38,7 +38,7 @@ def _train(recipe):
 
 
 def search_tickets(folder):
-    LotteryTicket(rounds=2, rate=0.5, rewind_to=1).run(_train, folder)
+    LotterySearch(rounds=2, rate=0.5, rewind_to=1).run(_train, folder)
 
 
 class Teacher(nn.Module):

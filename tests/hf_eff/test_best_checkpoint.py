@@ -64,7 +64,7 @@ def logged(trainer, step):
     ("recipe", "first"),
     [
         (PRUNE, 6),
-        ({"share": {"bits": 2, "begin": 5, "min_size": 64}}, 5),
+        ({"cluster": {"bits": 2, "begin": 5, "min_size": 64}}, 5),
         ({"average": {"kind": "swa", "begin": 4}}, 4),
         ({"qat": {"scheme": "int8", "begin": 3, "freeze_observers": 6}}, 6),
     ],

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import HfArgumentParser, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from hf_eff import EffTrainingArguments, attach
-from hf_eff.callbacks import QLora
+from hf_eff.callbacks import Lora
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.engine.state_file import load_state
@@ -22,7 +22,7 @@ SAVED = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine
 
 def build(make, folder, callbacks=None, **settings):
     options = {"rank": 2, "dropout": 0.2}
-    return make.trainer(folder, callbacks=callbacks or [QLora(**options)], **SAVED, **settings)
+    return make.trainer(folder, callbacks=callbacks or [Lora(**options)], **SAVED, **settings)
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adafactor"])
@@ -81,7 +81,7 @@ def test_saving_in_the_middle_bakes(make, tmp_path):
 
 
 def test_a_language_model_with_gradient_checkpointing(make, tmp_path):
-    callback = QLora(rank=4)
+    callback = Lora(rank=4)
     trainer = make.trainer(
         tmp_path, model=make.language_model(), data=make.texts(), callbacks=[callback], gradient_checkpointing=True
     )
@@ -99,7 +99,7 @@ def test_a_language_model_with_gradient_checkpointing(make, tmp_path):
 
 def test_layers_that_a_class_wants_in_float32_keep_it(make, tmp_path):
     config = T5Config(vocab_size=24, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    callback = QLora(rank=2)
+    callback = Lora(rank=2)
     data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in make.texts()]
     make.trainer(
         tmp_path, model=T5ForConditionalGeneration(config), data=data, callbacks=[callback], max_steps=1
@@ -111,7 +111,7 @@ def test_layers_that_a_class_wants_in_float32_keep_it(make, tmp_path):
 def test_layers_whose_weights_are_read_past_their_forward_are_left_out(make, tmp_path):
     config = MambaConfig(vocab_size=24, hidden_size=16, state_size=4, num_hidden_layers=1)
     data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in make.texts()]
-    callback = QLora(rank=2, base="none")
+    callback = Lora(rank=2, base="none")
     make.trainer(tmp_path, model=MambaForCausalLM(config), data=data, callbacks=[callback], max_steps=2).train()
     told = callback.session.receipt()["techniques"]["lora"]
     assert [(layer["name"], layer["adapter_size"] > 0) for layer in told["per_layer"]] == [
@@ -143,7 +143,7 @@ def test_flags():
 def test_an_optimizer_made_before_the_adapters_is_refused(make, tmp_path):
     model = make.classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = make.trainer(tmp_path, model=model, callbacks=[QLora(rank=2)])
+    trainer = make.trainer(tmp_path, model=model, callbacks=[Lora(rank=2)])
     trainer.optimizer = optimizer
     with pytest.raises(CompatibilityError, match="optimizer must hold the adapters"):
         trainer.train()

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hf_eff import EffTrainingArguments, attach
-from hf_eff.callbacks import QLora, QuantizationAwareTraining
+from hf_eff.callbacks import Lora, QuantizationAwareTraining
 from shared_core.checkpoint_formats.plain import read_deployment
 from shared_core.engine.state_file import load_state
 from shared_core.quantization import apply_ranges
@@ -78,7 +78,7 @@ def test_what_a_peft_model_saves_loads_in_peft_over_the_rounded_base(make, tmp_p
 
 
 def test_callbacks_of_both_end_in_a_plain_model_on_qats_grid(make, tmp_path):
-    callbacks = [QuantizationAwareTraining(**QAT), QLora(rank=2, base="none")]
+    callbacks = [QuantizationAwareTraining(**QAT), Lora(rank=2, base="none")]
     trainer = make.trainer(tmp_path, callbacks=callbacks, **SAVED)
     trainer.train()
     trainer.save_model(str(tmp_path / "final"))

@@ -13,7 +13,7 @@ from promise_drivers import hf_trainer
 from hf_eff import LotteryTicket as LotteryCallback
 from hf_eff import attach
 from shared_core.errors import CheckpointError, TrainingError
-from shared_core.lottery_ticket import LotteryTicket, read_ticket
+from shared_core.lottery_ticket import LotterySearch, read_ticket
 
 OPTIONS = {"rounds": 1, "rate": 0.5, "rewind_to": 3}
 
@@ -25,8 +25,8 @@ def history(folder):
 @pytest.mark.slow
 def test_a_search_over_an_unedited_script_killed_and_resumed_equals_one_in_this_process(tmp_path):
     runs = tmp_path / "runs"
-    here = LotteryTicket(**OPTIONS).run(
-        lambda recipe: train_hf(tmp_path / "here" / Path(recipe["ticket"].out).name, recipe), tmp_path / "in_one"
+    here = LotterySearch(**OPTIONS).run(
+        lambda recipe: train_hf(tmp_path / "here" / Path(recipe["lottery"].out).name, recipe), tmp_path / "in_one"
     )
     assert [row.replay for row in here.rows] == [None, "bit-equal"]
     assert here.metric == "eval_loss"
@@ -39,9 +39,9 @@ def test_a_search_over_an_unedited_script_killed_and_resumed_equals_one_in_this_
     (runs / "round-00.die").touch()
     command = [sys.executable, lottery_script.__file__, "hf", str(runs / "{round}")]
     with pytest.raises(TrainingError, match="round-00 must end well"):
-        LotteryTicket(**OPTIONS).run_command(command, tmp_path / "fresh")
+        LotterySearch(**OPTIONS).run_command(command, tmp_path / "fresh")
     assert (runs / "round-00" / "checkpoint-4").is_dir()  # beyond step 3: the resumed run must find what it kept
-    fresh = LotteryTicket(**OPTIONS).run_command(command, tmp_path / "fresh")
+    fresh = LotterySearch(**OPTIONS).run_command(command, tmp_path / "fresh")
     assert fresh == here
     for file in sorted((tmp_path / "in_one").glob("*/ticket.safetensors")):
         assert file.read_bytes() == (tmp_path / "fresh" / file.parent.name / file.name).read_bytes()
@@ -49,18 +49,18 @@ def test_a_search_over_an_unedited_script_killed_and_resumed_equals_one_in_this_
 
 def test_a_run_without_validation_is_measured_at_its_end(tmp_path):
     trainer = hf_trainer({}, tmp_path / "run")
-    session = attach(trainer, {"ticket": {"out": str(tmp_path / "out")}})
+    session = attach(trainer, {"lottery": {"out": str(tmp_path / "out")}})
     trainer.train()
     (entry,) = history(tmp_path / "out")
     assert entry["step"] == 8
     assert entry["metrics"]["eval_loss"] == pytest.approx(trainer.evaluate()["eval_loss"], abs=1e-6)
-    assert session.receipt()["techniques"]["ticket"]["unmeasured"] is None
+    assert session.receipt()["techniques"]["lottery"]["unmeasured"] is None
 
 
 def test_without_a_validation_set_the_reason_is_kept(tmp_path):
     trainer = hf_trainer({}, tmp_path / "run")
     trainer.eval_dataset = None
-    attach(trainer, {"ticket": {"out": str(tmp_path / "out")}})
+    attach(trainer, {"lottery": {"out": str(tmp_path / "out")}})
     trainer.train()
     told = json.loads((tmp_path / "out" / "round.json").read_text())
     assert told["history"] == []
@@ -76,7 +76,7 @@ def test_the_best_model_decides_the_next_ticket(tmp_path):
     def train(out, rate, **ticket):
         # a rate so large that the first validation is the best one
         trainer = hf_trainer({}, tmp_path / f"{out}_run", **options, learning_rate=rate)
-        attach(trainer, {"ticket": {"out": str(tmp_path / out), "rate": 0.5, **ticket}})
+        attach(trainer, {"lottery": {"out": str(tmp_path / out), "rate": 0.5, **ticket}})
         trainer.train()
         return trainer
 
@@ -96,7 +96,7 @@ def test_the_best_model_decides_the_next_ticket(tmp_path):
 def test_a_checkpoint_of_another_round_is_refused(tmp_path):
     folder = tmp_path / "same_for_all"
     with pytest.raises(CheckpointError, match="give every round an output folder of its own"):
-        LotteryTicket(**OPTIONS).run(lambda recipe: train_hf(folder, recipe), tmp_path / "out")
+        LotterySearch(**OPTIONS).run(lambda recipe: train_hf(folder, recipe), tmp_path / "out")
 
 
 def test_the_callback_trains_a_found_ticket(tmp_path):
@@ -112,4 +112,4 @@ def test_the_callback_trains_a_found_ticket(tmp_path):
     for name, mask in read_ticket(ticket).masks.items():
         weight = trainer.model.state_dict()[name]
         assert torch.equal(weight != 0, mask)
-    assert trainer.state.log_history[0]["ticket/left"] == pytest.approx(0.8, abs=0.01)
+    assert trainer.state.log_history[0]["lottery/left"] == pytest.approx(0.8, abs=0.01)

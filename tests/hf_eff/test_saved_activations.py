@@ -6,7 +6,7 @@ from promise_drivers import difference, hf_trainer
 from promise_table import DigitsNet
 from torch import nn
 
-from hf_eff import CompressedActivations
+from hf_eff import ActivationCompression
 from shared_core.errors import CompatibilityError, TrainingError
 
 EXACT = {"activations": {"pack": "exact", "min_size": 32}}
@@ -40,7 +40,7 @@ def test_exact_packing_changes_no_bit(settings, tmp_path):
 @pytest.mark.parametrize("pack", ["exact", "int8"])
 def test_a_language_model_with_gradient_checkpointing(pack, make, tmp_path):
     losses = []
-    for callbacks in ([], [CompressedActivations(pack=pack, min_size=32)]):
+    for callbacks in ([], [ActivationCompression(pack=pack, min_size=32)]):
         trainer = make.trainer(
             tmp_path, model=make.language_model(), data=make.texts(), callbacks=callbacks, gradient_checkpointing=True
         )

@@ -7,12 +7,12 @@ import torch
 from lightning_world import BOTH, difference, everything, fit, make_module, make_trainer, saver
 from torch import nn
 
-from lightning_eff.callbacks import QLora
+from lightning_eff.callbacks import Lora
 from shared_core.lora.adapters import adapters
 
 
 def train(folder, ckpt_path=None, seed=0, callbacks=(), namespace=BOTH[0], more=None, **options):
-    callback = QLora(rank=2, **({"dropout": 0.2} if more is None else more))
+    callback = Lora(rank=2, **({"dropout": 0.2} if more is None else more))
     trainer = make_trainer(folder, namespace, callbacks=[callback, *callbacks], gradient_clip_val=0.5, **options)
     module = make_module(namespace, seed=seed)
     fit(trainer, module, seed=5 + seed, ckpt_path=ckpt_path)
@@ -48,7 +48,7 @@ def test_checkpoints_are_plain_and_only_adapters_and_head_move(namespace, precis
 
 
 def test_training_on_goes_on_from_the_adapters(tmp_path):
-    callback = QLora(rank=2)
+    callback = Lora(rank=2)
     trainer = make_trainer(tmp_path, callbacks=[callback], max_epochs=1)
     module = make_module()
     fit(trainer, module)
@@ -68,8 +68,8 @@ def test_training_on_goes_on_from_the_adapters(tmp_path):
 def test_command_line():
     cli = importlib.import_module(f"{BOTH[0]}.cli")
     boring = importlib.import_module(f"{BOTH[0]}.demos.boring_classes")
-    arguments = ["--trainer.callbacks+=lightning_eff.callbacks.QLora", "--trainer.callbacks.rank=8"]
+    arguments = ["--trainer.callbacks+=lightning_eff.callbacks.Lora", "--trainer.callbacks.rank=8"]
     arguments += ["--trainer.callbacks.base=fp4"]
     made = cli.LightningCLI(boring.BoringModel, boring.BoringDataModule, args=arguments, run=False)
-    (callback,) = (callback for callback in made.trainer.callbacks if isinstance(callback, QLora))
+    (callback,) = (callback for callback in made.trainer.callbacks if isinstance(callback, Lora))
     assert (callback.recipe["lora"].rank, callback.recipe["lora"].base) == (8, "fp4")

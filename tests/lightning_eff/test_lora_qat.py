@@ -7,7 +7,7 @@ import torch
 from lightning_world import BOTH, difference, everything, fit, make_module, make_trainer, saver
 from torch import nn
 
-from lightning_eff.callbacks import QLora, QuantizationAwareTraining
+from lightning_eff.callbacks import Lora, QuantizationAwareTraining
 from shared_core.lora.adapters import adapters
 
 peft = pytest.importorskip("peft")
@@ -21,7 +21,7 @@ def wrapped(seed):
 
 def train(folder, ckpt_path=None, seed=0, by_peft=False, callbacks=(), namespace=BOTH[0], qat=None, **options):
     ours = [QuantizationAwareTraining(scheme="int8", begin=1, **(qat or {}))]
-    ours += [] if by_peft else [QLora(rank=2, base="none", dropout=0.2)]
+    ours += [] if by_peft else [Lora(rank=2, base="none", dropout=0.2)]
     trainer = make_trainer(folder, namespace, callbacks=[*ours, *callbacks], **options)
     module = wrapped(seed) if by_peft else make_module(namespace, seed=seed)
     fit(trainer, module, seed=5 + seed, ckpt_path=ckpt_path)
@@ -54,7 +54,7 @@ def test_what_is_left_is_the_users_module_on_qats_grid(namespace, tmp_path):
 
 
 def test_training_on_goes_on_from_the_frozen_weight_and_the_adapters(tmp_path):
-    callbacks = [QLora(rank=2, base="none"), QuantizationAwareTraining(scheme="int8")]
+    callbacks = [Lora(rank=2, base="none"), QuantizationAwareTraining(scheme="int8")]
     trainer = make_trainer(tmp_path, callbacks=callbacks, max_epochs=1)
     module = make_module()
     frozen = module.net[0].weight.detach().clone()

@@ -8,7 +8,7 @@ from promise_table import make_net, train_examples
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_eff import CompressedActivations
+from lightning_eff import ActivationCompression
 from shared_core.errors import CompatibilityError, TrainingError
 
 EXACT = {"activations": {"pack": "exact", "min_size": 32}}
@@ -55,7 +55,7 @@ class Manual(pl.LightningModule):
 
 
 def test_manual_optimisation(tmp_path):
-    callback = CompressedActivations(pack="exact", min_size=32)
+    callback = ActivationCompression(pack="exact", min_size=32)
     assert difference(fit(Manual(), tmp_path), fit(Manual(), tmp_path, callback)) is None
     assert callback.receipt.values["techniques"]["activations"]["forwards"] == 2
 
@@ -65,19 +65,19 @@ def test_a_compiled_module(tmp_path):
     def module():
         return torch.compile(lightning_module(0.3), backend="aot_eager_decomp_partition")
 
-    callback = CompressedActivations(pack="exact", min_size=32)
+    callback = ActivationCompression(pack="exact", min_size=32)
     assert difference(fit(module(), tmp_path), fit(module(), tmp_path, callback)) is None
     assert callback.receipt.values["techniques"]["activations"]["kinds"]
 
 
 def test_a_run_that_packs_nothing_fails_in_its_first_step(tmp_path):
     with pytest.raises(TrainingError, match="activations: the first step must have packed a tensor, got none"):
-        fit(lightning_module(), tmp_path, CompressedActivations(pack="exact", min_size=10**6))
+        fit(lightning_module(), tmp_path, ActivationCompression(pack="exact", min_size=10**6))
 
 
 def test_offloading_is_refused_on_a_cpu_and_the_module_stays_as_it_was(tmp_path):
     module = lightning_module()
     with pytest.raises(CompatibilityError, match="there is nothing to offload"):
-        fit(module, tmp_path, CompressedActivations(pack="none", offload=True))
+        fit(module, tmp_path, ActivationCompression(pack="none", offload=True))
     assert type(module.net.head) is nn.Linear
     assert "training_step" not in vars(module)

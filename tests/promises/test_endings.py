@@ -96,7 +96,7 @@ HF = {
 # where a callback does what a technique cannot go on from: the error names the callback, or what it did
 REFUSED = {
     ("average", "finetuning"): "begin after the last unfreezing",
-    ("ticket", "finetuning"): "must be a ticket of this model's weights",
+    ("lottery", "finetuning"): "must be a ticket of this model's weights",
     ("dp", "finetuning"): "must get its gradient",
     ("dp", "learning_rate"): "LearningRateFinder",
     ("dp", "batch_size"): "BatchSizeFinder",
@@ -132,11 +132,11 @@ def as_said(key, receipt, weights, options):
         zeros = {entry["name"]: int((numbers(weights[entry["name"]]) == 0).sum()) for entry in told["tensors"]}
         assert zeros == {entry["name"]: entry["pruned"] for entry in told["tensors"]}
         assert sum(zeros.values()) == round(options["sparsity"] * told["numel"]) or not reached
-    if key == "ticket":
+    if key == "lottery":
         for entry in told["tensors"]:
             assert np.count_nonzero(numbers(weights[entry["name"]])) == entry["nonzero"] <= entry["kept"]
         assert sum(entry["kept"] for entry in told["tensors"]) < 0.6 * told["numel"]
-    if key == "share":
+    if key == "cluster":
         for entry in told["tensors"]:
             found = np.unique(numbers(weights[entry["name"]]))
             assert np.count_nonzero(found) == entry["values"]
@@ -166,8 +166,8 @@ def read(file):
     return torch.load(file, weights_only=True)["state_dict"]
 
 
-LIGHTNING_NOW = {(key, case) for key in ("prune", "share") for case in ("ema", "swa", "mean")} | {
-    *((key, "pruning") for key in ("prune", "ticket")),
+LIGHTNING_NOW = {(key, case) for key in ("prune", "cluster") for case in ("ema", "swa", "mean")} | {
+    *((key, "pruning") for key in ("prune", "lottery")),
     *(("prune", case) for case in ("early_stop", "accumulation", "time")),
     ("qat", "swa"),
     ("lora", "ema"),
@@ -221,12 +221,12 @@ def test_beside_lightnings_callbacks(key, case, tmp_path):
         same(read(tmp_path / "after.ckpt"), dict(module.state_dict()))
     if key != "soup":  # whose ingredients these are
         as_said(key, receipt, read(files.last_model_path) if files.last_model_path else module.state_dict(), options)
-    if key in ("prune", "share", "qat") and case != "time" and key not in receipt["unreached"]:
+    if key in ("prune", "cluster", "qat") and case != "time" and key not in receipt["unreached"]:
         as_said(key, receipt, read(best.best_model_path), options)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("key", "case"), some(HF, {(key, "best") for key in ("prune", "qat", "share")}))
+@pytest.mark.parametrize(("key", "case"), some(HF, {(key, "best") for key in ("prune", "qat", "cluster")}))
 def test_beside_transformers_callbacks(key, case, tmp_path):
     callbacks, options = HF[case]
     more = {"eval_strategy": "steps", "eval_steps": 1, **options} if options else {}

@@ -62,7 +62,7 @@ def check_share(told, weights):
 
 COUNTED = {
     "prune": check_prune,
-    "share": check_share,
+    "cluster": check_share,
     "qat": lambda told, weights: told["layers"] == len(layers_of(nn.Linear, nn.Conv2d, nn.Embedding)),
     "lora": lambda told, weights: told["layers"] == len(layers_of(nn.Linear)) - 1,
     "distill": lambda told, weights: told["batches"] == STEPS and "warning" not in told,
@@ -75,7 +75,7 @@ COUNTED = {
     "fp8": lambda told, weights: told["layers"] > 0,
     "low_rank": lambda told, weights: told["parameters_after"] < told["parameters_before"],
     "dp": lambda told, weights: told["steps"] == STEPS,
-    "ticket": lambda told, weights: 0 < told["kept"] < told["numel"],
+    "lottery": lambda told, weights: 0 < told["kept"] < told["numel"],
     "loss_scale": lambda told, weights: told["steps"] == STEPS,
 }
 

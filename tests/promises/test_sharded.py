@@ -69,8 +69,8 @@ def test_two_processes_that_hold_half_of_each_weight_train_what_one_does(runs, r
     alone, saved = train(RECIPES[recipe])
     assert_close(first["ended"], alone, recipe)
     assert first["saved"]["session"].keys() == saved["session"].keys()
-    if "ticket" in RECIPES[recipe]:
-        assert_one_ticket(folder, RECIPES[recipe]["ticket"], first["ended"]["report"]["ticket"])
+    if "lottery" in RECIPES[recipe]:
+        assert_one_ticket(folder, RECIPES[recipe]["lottery"], first["ended"]["report"]["lottery"])
         monkeypatch.chdir(folder / "two")
     one_goes_on, _ = train(RECIPES[recipe], resume=first["saved"])
     assert_close(one_goes_on, alone, recipe)

@@ -119,7 +119,7 @@ def test_nothing_moves_in_a_bare_loop(key, number, skips, monkeypatch):
     [
         (("prune", "average", "checkpointing"), "one"),
         (("qat", "distill-ema"), "all"),
-        (("share", "average-last"), "loss"),
+        (("cluster", "average-last"), "loss"),
         (("primary_weights",), "all"),
         (("ticket-late",), "one"),
         (("prune-rigl",), "loss"),

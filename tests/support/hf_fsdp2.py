@@ -50,7 +50,7 @@ ATTENTION = ["model.layers.?.self_attn=model.layers.?.self_attn"]
 def ticket(folder, out, found=None):
     """Return the recipe of a round, of the first or with what another found."""
     given = {} if found is None else {"ticket": str(folder / found / "ticket.safetensors")}
-    return {"ticket": {"out": str(folder / out), "rewind_to": 2, "rate": 0.4, **given}}
+    return {"lottery": {"out": str(folder / out), "rewind_to": 2, "rate": 0.4, **given}}
 
 
 def distilled(**options):

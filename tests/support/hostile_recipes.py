@@ -37,7 +37,7 @@ WORDS = [
     "4x4", "eval_loss", "labels", "logits", "b=b", "a=b", "self", "ema", "mutual", "3:64,5:128", "nowhere",
     "0=0", "a=4",
 ]  # fmt: skip
-SMALL = {"low_rank": {"min_size": 0}, "share": {"min_size": 0}, "activations": {"min_size": 8}}
+SMALL = {"low_rank": {"min_size": 0}, "cluster": {"min_size": 0}, "activations": {"min_size": 8}}
 """What lets a technique take a model as small as this one."""
 
 

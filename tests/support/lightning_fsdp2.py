@@ -45,7 +45,7 @@ ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, "matmul": {"precision": "h
 def ticket(folder, out, found=None):
     """Return the recipe of a round, of the first or with what another found."""
     given = {} if found is None else {"ticket": str(folder / found / "ticket.safetensors")}
-    return {"ticket": {"out": str(folder / out), "rewind_to": 2, "rate": 0.4, **given}}
+    return {"lottery": {"out": str(folder / out), "rewind_to": 2, "rate": 0.4, **given}}
 
 
 def distilled():

@@ -93,7 +93,7 @@ def snapshot(session: Session, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def ticket_recipe(out: Any, **options: Any) -> Recipe:
-    return Recipe.from_dict({"ticket": {"out": str(out), "rate": RATE, **options}})
+    return Recipe.from_dict({"lottery": {"out": str(out), "rate": RATE, **options}})
 
 
 def pruned_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -54,7 +54,7 @@ TECHNIQUES = {
     for row in (
         Row("prune", {"sparsity": 0.6, "schedule": "cubic", "begin": 1, "end": 6, "every": 2}),
         Row("qat", {"scheme": "int8", "begin": 2, "freeze_observers": 6}),
-        Row("share", {"bits": 3, "begin": 6, "min_size": 64}),
+        Row("cluster", {"bits": 3, "begin": 6, "min_size": 64}),
         Row("distill", {"temperature": 2.0, "alpha": 0.4}, needs_teacher=True),
         Row("loss_scale", {"kind": "dynamic", "init_scale": 1024.0, "growth_interval": 3}),
         Row("average", {"kind": "ema", "decay": 0.7, "begin": 2, "every": 2}),
@@ -84,7 +84,7 @@ TECHNIQUES = {
         Row("lora", {"rank": 2}),
         Row("activations", {"pack": "exact", "min_size": 32}),
         # Over newly drawn weights masks hold from the first step.
-        Row("ticket", {"control": "random_reinit"}, needs_ticket=True),
+        Row("lottery", {"control": "random_reinit"}, needs_ticket=True),
         # Of full rank, which FP8 can multiply. A checkpoint folder of Hugging Face holds the factors.
         Row("low_rank", {"rank": 16, "force": True, "merge": True}, exempt=frozenset({"plain_hf_checkpoints"})),
         # Each process must hold all data, and the table's Lightning run gives each its own: two processes are tested
@@ -122,9 +122,9 @@ VARIANTS = {
     "lora-qat-lsq": Row(
         "lora", {"rank": 2, "base": "none"}, beside={"qat": {"scheme": "int8", "range": "lsq", "weight_bits": 4}}
     ),
-    "ticket-late": Row("ticket", {"rewind_to": 2}, needs_ticket=True),
-    "ticket-rate": Row("ticket", {"rewind_to": 2, "rewind": "learning_rate"}, needs_ticket=True),
-    "ticket-tuned": Row("ticket", {"rewind_to": 2, "rewind": "none"}, needs_ticket=True),
+    "ticket-late": Row("lottery", {"rewind_to": 2}, needs_ticket=True),
+    "ticket-rate": Row("lottery", {"rewind_to": 2, "rewind": "learning_rate"}, needs_ticket=True),
+    "ticket-tuned": Row("lottery", {"rewind_to": 2, "rewind": "none"}, needs_ticket=True),
     "average-last": Row("average", {"kind": "last_k", "k": 2, "every": 3}),
     # Draws of its own for each micro-batch and process; their mean tests/shared_core tests.
     "activations-int8": Row(

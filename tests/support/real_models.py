@@ -125,7 +125,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "shared": {
         "prune": {**GROWING, "criterion": "fisher", "granularity": "neuron"},
-        "share": {"bits": 3, "begin": 5, "min_size": 64},
+        "cluster": {"bits": 3, "begin": 5, "min_size": 64},
         "fp8": {"recipe": "delayed", "amax_history": 3},
         "distill": {"teacher": "ema", "ema_decay": 0.5, "divergence": "jsd"},
         "average": {"kind": "last_k", "k": 2, "every": 3},
@@ -146,8 +146,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "distill": {"chunked": True, "budget_mib": 0.001, **TAUGHT},
         "checkpointing": {"policy": "block"},
     },
-    "ticket": {
-        "ticket": {"rewind_to": 2},
+    "lottery": {
+        "lottery": {"rewind_to": 2},
         "qat": {"scheme": "int8_dynamic_int4_weight", "begin": 3, "rounding": "stochastic"},
         "distill": {"teacher": "mutual", "peers": 2},
     },
@@ -176,6 +176,6 @@ def recipe_for(name: str, key: str) -> Recipe:
     recipe = {room: dict(options) for room, options in recipe.items() if options is not None}
     if "distill" in recipe and "teacher" not in recipe["distill"]:
         recipe["distill"]["teacher"] = promise_table.make_teacher()
-    if "ticket" in recipe:
-        recipe["ticket"] |= promise_table.make_ticket("weights", recipe["ticket"]["rewind_to"])
+    if "lottery" in recipe:
+        recipe["lottery"] |= promise_table.make_ticket("weights", recipe["lottery"]["rewind_to"])
     return Recipe.from_dict({**recipe, "allow_partial": name == "moe"})

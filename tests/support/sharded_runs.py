@@ -46,7 +46,7 @@ RECIPES = {
     "filter-taylor": {"prune": {"granularity": "filter", "criterion": "taylor", "cost": "flops", **GROWING}},
     "layer": {"prune": {"granularity": "layer", "criterion": "l2_norm", **GROWING}},
     "units": {"prune": {"granularity": "filter", "criterion": "neuron_taylor", **GROWING}},
-    "share": {"share": {"bits": 3, "begin": 2, "min_size": 64}, "prune": {**GROWING, "end": 2}},
+    "cluster": {"cluster": {"bits": 3, "begin": 2, "min_size": 64}, "prune": {**GROWING, "end": 2}},
     "ema": {"distill": {"teacher": "ema", "ema_decay": 0.5}},
     "hidden": {"distill": {"teacher": "other", "hidden": ["middle=middle"]}},
     "relations": {"distill": {"teacher": "other", "hidden": ["hidden=hidden"], "hidden_loss": "cka"}},
@@ -55,11 +55,11 @@ RECIPES = {
     "lora-soup": {"lora": LORA, "soup": {"kind": "greedy", "metric": "loss", "order": "newest"}},
     "low_rank-prune": {"low_rank": {"rank": 6, "min_size": 0}, "prune": GROWING},
     "qat-prune": {"qat": {"scheme": "int8", "begin": 2}, "prune": GROWING},
-    "ticket": {"ticket": {"out": "ticket", "rewind_to": 2, "rate": 0.4}},
-    "ticket-second": {"ticket": {"out": "second", "ticket": "../two/ticket/ticket.safetensors", "rewind_to": 2}},
-    "ticket-rate": {"ticket": {"out": "rate", "rewind": "learning_rate", "scope": "global"}},
+    "lottery": {"lottery": {"out": "ticket", "rewind_to": 2, "rate": 0.4}},
+    "ticket-second": {"lottery": {"out": "second", "ticket": "../two/lottery/ticket.safetensors", "rewind_to": 2}},
+    "ticket-rate": {"lottery": {"out": "rate", "rewind": "learning_rate", "scope": "global"}},
     "ticket-redrawn": {
-        "ticket": {"out": "redrawn", "ticket": "../two/ticket/ticket.safetensors", "control": "random_reinit"}
+        "lottery": {"out": "redrawn", "ticket": "../two/lottery/ticket.safetensors", "control": "random_reinit"}
     },
     "fp32_copy": {"primary_weights": {"kind": "fp32_copy", "telemetry_every": 1}, "prune": GROWING},
     "stochastic": {"primary_weights": {"kind": "stochastic_rounding"}},

@@ -24,7 +24,7 @@ def make_net(seed=0, dtype=torch.float32):
 
 
 def make_session(model, optimizer="adamw", total_steps=40, state=None, prune=None, clips=False, **options):
-    recipe = {"share": {"bits": 3, "begin": 10, "min_size": 100, **options}}
+    recipe = {"cluster": {"bits": 3, "begin": 10, "min_size": 100, **options}}
     session = Session(Recipe.from_dict(recipe | ({"prune": prune} if prune else {})))
     session.attach(model)
     optimizer = OPTIMIZERS[optimizer](model.parameters())

@@ -92,7 +92,7 @@ def compress(
     values, found by k-means (`share_values`); where most weights are zero, the gaps between the others are stored
     instead of their places; gaps and codes are entropy-coded, by asymmetric numeral systems where the paper has
     Huffman's code. Zeros stay zeros. A tensor whose weights share that few values already, because training with
-    `share` made them, is stored without any change.
+    `cluster` made them, is stored without any change.
 
     Vectors (biases, norms), small tensors, integers, booleans and other dtypes are stored exactly, and so is a tensor
     that would take more bytes with a table of values. Tied tensors are stored once.

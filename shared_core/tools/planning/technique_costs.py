@@ -130,7 +130,7 @@ def _share(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
     # weights of up to 2^18 elements are clustered in rows of several, with codes of 4 bytes more; sharded ones alone
     sizes = ((4 * shape.layers, shape.hidden**2), (2 * shape.layers, 4 * shape.hidden**2))
     small = sum(count * size for count, size in sizes if size <= _BUNDLED and run.parts == 1)
-    return [Cost("share: codes", held=shape.params / run.parts + 4 * small, why="1 byte a weight, 5 of small ones")]
+    return [Cost("cluster: codes", held=shape.params / run.parts + 4 * small, why="1 byte a weight, 5 of small ones")]
 
 
 def _nothing(why: str) -> Callable[[Any, ModelShape, PlannedRun], list[Cost]]:
@@ -147,9 +147,9 @@ COSTS: dict[str, Callable[[Any, ModelShape, PlannedRun], list[Cost]]] = {
     "dp": _dp,
     "checkpointing": _nothing("see the line of activations; sublayer and stage depend on the model: not counted"),
     "activations": _nothing("see the line above; exact saves what the receipt says, 0 to 50 % and more"),
-    "share": _share,
-    "ticket": lambda config, shape, run: [
-        Cost("ticket: masks", held=shape.matrices / run.parts, why="1 byte a weight")
+    "cluster": _share,
+    "lottery": lambda config, shape, run: [
+        Cost("lottery: masks", held=shape.matrices / run.parts, why="1 byte a weight")
     ],
     "prune": _prune,
     "average": _average,

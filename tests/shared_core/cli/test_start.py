@@ -104,7 +104,7 @@ def test_init_writes_asks_and_never_overwrites(tmp_path, monkeypatch):
     done = run("init", "--goal", "smaller", "--out", out)
     assert done.exit_code == 0, done.output
     before = out.read_text()
-    assert {*Recipe.from_yaml(out)} == {"prune", "share"}
+    assert {*Recipe.from_yaml(out)} == {"prune", "cluster"}
     with pytest.raises(ConfigError, match="must be a new file"):
         CliRunner().invoke(app, ["init", "--goal", "private", "--out", str(out)], catch_exceptions=False)
     assert out.read_text() == before
@@ -159,12 +159,12 @@ ALL = {
 
 
 def test_the_timeline_holds_the_steps_that_the_run_takes():
-    recipe = Recipe.from_dict({"prune": ALL["prune"], "share": {"bits": 4}, "average": ALL["average"]})
+    recipe = Recipe.from_dict({"prune": ALL["prune"], "cluster": {"bits": 4}, "average": ALL["average"]})
     told = explain(recipe, net(), total_steps=STEPS)
     steps = {(event["technique"], event["step"]) for event in told.timeline}
     session, _, _ = started(recipe, net())
-    prune, share, average = (session.techniques[key] for key in ("prune", "share", "average"))
-    wanted = {("prune", prune._begin), ("prune", prune._end), ("share", share._begin), ("average", average._first)}
+    prune, share, average = (session.techniques[key] for key in ("prune", "cluster", "average"))
+    wanted = {("prune", prune._begin), ("prune", prune._end), ("cluster", share._begin), ("average", average._first)}
     assert steps == {*wanted, ("average", None)}
     assert {prune._begin, prune._end, share._begin, average._first} == {2, 4, 6}
 
@@ -185,7 +185,10 @@ def test_matched_tensors_are_those_of_the_receipt():
     [
         ({"qat": {"scheme": "int8"}, "fp8": {"recipe": "rowwise"}}, "qat cannot be combined with fp8"),
         ({"prune": {"sparsity": 0.5, "skip": "nothing*"}}, "skip pattern 'nothing\\*' matches no module"),
-        ({"prune": {"sparsity": 0.5, "begin": 6, "end": 7}, "share": {"bits": 4, "begin": 3}}, "share: begin must not"),
+        (
+            {"prune": {"sparsity": 0.5, "begin": 6, "end": 7}, "cluster": {"bits": 4, "begin": 3}},
+            "cluster: begin must not",
+        ),
         ({"average": {"kind": "ema", "begin": 9}}, "within the 8 steps"),
         ({"activations": {"pack": "none", "offload": True}}, "nothing to offload"),
     ],

@@ -30,7 +30,7 @@ SCHEMES = ("int8", "int8_weight", "int4_weight", "int8_dynamic_int4_weight", "fp
 RECIPES = {
     "prune": {"prune": {"sparsity": 0.6, "schedule": "one_shot", "begin": 1}},
     "neuron": {"prune": {"sparsity": 0.5, "granularity": "neuron", "schedule": "one_shot", "begin": 1}},
-    "share": {"share": {"bits": 3, "begin": 2, "min_size": 64}},
+    "cluster": {"cluster": {"bits": 3, "begin": 2, "min_size": 64}},
     "low_rank": {"low_rank": {"rank": 4, "force": True, "merge": True}},
     "average": {"average": {"kind": "ema", "decay": 0.5}},
     "average of pruned": {
@@ -66,7 +66,7 @@ def test_a_dead_weight_that_the_receipt_counts_as_live_is_found():
 
 
 def test_not_a_number_is_not_what_was_said():
-    for name in ("prune", "share", "int8", "low_rank", "average"):
+    for name in ("prune", "cluster", "int8", "low_rank", "average"):
         session, model = trained(RECIPES[name])
         with torch.no_grad():
             model[0].weight.fill_(float("nan"))

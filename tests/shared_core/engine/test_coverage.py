@@ -124,7 +124,7 @@ def with_experts():
     ("recipe", "keys"),
     [
         ({"qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5}}, ["prune", "qat"]),
-        ({"share": {"bits": 2, "min_size": 0}}, ["share"]),
+        ({"cluster": {"bits": 2, "min_size": 0}}, ["cluster"]),
         ({"average": {"kind": "ema"}}, []),
         ({"checkpointing": {"policy": "block", "include": ["0"]}}, []),
     ],
@@ -160,14 +160,14 @@ def frozen_backbone():
     return net
 
 
-@pytest.mark.parametrize("key", ["prune", "qat", "share", "low_rank", "ticket"])
+@pytest.mark.parametrize("key", ["prune", "qat", "cluster", "low_rank", "lottery"])
 def test_a_mixture_of_experts_stops(key, tmp_path):
     options = {
         "prune": {"sparsity": 0.5},
         "qat": {"scheme": "int8"},
-        "share": {"bits": 2, "min_size": 0},
+        "cluster": {"bits": 2, "min_size": 0},
         "low_rank": {"rank": 2, "min_size": 0, "force": True},
-        "ticket": {"out": str(tmp_path / "out")},
+        "lottery": {"out": str(tmp_path / "out")},
     }[key]
     net = mixtral()
     before = {name: type(module) for name, module in net.named_modules()}
@@ -206,8 +206,8 @@ def test_factors_stand_for_the_layer_that_they_are_made_of():
 
 def test_a_child_within_reach_does_not_stand_for_its_parent():
     net = nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8))
-    session = began(net, {"share": {"bits": 2, "min_size": 0}, "allow_partial": True})
-    assert session.coverage["share"].within == 2 * 64
+    session = began(net, {"cluster": {"bits": 2, "min_size": 0}, "allow_partial": True})
+    assert session.coverage["cluster"].within == 2 * 64
 
 
 def test_explain_tells_it_and_that_the_run_would_stop():

@@ -11,7 +11,7 @@ from shared_core.errors import TrainingError
 
 RECIPES = {
     "prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 1},
-    "share": {"bits": 3, "begin": 1, "min_size": 1},
+    "cluster": {"bits": 3, "begin": 1, "min_size": 1},
     "qat": {"scheme": "int8"},
     "lora": {"rank": 2, "base": "none"},
     "low_rank": {"rank": 2, "force": True, "min_size": 1},
@@ -65,7 +65,7 @@ def test_a_layer_that_was_replaced_is_named(key, where):
     assert [type(module) for module in model[2:]] == [nn.Linear] * 2
 
 
-@pytest.mark.parametrize("key", ["prune", "share"])
+@pytest.mark.parametrize("key", ["prune", "cluster"])
 def test_a_parameter_that_was_replaced_is_named(key):
     session, optimizer, model = run(key)
     values = {name: value.clone() for name, value in model.state_dict().items()}

@@ -45,7 +45,7 @@ RECIPES = {
     "prune": {"prune": {"sparsity": 0.5, "begin": 0, "schedule": "one_shot"}},
     "prune and share": {
         "prune": {"sparsity": 0.5, "begin": 0, "schedule": "one_shot"},
-        "share": {"bits": 4, "begin": 2, "min_size": 16},
+        "cluster": {"bits": 4, "begin": 2, "min_size": 16},
     },
 }
 
@@ -90,4 +90,4 @@ def test_only_torchs_own_classes_are_known():
 @pytest.mark.parametrize(("optimizer", "told"), [("muon", True), ("adamw", False)])
 def test_where_a_shared_value_moves_from_is_told(optimizer, told, capsys):
     trained(optimizer, RECIPES["prune and share"], zeroed=False)
-    assert ("share: Muon makes its step of a gradient as a whole" in capsys.readouterr().out) is told
+    assert ("cluster: Muon makes its step of a gradient as a whole" in capsys.readouterr().out) is told

@@ -271,7 +271,7 @@ def test_every_refusal_has_a_known_name_and_a_reason():
         assert second in ROOMS or second in compatibility.SURROUNDINGS
         with pytest.raises(CompatibilityError, match=r"cannot be combined with .*: \w+"):
             compatibility.check([first], [second]) if second not in ROOMS else compatibility.check([first, second])
-    refusing = ("low_rank", "fp8", "lora", "ticket", "share", "dp")  # qat or prune
+    refusing = ("low_rank", "fp8", "lora", "lottery", "cluster", "dp")  # qat or prune
     compatibility.check(key for key in ROOMS if key not in refusing)
     assert len(compatibility.matrix()) == len(ROOMS)
 

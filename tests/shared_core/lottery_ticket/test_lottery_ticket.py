@@ -24,7 +24,7 @@ from torch import nn
 
 from shared_core import Recipe, Session
 from shared_core.errors import CompatibilityError, MatchError
-from shared_core.lottery_ticket import LotteryTicket, Ticket, read_ticket, write_ticket
+from shared_core.lottery_ticket import LotterySearch, Ticket, read_ticket, write_ticket
 
 
 def smaller(kept, weights):
@@ -95,7 +95,7 @@ def everything():
 @pytest.mark.parametrize("k", [0, 1, 5])
 def test_rounds_equal_a_loop_written_by_hand_bit_for_bit(k, tmp_path):
     trained = []
-    search = LotteryTicket(rounds=3, rate=RATE, rewind_to=k)
+    search = LotterySearch(rounds=3, rate=RATE, rewind_to=k)
     curve = search.run(lambda recipe: trained.append(train(recipe)[0].state_dict()), tmp_path)
     masks, theta = everything(), None
     for number in range(4):
@@ -117,7 +117,7 @@ def test_learning_rate_rewinding_keeps_weights_and_replays_the_schedule(tmp_path
     def each_step(session, model, optimizer):
         rates.append(session.schedule.get_last_lr()[0])
 
-    search = LotteryTicket(rounds=2, rate=RATE, rewind="learning_rate")
+    search = LotterySearch(rounds=2, rate=RATE, rewind="learning_rate")
     assert search.config.rewind_to == pytest.approx(1 / 3)
     search.run(lambda recipe: trained.append(train(recipe, each_step=each_step)[0].state_dict()), tmp_path)
     _, dense, used = by_hand(everything(), STEPS + 1)
@@ -132,7 +132,7 @@ def test_learning_rate_rewinding_keeps_weights_and_replays_the_schedule(tmp_path
 
 def test_fine_tuning_trains_on_at_the_last_learning_rate(tmp_path):
     trained = []
-    LotteryTicket(rounds=2, rate=RATE, rewind="none", rewind_to=2).run(
+    LotterySearch(rounds=2, rate=RATE, rewind="none", rewind_to=2).run(
         lambda recipe: trained.append(train(recipe)[0].state_dict()), tmp_path
     )
     *_, used = by_hand(everything(), STEPS + 1)
@@ -193,7 +193,7 @@ def test_a_replay_that_is_not_exact_is_told_and_gets_the_tickets_weights(tmp_pat
     for name, value in seen.items():
         expected = ticket.weights[name] * ticket.masks[name] if name in ticket.masks else ticket.weights[name]
         assert torch.equal(value, expected)
-    assert session.receipt()["techniques"]["ticket"]["replay"].startswith("not bit-equal (0.weight)")
+    assert session.receipt()["techniques"]["lottery"]["replay"].startswith("not bit-equal (0.weight)")
     assert "not bit-equal" in capsys.readouterr().out
 
 
@@ -223,9 +223,9 @@ def test_controls(control, tmp_path):
             assert not torch.equal(seen[4][name] != 0, mask)
             assert torch.equal(seen[4][name], ticket.weights[name] * (seen[4][name] != 0))
     if control == "random_reinit":
-        assert session.receipt()["techniques"]["ticket"]["rewind_step"] == 0
+        assert session.receipt()["techniques"]["lottery"]["rewind_step"] == 0
     else:
-        assert session.receipt()["techniques"]["ticket"]["replay"] == "bit-equal"
+        assert session.receipt()["techniques"]["lottery"]["replay"] == "bit-equal"
     assert initial.keys() == seen[STEPS].keys()
 
 
@@ -281,7 +281,7 @@ def test_tied_and_skipped_weights(tmp_path):
             optimizer.step()
             session.after_optimizer_step()
         session.finish()
-        return session.receipt()["techniques"]["ticket"]
+        return session.receipt()["techniques"]["lottery"]
 
     run(tmp_path / "dense", rewind_to=1)
     ticket = read_ticket(tmp_path / "dense" / "ticket.safetensors")
@@ -296,15 +296,15 @@ def test_tied_and_skipped_weights(tmp_path):
 @pytest.mark.parametrize("seed", [0, 5], ids=["exact", "loaded"])
 def test_rewinding_under_quantization_aware_training(seed, tmp_path):
     qat = {"qat": {"scheme": "int8", "begin": 2, "range": "lsq", "fold_batch_norm": False}}
-    dense = {"ticket": {"out": str(tmp_path / "dense"), "rate": RATE, "rewind_to": 4}}
+    dense = {"lottery": {"out": str(tmp_path / "dense"), "rate": RATE, "rewind_to": 4}}
     train(Recipe.from_dict(dense | qat))
     path = tmp_path / "dense" / "ticket.safetensors"
-    sparse = {"ticket": {"out": str(tmp_path / "sparse"), "ticket": str(path), "rate": RATE, "rewind_to": 4}}
+    sparse = {"lottery": {"out": str(tmp_path / "sparse"), "ticket": str(path), "rate": RATE, "rewind_to": 4}}
     model, session = train(Recipe.from_dict(sparse | qat), seed=seed)
-    told = session.receipt()["techniques"]["ticket"]
+    told = session.receipt()["techniques"]["lottery"]
     assert (told["replay"] == "bit-equal") == (seed == 0)
     for name, mask in read_ticket(path).masks.items():
         assert not pruned_weights(model)[name].detach()[~mask].any()
-    kept = {"ticket": {"out": str(tmp_path / "kept"), "rewind": "learning_rate", "rewind_to": 4}}
+    kept = {"lottery": {"out": str(tmp_path / "kept"), "rewind": "learning_rate", "rewind_to": 4}}
     with pytest.raises(CompatibilityError, match="ticket with rewind learning_rate cannot be combined with qat"):
         train(Recipe.from_dict(kept | qat))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shared_core.errors import CheckpointError, ConfigError
-from shared_core.lottery_ticket import Ticket, TicketConfig, read_ticket, write_ticket
+from shared_core.lottery_ticket import LotteryConfig, Ticket, read_ticket, write_ticket
 from shared_core.lottery_ticket.selection import layer_rates, next_masks, random_masks
 from shared_core.lottery_ticket.ticket import fitting_rates, renamed, same_bits
 
@@ -81,7 +81,7 @@ def test_rates_by_layer():
     modules = {"0.weight": model[0], "2.weight": model[2], "3.weight": model[3]}
 
     def rates(**options):
-        return list(layer_rates(model, modules, TicketConfig(out="x", **options)).values())
+        return list(layer_rates(model, modules, LotteryConfig(out="x", **options)).values())
 
     assert rates(rate=0.2) == [0.2, 0.2, 0.1]
     assert rates(rate=0.2, conv_rate=0.15, output_rate=0.0) == [0.15, 0.2, 0.0]

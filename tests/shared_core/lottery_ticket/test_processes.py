@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, ConfigError, TrainingError
-from shared_core.lottery_ticket import LotteryTicket
+from shared_core.lottery_ticket import LotterySearch
 
 OPTIONS = {"rounds": 1, "rate": 0.5, "rewind_to": 2}
 SUPPORT = Path(__file__).resolve().parents[2] / "support"
@@ -63,11 +63,11 @@ def test_a_killed_training_is_run_again_and_finished_rounds_are_not(tmp_path, sc
     (tmp_path / "die").touch()
     command = [sys.executable, str(script), "{round}", "--recipe={recipe}"]
     with pytest.raises(TrainingError, match=r"round-01 must end well, but .* ended with exit code -9"):
-        LotteryTicket(**OPTIONS).run_command(command, tmp_path / "out")
-    again = LotteryTicket(**OPTIONS).run_command(command, tmp_path / "out")
+        LotterySearch(**OPTIONS).run_command(command, tmp_path / "out")
+    again = LotterySearch(**OPTIONS).run_command(command, tmp_path / "out")
     assert started(script) == ["round-00", "round-01", "round-01"]
 
-    here = LotteryTicket(**OPTIONS).run(train, tmp_path / "here")
+    here = LotterySearch(**OPTIONS).run(train, tmp_path / "here")
     assert again == here
     for number in (0, 1):
         file = f"round-{number:02d}/ticket.safetensors"
@@ -83,9 +83,9 @@ def test_a_killed_training_is_run_again_and_finished_rounds_are_not(tmp_path, sc
     assert "<svg" in plot.read_text()
     assert len(started(script)) == 3
     with pytest.raises(CheckpointError, match="got that of one whose command is"):
-        LotteryTicket(**OPTIONS).run_command(["true"], tmp_path / "out")
+        LotterySearch(**OPTIONS).run_command(["true"], tmp_path / "out")
     with pytest.raises(ConfigError, match="command must be one that can be started"):
-        LotteryTicket(**OPTIONS).run_command(["/no/such/program"], tmp_path / "none")
+        LotterySearch(**OPTIONS).run_command(["/no/such/program"], tmp_path / "none")
 
 
 @pytest.mark.slow
@@ -101,10 +101,10 @@ def test_a_killed_search_waits_for_the_training_it_left_behind(tmp_path, script)
         (tmp_path / "driver").write_text(str(driver.pid))
         assert driver.wait(timeout=200) == -signal.SIGKILL, (tmp_path / "log").read_text()
     with pytest.raises(TrainingError, match="a search, or a training that a killed one left behind"):
-        LotteryTicket(**OPTIONS).run_command(command, tmp_path / "out")
+        LotterySearch(**OPTIONS).run_command(command, tmp_path / "out")
     (tmp_path / "release").touch()
     with (tmp_path / "out" / ".lottery.lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # waits for the orphan's end
-    curve = LotteryTicket(**OPTIONS).run_command(command, tmp_path / "out")
+    curve = LotterySearch(**OPTIONS).run_command(command, tmp_path / "out")
     assert started(script) == ["round-00", "round-01", "round-01"]
     assert [row.replay for row in curve.rows] == [None, "bit-equal"]

@@ -51,7 +51,7 @@ def test_two_processes_agree_and_one_writes(tmp_path):
     for mine, theirs in zip(first[1::2], second[1::2], strict=True):
         assert equal(mine, theirs)
     assert [state["techniques"] for state in first[::2]] == [state["techniques"] for state in second[::2]]
-    assert first[2]["techniques"]["ticket"]["replay"] == "bit-equal"
+    assert first[2]["techniques"]["lottery"]["replay"] == "bit-equal"
     for name, mask in read_ticket(tmp_path / "round-00" / "ticket.safetensors").masks.items():
         assert torch.equal(first[3][name] != 0, mask)
 

@@ -7,19 +7,19 @@ from torch import nn
 
 from shared_core import Recipe, Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
-from shared_core.lottery_ticket import TicketConfig
+from shared_core.lottery_ticket import LotteryConfig
 
 
 def test_options_that_contradict_each_other_are_refused():
-    with pytest.raises(ConfigError, match=r"ticket: control must be none for a dense run"):
-        TicketConfig(out="x", control="random_mask")
-    with pytest.raises(ConfigError, match=r"ticket: conv_rate must not be given with scope global"):
-        TicketConfig(out="x", scope="global", conv_rate=0.1)
+    with pytest.raises(ConfigError, match=r"lottery: control must be none for a dense run"):
+        LotteryConfig(out="x", control="random_mask")
+    with pytest.raises(ConfigError, match=r"lottery: conv_rate must not be given with scope global"):
+        LotteryConfig(out="x", scope="global", conv_rate=0.1)
     for rate in (0, 1, -0.1, float("nan"), "much"):
         with pytest.raises(ConfigError, match=r"rate must be"):
-            TicketConfig(out="x", rate=rate)
+            LotteryConfig(out="x", rate=rate)
     with pytest.raises(ConfigError, match=r"rewind_to must be a step"):
-        TicketConfig(out="x", rewind_to="soon")
+        LotteryConfig(out="x", rewind_to="soon")
 
 
 @pytest.mark.parametrize("rewind_to", [STEPS, 500, 1.0])
@@ -51,7 +51,7 @@ def test_what_cannot_be_right_is_refused_before_training(tmp_path):
     with pytest.raises(CompatibilityError, match="LBFGS"):
         train(ticket_recipe(tmp_path / "a"), optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
     with pytest.raises(CompatibilityError, match="prune cannot be combined with ticket"):
-        Session(Recipe.from_dict({"ticket": {"out": "x"}, "prune": {"sparsity": 0.5}})).attach(make_net())
+        Session(Recipe.from_dict({"lottery": {"out": "x"}, "prune": {"sparsity": 0.5}})).attach(make_net())
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="out must be a folder"):
         train(ticket_recipe(tmp_path / "file" / "out"))

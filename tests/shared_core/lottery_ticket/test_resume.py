@@ -4,7 +4,7 @@ import pytest
 from lottery_runs import RATE, STEPS, equal, snapshot, ticket_recipe, train
 
 from shared_core.errors import CheckpointError
-from shared_core.lottery_ticket import LotteryTicket
+from shared_core.lottery_ticket import LotterySearch
 
 
 def test_a_dense_run_resumed_beyond_step_k_finds_the_same_ticket(tmp_path):
@@ -32,7 +32,7 @@ def test_a_dense_run_resumed_beyond_step_k_finds_the_same_ticket(tmp_path):
 
 
 def test_a_run_with_a_ticket_resumes_and_refuses_another_rounds_checkpoint(tmp_path):
-    LotteryTicket(rounds=2, rate=RATE, rewind_to=4).run(train, tmp_path)
+    LotterySearch(rounds=2, rate=RATE, rewind_to=4).run(train, tmp_path)
     saved = {}
 
     def keep(session, model, optimizer):

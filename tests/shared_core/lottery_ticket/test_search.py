@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from shared_core import Recipe
 from shared_core.cli import app
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
-from shared_core.lottery_ticket import LotteryTicket
+from shared_core.lottery_ticket import LotterySearch
 from shared_core.lottery_ticket.curve import curve_of
 from shared_core.lottery_ticket.search import RoundCommand
 
@@ -58,7 +58,7 @@ def test_the_metric_must_be_one_that_there_is():
 
 
 def test_a_search_writes_table_json_csv_and_plot(tmp_path):
-    search = LotteryTicket(
+    search = LotterySearch(
         rounds=2, rate=0.5, rewind_to=2, controls=["random_mask", "random_reinit"], control_rounds=[2]
     )
     curve = search.run(train, tmp_path)
@@ -87,37 +87,37 @@ def test_a_stopped_search_goes_on_and_can_be_extended(tmp_path):
     calls = []
 
     def stops(recipe):
-        calls.append(recipe["ticket"].out)
+        calls.append(recipe["lottery"].out)
         if len(calls) == 3:
             raise KeyboardInterrupt
         train(recipe)
 
     options = {"rate": 0.5, "rewind_to": 2}
     with pytest.raises(KeyboardInterrupt):
-        LotteryTicket(rounds=3, **options).run(stops, tmp_path / "a")
-    LotteryTicket(rounds=3, **options).run(stops, tmp_path / "a")
+        LotterySearch(rounds=3, **options).run(stops, tmp_path / "a")
+    LotterySearch(rounds=3, **options).run(stops, tmp_path / "a")
     assert [Path(out).name[-2:] for out in calls] == ["00", "01", "02", "02", "03"]
-    again = LotteryTicket(rounds=4, controls=["random_mask"], control_rounds=[1], **options).run(stops, tmp_path / "a")
+    again = LotterySearch(rounds=4, controls=["random_mask"], control_rounds=[1], **options).run(stops, tmp_path / "a")
     assert [Path(out).name for out in calls[5:]] == ["round-01-random_mask", "round-04"]
-    whole = LotteryTicket(rounds=4, controls=["random_mask"], control_rounds=[1], **options).run(train, tmp_path / "b")
+    whole = LotterySearch(rounds=4, controls=["random_mask"], control_rounds=[1], **options).run(train, tmp_path / "b")
     assert again == whole
     for file in (tmp_path / "b").glob("*/ticket.safetensors"):
         assert file.read_bytes() == (tmp_path / "a" / file.parent.name / file.name).read_bytes()
     with pytest.raises(CheckpointError, match=r"must be of this search, got that of one whose rate is 0\.5, now 0\.4"):
-        LotteryTicket(rounds=4, rate=0.4, rewind_to=2).run(train, tmp_path / "a")
+        LotterySearch(rounds=4, rate=0.4, rewind_to=2).run(train, tmp_path / "a")
     (tmp_path / "a" / "lottery.json").write_text("{")
     with pytest.raises(CheckpointError, match="must be JSON"):
-        LotteryTicket(rounds=4, **options).run(train, tmp_path / "a")
+        LotterySearch(rounds=4, **options).run(train, tmp_path / "a")
     (tmp_path / "a" / "lottery.json").unlink()
     with pytest.raises(CheckpointError, match="must be new or hold a search"):
-        LotteryTicket(rounds=4, **options).run(train, tmp_path / "a")
+        LotterySearch(rounds=4, **options).run(train, tmp_path / "a")
 
 
 def test_a_wrong_metric_costs_one_run_and_no_second_one(tmp_path):
     with pytest.raises(ConfigError, match="did you mean 'val_loss'"):
-        LotteryTicket(rounds=1, metric="val_los").run(train, tmp_path)
+        LotterySearch(rounds=1, metric="val_los").run(train, tmp_path)
     calls = []
-    LotteryTicket(rounds=1, metric="val_loss").run(lambda recipe: (calls.append(1), train(recipe)), tmp_path)
+    LotterySearch(rounds=1, metric="val_loss").run(lambda recipe: (calls.append(1), train(recipe)), tmp_path)
     assert len(calls) == 1
 
 
@@ -125,7 +125,7 @@ def test_training_without_the_recipe_is_told(tmp_path):
     with pytest.raises(
         TrainingError, match=r"round-00 must train with the recipe it was given, but left no round\.json"
     ):
-        LotteryTicket(rounds=1).run(lambda recipe: None, tmp_path)
+        LotterySearch(rounds=1).run(lambda recipe: None, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_training_without_the_recipe_is_told(tmp_path):
 )
 def test_wrong_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        LotteryTicket(**options)
+        LotterySearch(**options)
 
 
 def test_commands_are_taken_apart(tmp_path):
@@ -175,7 +175,7 @@ def test_commands_are_taken_apart(tmp_path):
         ([], "command must be given"),
         (["python", "nowhere.py"], "script must be a file, got 'nowhere.py'"),
         (["python", "-m"], "must be followed by a module"),
-        (["python", path, "--ticket_out", "x"], "must not have flags of ticket"),
+        (["python", path, "--lottery_out", "x"], "must not have flags of ticket"),
         (["python", path, "--prune_sparsitty", "1"], "did you mean 'prune_sparsity'"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -12,8 +12,8 @@ peft = pytest.importorskip("peft")
 
 RECIPES = {
     "prune": {"sparsity": 0.8},
-    "share": {"bits": 2, "min_size": 1},
-    "ticket": {"out": "rounds"},
+    "cluster": {"bits": 2, "min_size": 1},
+    "lottery": {"out": "rounds"},
 }
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import ConfigError
-from shared_core.lottery_ticket import LotteryTicket
+from shared_core.lottery_ticket import LotterySearch
 from shared_core.lottery_ticket.selection import next_masks
 from shared_core.pruning import PruneConfig, erdos_renyi_sparsities, prune
 from shared_core.tools.shrink import shrink
@@ -129,9 +129,9 @@ def test_tickets_of_one_threshold_are_limited_and_what_no_round_could_reach_is_r
     assert int(masks["2.weight"].sum()) == 16
     assert sum(int(mask.sum()) for mask in masks.values()) == 1200
     assert int(next_masks(weights, {}, 0.5, 0.5)["2.weight"].sum()) == 400
-    LotteryTicket(rounds=2, rate=0.2, scope="global", max_layer_sparsity=0.36)
+    LotterySearch(rounds=2, rate=0.2, scope="global", max_layer_sparsity=0.36)
     with pytest.raises(ConfigError, match=r"lottery: max_layer_sparsity must be at least what 3 rounds prune, 0.488"):
-        LotteryTicket(rounds=3, rate=0.2, scope="global", max_layer_sparsity=0.36)
+        LotterySearch(rounds=3, rate=0.2, scope="global", max_layer_sparsity=0.36)
 
 
 def unit(inputs, outputs, stride=1):

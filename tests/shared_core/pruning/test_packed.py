@@ -235,7 +235,7 @@ def test_a_ticket_holds_them(tmp_path):
         session.finish()
 
     out = tmp_path / "round"
-    once(Session({"ticket": {"out": str(out), "rate": 0.5}}))
+    once(Session({"lottery": {"out": str(out), "rate": 0.5}}))
     (path,) = out.glob("*.safetensors")
     masks = read_ticket(path).masks
     assert {"body.weight_ih_l0", "body.weight_hh_l0"} <= masks.keys()

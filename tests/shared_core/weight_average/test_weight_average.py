@@ -382,7 +382,7 @@ def test_what_cannot_be_right_is_refused():
     with pytest.raises(CompatibilityError, match="learned scales"):
         Run(more={"qat": {"scheme": "int8", "range": "lsq"}})
     with pytest.raises(EffError, match="rewound at step k"):
-        Run(more={"ticket": {"ticket": "t", "out": "o"}})
+        Run(more={"lottery": {"ticket": "t", "out": "o"}})
     with pytest.raises(CompatibilityError, match="wanda"):
         Run(bn_batches=1, more={"prune": {"sparsity": 0.5, "criterion": "wanda"}})
     run = Run().step(2)

@@ -26,7 +26,7 @@ class Net(nn.Module):
 
 def trained(average):
     model = Net()
-    session = Session(Recipe.from_dict({"share": {"bits": 3, "begin": 2, "min_size": 1}} | average))
+    session = Session(Recipe.from_dict({"cluster": {"bits": 3, "begin": 2, "min_size": 1}} | average))
     session.attach(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     session.begin([optimizer], total_steps=12)

@@ -151,7 +151,7 @@ def test_a_run_that_stops_early_keeps_its_weights_and_says_so():
     before = model[0].weight.detach().clone()
     session.finish()
     assert torch.equal(model[0].weight, before)
-    assert session.receipt()["unreached"] == {"share": "weights are not shared yet, clustered at step 30"}
+    assert session.receipt()["unreached"] == {"cluster": "weights are not shared yet, clustered at step 30"}
 
 
 def test_skipped_steps_do_not_count():
@@ -185,9 +185,9 @@ def test_the_receipt_counts_in_the_weights():
     model = make_net()
     session, opt = make_session(model, skip=["last"], bits_of=["first=2"])
     train(session, opt, model, range(15))
-    assert session.metrics()["share/values"] == 4 + 8
+    assert session.metrics()["cluster/values"] == 4 + 8
     session.finish()
-    report = session.receipt().values["techniques"]["share"]
+    report = session.receipt().values["techniques"]["cluster"]
     rows = {row["name"]: row for row in report["tensors"]}
     assert set(rows) == {"0.weight", "3.weight"}
     assert (rows["0.weight"]["bits"], rows["0.weight"]["values"]) == (2, 4)
@@ -197,7 +197,7 @@ def test_the_receipt_counts_in_the_weights():
     assert 0 < rows["0.weight"]["rms_error"] < 0.3
     assert report["bytes"] == 4 * (360 + 600)
     model[0].weight.data.fill_(2.0)  # recounted, not remembered
-    assert session.techniques["share"].report()["tensors"][0]["values"] == 1
+    assert session.techniques["cluster"].report()["tensors"][0]["values"] == 1
 
 
 def test_weights_from_elsewhere_are_tied_again():
@@ -237,7 +237,7 @@ def test_weights_that_are_not_laid_out_in_order():
 def test_weights_that_diverged_are_named():
     model = make_net()
     model[3].weight.data[2, 3] = torch.nan
-    with pytest.raises(TrainingError, match=r"share: 3\.weight: weights must be finite"):
+    with pytest.raises(TrainingError, match=r"cluster: 3\.weight: weights must be finite"):
         make_session(model, begin=0)
 
 

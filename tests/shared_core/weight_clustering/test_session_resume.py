@@ -30,7 +30,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(stop, optimizer):
     session.finish()
     for name, tensor in whole.state_dict().items():
         assert torch.equal(second.state_dict()[name], tensor), name
-    assert session.receipt().values["techniques"]["share"]["clustered_at_step"] == 10
+    assert session.receipt().values["techniques"]["cluster"]["clustered_at_step"] == 10
 
 
 def test_the_state_fits_a_state_file(tmp_path):
@@ -40,8 +40,8 @@ def test_the_state_fits_a_state_file(tmp_path):
     session, opt = make_session(model, bits=8, bits_of=["0=2"])
     train(session, opt, model, range(12))
     save_state(tmp_path, session.state_dict())
-    back = load_state(tmp_path)["techniques"]["share"]
-    for name, codes in session.state_dict()["techniques"]["share"]["codes"].items():
+    back = load_state(tmp_path)["techniques"]["cluster"]
+    for name, codes in session.state_dict()["techniques"]["cluster"]["codes"].items():
         assert torch.equal(back["codes"][name], codes)
 
 
@@ -60,10 +60,10 @@ def test_clusters_of_another_model_are_refused(spoil):
     session, opt = make_session(model)
     train(session, opt, model, range(12))
     state = copy.deepcopy(session.state_dict())
-    state["techniques"]["share"]["codes"] = spoil(state["techniques"]["share"]["codes"])
+    state["techniques"]["cluster"]["codes"] = spoil(state["techniques"]["cluster"]["codes"])
     other = Session(session.recipe)
     other.attach(make_net())
-    with pytest.raises(CheckpointError, match="share: saved clusters must be those of this model's weights"):
+    with pytest.raises(CheckpointError, match="cluster: saved clusters must be those of this model's weights"):
         other.load_state_dict(state)
 
 
@@ -72,7 +72,7 @@ def test_a_cluster_without_members_is_refused():
     session, opt = make_session(model)
     train(session, opt, model, range(12))
     state = copy.deepcopy(session.state_dict())
-    codes = state["techniques"]["share"]["codes"]["0.weight"]
+    codes = state["techniques"]["cluster"]["codes"]["0.weight"]
     codes[codes == 3] = 4
     with pytest.raises(CheckpointError, match=r"clusters of 0\.weight must have members"):
         make_session(make_net(), state={"session": state, "optimizer": opt.state_dict()})

@@ -8,7 +8,7 @@ from torch import nn
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, ConfigError, MatchError
-from shared_core.weight_clustering import ShareConfig
+from shared_core.weight_clustering import ClusterConfig
 
 
 class Tied(nn.Module):
@@ -23,9 +23,9 @@ class Tied(nn.Module):
 
 
 def targets(model, **options):
-    session = Session(Recipe.from_dict({"share": {"bits": 3, "begin": 0, "min_size": 100, **options}}))
+    session = Session(Recipe.from_dict({"cluster": {"bits": 3, "begin": 0, "min_size": 100, **options}}))
     session.attach(model)
-    return session.techniques["share"]._targets
+    return session.techniques["cluster"]._targets
 
 
 def test_which_weights_are_shared():
@@ -51,9 +51,9 @@ def test_which_weights_are_shared():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"include": ["nothing"]}, MatchError, "share: include pattern 'nothing' matches no module"),
-        ({"bits_of": ["nothing=4"]}, MatchError, "share: bits_of: include pattern 'nothing' matches no module"),
-        ({"min_size": 10_000}, MatchError, "share: must match at least one module"),
+        ({"include": ["nothing"]}, MatchError, "cluster: include pattern 'nothing' matches no module"),
+        ({"bits_of": ["nothing=4"]}, MatchError, "cluster: bits_of: include pattern 'nothing' matches no module"),
+        ({"min_size": 10_000}, MatchError, "cluster: must match at least one module"),
         ({"bits_of": ["0=9"]}, ConfigError, r"bits_of must be PATTERN=BITS with bits in \[2, 8\]"),
         ({"bits_of": ["0"]}, ConfigError, "bits_of must be PATTERN=BITS"),
         ({"bits": 1}, ConfigError, r"share.bits: bits must be in \[2, 8\], got 1"),
@@ -66,19 +66,19 @@ def test_what_cannot_be_shared_is_refused_before_training(options, error, messag
 
 
 def test_sharing_must_wait_for_pruning_to_end():
-    with pytest.raises(ConfigError, match="share: begin must not lie before step 20, when weights are pruned"):
+    with pytest.raises(ConfigError, match="cluster: begin must not lie before step 20, when weights are pruned"):
         make_session(make_net(), prune={"sparsity": 0.5, "begin": 0, "end": 20})
     make_session(make_net(), prune={"sparsity": 0.5, "begin": 0, "end": 10})
 
 
 def test_lbfgs_is_refused():
     model = make_net()
-    session = Session(Recipe.from_dict({"share": {"bits": 3, "begin": 0, "min_size": 100}}))
+    session = Session(Recipe.from_dict({"cluster": {"bits": 3, "begin": 0, "min_size": 100}}))
     session.attach(model)
-    with pytest.raises(CompatibilityError, match="share: optimizer must not be LBFGS"):
+    with pytest.raises(CompatibilityError, match="cluster: optimizer must not be LBFGS"):
         session.begin([torch.optim.LBFGS(model.parameters())], total_steps=5)
 
 
 def test_options_from_text():
-    config = ShareConfig.from_dict({"bits": "5", "bits_of": "conv*=8, last=6", "begin": "0.9"})
+    config = ClusterConfig.from_dict({"bits": "5", "bits_of": "conv*=8, last=6", "begin": "0.9"})
     assert (config.bits, config.widths()) == (5, {"conv*": 8, "last": 6})
