@@ -78,10 +78,10 @@ def public_names():
         found |= {(package, name) for name in names if name[0] != "_"}
     for source in (ROOT / "shared_core").rglob("*.py"):
         for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("eff_kernels."):
+            if isinstance(node, ast.ImportFrom) and re.match(r"eff_kernels\.[^_]", str(node.module)):
                 names = [alias.name for alias in node.names if not alias.name.isupper()]
                 home = importlib.import_module(str(node.module))
-                found |= {(home.__name__, name) for name in names if hasattr(home, name)}  # a module is none
+                found |= {(home.__name__, name) for name in names if not inspect.ismodule(getattr(home, name, inspect))}
     return sorted(found)
 
 

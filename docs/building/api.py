@@ -18,7 +18,6 @@ PACKAGES = (
     "shared_core.numerics", "shared_core.checkpoint_formats.plain", "shared_core.config.options",
     "shared_core.config.training_time", "shared_core.engine.technique", "shared_core.errors", "eff_kernels",
 )  # fmt: skip
-LAUNCHERS = ("_triton", "_launch", "_dispatch")  # modules of eff_kernels that its own functions call
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -42,8 +41,8 @@ def public_names(module: str) -> list[str]:
         return [_home(source, name) for name, source in exported.items()]
     modules = [module]
     if (folder := _file(module)).name == "__init__.py":
-        stems = sorted(path.stem for path in folder.parent.glob("[!_]*.py"))
-        modules = [f"{module}.{stem}" for stem in stems if not stem.endswith(LAUNCHERS)]
+        inside = sorted(path.relative_to(folder.parent).with_suffix("") for path in folder.parent.rglob("*.py"))
+        modules = [".".join((module, *path.parts)) for path in inside if not any(part[0] == "_" for part in path.parts)]
     return [f"{home}.{name}" for home in modules for name in _own_names(home)]
 
 
