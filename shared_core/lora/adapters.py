@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import fnmatch
 import re
 import warnings
@@ -139,7 +140,10 @@ def inject(
         lora_dropout=config.dropout,
         target_modules="|".join(re.escape(path) for path in where.values()),
     )
-    mesh = vars(model).pop("_device_mesh", None)  # Lightning's, which peft (0.21) takes for transformers'
+    hidden = ["_device_mesh"]  # Lightning's, which peft (0.21) takes for transformers'
+    if _are_translated(asked, model):
+        hidden.append("config")
+    put_aside = {name: vars(model).pop(name) for name in hidden if name in vars(model)}
     try:
         for name, base in bases.items():
             model.set_submodule(where[name], base)
@@ -157,8 +161,7 @@ def inject(
     finally:
         # trainers would take it for peft's own model, whose checkpoints hold adapters alone
         vars(model).pop("peft_config", None)
-        if mesh is not None:
-            vars(model)["_device_mesh"] = mesh
+        vars(model).update(put_aside)
     adapted: dict[str, Any] = {}
     for name, module in layers.items():
         layer: Any = model.get_submodule(where[name])
@@ -179,6 +182,24 @@ def inject(
         layer.eff_config = config
         adapted[name] = layer
     return adapted
+
+
+def _are_translated(asked: Any, model: nn.Module) -> bool:
+    """Return whether peft takes names of layers for those of transformers 4, whose experts were layers of their own.
+
+    peft (0.21) then adapts the fused experts in place of layers that have such names today: the dense and the shared
+    ones of DeepSeek-V3.
+    """
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # an older peft does not translate
+        return False
+    tried = copy.deepcopy(asked)
+    try:
+        convert_peft_config_for_transformers(tried, model=model, conversions=None)
+    except ValueError:
+        return True
+    return bool(tried.target_modules != asked.target_modules)
 
 
 def adapters(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:

@@ -6,7 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import HfArgumentParser, MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    HfArgumentParser,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from hf_eff import EffTrainingArguments, attach
 from hf_eff.callbacks import Lora
@@ -119,6 +127,26 @@ def test_layers_whose_weights_are_read_past_their_forward_are_left_out(make, tmp
     ]
     for name in ("x_proj", "dt_proj", "out_proj"):
         assert "MambaMixer computes with its weight itself" in told["left_out"][f"backbone.layers.0.mixer.{name}"]
+
+
+def test_dense_layers_beside_experts_are_adapted_under_their_own_names(make, tmp_path):
+    config = DeepseekV3Config(
+        vocab_size=24, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, n_group=2,
+        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, topk_group=1, num_experts_per_tok=2,
+        first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
+    model = DeepseekV3ForCausalLM(config)
+    names = list(model.state_dict())
+    data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in make.texts()]
+    callback = Lora(rank=2, base="none")
+    make.trainer(tmp_path, model=model, data=data, callbacks=[callback], max_steps=2).train()
+    adapted = {
+        layer["name"]: layer["adapter_size"] for layer in callback.session.receipt()["techniques"]["lora"]["per_layer"]
+    }
+    for name in ("model.layers.0.mlp.gate_proj", "model.layers.1.mlp.shared_experts.down_proj"):
+        assert adapted[name] > 0
+    assert list(model.state_dict()) == names
+    assert model.config is config
 
 
 def test_what_peft_alone_refuses_is_told_with_the_flag(make):
