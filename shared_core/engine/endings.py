@@ -38,7 +38,7 @@ def differences(
         >>> import torch
         >>> from shared_core.engine.claims import FewValues
         >>> differences({"cluster": {"w": FewValues(1, 1)}}, {"w": torch.tensor([1.0, 2.0])})
-        ['share: w: 2 distinct values beside 0, at most 1 were asked for']
+        ['cluster: w: 2 distinct values beside 0, at most 1 were asked for']
     """
     there, lines = {plain_name(name): name for name in weights}, []
     for name in dict.fromkeys(name for said in claims.values() for name in said):

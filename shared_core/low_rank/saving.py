@@ -35,6 +35,7 @@ def load(model: nn.Module, weights: Path | str | Mapping[str, Tensor]) -> nn.Mod
         CheckpointError: If it cannot be read, or is of another model.
 
     Example:
+        >>> import torch
         >>> from shared_core.low_rank import LowRankConfig, factorize
         >>> net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
         >>> _ = factorize(net, LowRankConfig(rank=8))

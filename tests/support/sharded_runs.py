@@ -56,10 +56,10 @@ RECIPES = {
     "low_rank-prune": {"low_rank": {"rank": 6, "min_size": 0}, "prune": GROWING},
     "qat-prune": {"qat": {"scheme": "int8", "begin": 2}, "prune": GROWING},
     "lottery": {"lottery": {"out": "ticket", "rewind_to": 2, "rate": 0.4}},
-    "ticket-second": {"lottery": {"out": "second", "ticket": "../two/lottery/ticket.safetensors", "rewind_to": 2}},
+    "ticket-second": {"lottery": {"out": "second", "ticket": "../two/ticket/ticket.safetensors", "rewind_to": 2}},
     "ticket-rate": {"lottery": {"out": "rate", "rewind": "learning_rate", "scope": "global"}},
     "ticket-redrawn": {
-        "lottery": {"out": "redrawn", "ticket": "../two/lottery/ticket.safetensors", "control": "random_reinit"}
+        "lottery": {"out": "redrawn", "ticket": "../two/ticket/ticket.safetensors", "control": "random_reinit"}
     },
     "fp32_copy": {"primary_weights": {"kind": "fp32_copy", "telemetry_every": 1}, "prune": GROWING},
     "stochastic": {"primary_weights": {"kind": "stochastic_rounding"}},

@@ -50,7 +50,7 @@ def test_what_cannot_be_right_is_refused_before_training(tmp_path):
         train(ticket_recipe(tmp_path / "a", ticket=path, rewind_to=3), model=wide)
     with pytest.raises(CompatibilityError, match="LBFGS"):
         train(ticket_recipe(tmp_path / "a"), optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(CompatibilityError, match="prune cannot be combined with ticket"):
+    with pytest.raises(CompatibilityError, match="prune cannot be combined with lottery"):
         Session(Recipe.from_dict({"lottery": {"out": "x"}, "prune": {"sparsity": 0.5}})).attach(make_net())
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="out must be a folder"):

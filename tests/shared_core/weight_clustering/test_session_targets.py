@@ -56,8 +56,8 @@ def test_which_weights_are_shared():
         ({"min_size": 10_000}, MatchError, "cluster: must match at least one module"),
         ({"bits_of": ["0=9"]}, ConfigError, r"bits_of must be PATTERN=BITS with bits in \[2, 8\]"),
         ({"bits_of": ["0"]}, ConfigError, "bits_of must be PATTERN=BITS"),
-        ({"bits": 1}, ConfigError, r"share.bits: bits must be in \[2, 8\], got 1"),
-        ({"bits": float("nan")}, ConfigError, "share.bits"),
+        ({"bits": 1}, ConfigError, r"cluster.bits: bits must be in \[2, 8\], got 1"),
+        ({"bits": float("nan")}, ConfigError, "cluster.bits"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_before_training(options, error, message):

@@ -2,7 +2,7 @@
 
 Each round trains, prunes two thirds of the weights left, and sets the others back to those of step 40; the control
 keeps as many weights at random places. For your own script: eff lottery.
-Data: the 1,797 handwritten digits of scikit-learn. Run: python examples/ticket_hf.py
+Data: the 1,797 handwritten digits of scikit-learn. Run: python examples/lottery_ticket_hf.py
 """
 
 import tempfile

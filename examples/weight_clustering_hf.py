@@ -1,6 +1,6 @@
 """Pruning and shared weights in the Hugging Face Trainer: a file of a few kilobytes, and what it costs.
 
-Data: the 1,797 handwritten digits of scikit-learn. Run: python examples/share_hf.py
+Data: the 1,797 handwritten digits of scikit-learn. Run: python examples/weight_clustering_hf.py
 """
 
 import tempfile
