@@ -31,7 +31,7 @@ from shared_core.engine.receipt import Receipt, environment, figures
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import ROOMS
 from shared_core.engine.technique import BareServices, Context, Services, Technique, driven, leave_out, to_finish
-from shared_core.errors import CheckpointError, ReceiptError, TrainingError
+from shared_core.errors import CheckpointError, EffError, ReceiptError, TrainingError
 
 
 def of(
@@ -51,10 +51,31 @@ def windows(techniques: Mapping[str, Technique]) -> dict[str, dict[str, Any]]:
     return {key: state for key, technique in techniques.items() if (state := technique.window_state())}
 
 
+@contextlib.contextmanager
+def saved_by(key: str) -> Iterator[None]:
+    """Tell whatever a reader of a saved state trips over as damage of that state; the reader's own error is the cause.
+
+    Raises:
+        CheckpointError: If reading fails, other than for want of memory or of a file, or with an error of ours.
+    """
+    try:
+        yield
+    except (EffError, OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a damaged state holds any value, and a reader may do anything with it
+        raise CheckpointError(
+            f"resume: checkpoint's state of {key} must be one that a session saved, got {error!r} from it: it is "
+            "damaged or of another version, or this error is a bug; go on from another checkpoint"
+        ) from error
+
+
 def restore_windows(state: Mapping[str, Any], techniques: Mapping[str, Technique]) -> None:
     """Put back what `windows` returned, with the gradients of the same window."""
-    for key in state.keys() & techniques.keys():
-        techniques[key].load_window_state(state[key])
+    with saved_by("session"):
+        found = dict(state)
+    for key in found.keys() & techniques.keys():
+        with saved_by(key):
+            techniques[key].load_window_state(found[key])
 
 
 def restore(
@@ -65,20 +86,21 @@ def restore(
     Raises:
         CheckpointError: If the state is not a session's.
     """
-    try:
-        saved, recipe = state["techniques"], state["recipe"]
+    with saved_by("session"):
+        saved, recipe = dict(state["techniques"]), dict(state["recipe"])
         step, skipped = int(state["step"]), int(state["skipped"])
+        if step < 0 or skipped < 0:
+            raise ValueError(f"step {step}, skipped {skipped}")
         context.generator.set_state(state["generator"])
         history.load_state_dict(state.get("history", {}))
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"session: state must be one that a session saved, got {error!r}") from error
+        context.left_out.put_back(state.get("buffers", {}))
     context.step = step
-    context.left_out.put_back(state.get("buffers", {}))
     for key, technique in techniques.items():
-        if key in saved:
-            technique.load_state_dict(saved[key])
-        else:
-            technique.fits(None)
+        with saved_by(key):
+            if key in saved:
+                technique.load_state_dict(saved[key])
+            else:
+                technique.fits(None)
     return recipe, skipped
 
 
@@ -165,6 +187,7 @@ class Session:
         """Whether a checkpoint of another recipe was resumed: its run's best is not what is asked for now."""
         self._plain: PlainKeys | None = None
         self._begun = self._finished = self._is_saving = False
+        self._restored: set[str] = set()
         self._final_reports: dict[str, Any] = {}
         self._planned: dict[str, list[preview.Event]] = {}
         self._final_unreached: dict[str, str] | None = None
@@ -298,7 +321,8 @@ class Session:
         context.left_out.mark()
         self._started = time.perf_counter()
         for key, technique in self.techniques.items():
-            with self._timed(key):
+            # some keep what was saved until they know the run
+            with self._timed(key), saved_by(key) if key in self._restored else contextlib.nullcontext():
                 technique.begin(context)
             self._planned[key] = technique.timeline(context)
         self._begun = True
@@ -639,8 +663,10 @@ class Session:
         """
         context, self._furthest = self._attached("load_state_dict"), self.furthest_step
         recipe, self.skipped = restore(state, context, self.techniques, self._history)
+        self._restored = {*state["techniques"]}
         context.unvalidated |= self._begun and not (self._validated and self._validated[0] == context.step)
-        changes = self.recipe.changes_since(recipe)
+        with saved_by("session"):
+            changes = self.recipe.changes_since(recipe)
         self.is_changed |= bool(changes)
         for change in changes:
             self.note(f"resumed {change}")
@@ -734,14 +760,19 @@ def fit_to(session: Session, state: Mapping[str, Any], surroundings: Iterable[st
     Raises:
         CheckpointError: If a technique cannot go on from this checkpoint.
     """
-    saved: Mapping[str, Any] = state.get("techniques", {})
+    with saved_by("session"):
+        saved: Mapping[str, Any] = dict(state.get("techniques", {}))
     if "low_rank" in saved and "low_rank" not in session.techniques:
         raise CheckpointError(
             "resume: recipe must keep low_rank, whose layers the checkpoint holds in two, got none; keep it, or load "
             "the weights with shared_core.low_rank.load and start a new run"
         )
     # a list: each is asked, also for its refusal
-    if session.context is None or all([each.fits(saved.get(key)) for key, each in session.techniques.items()]):
+    fitting = []
+    for key, each in session.techniques.items():
+        with saved_by(key):
+            fitting.append(each.fits(saved.get(key)))
+    if session.context is None or all(fitting):
         return
     model = session.context.model
     session.detach()
