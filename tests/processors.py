@@ -18,15 +18,15 @@ PROCESSORS = {
 TESTS = (
     "eff_kernels/test_exact_sums.py",
     "eff_kernels/test_integer_linear.py",
-    "shared_core/test_fp8_casts.py",
-    "shared_core/test_quantization_conv1d.py",
-    "shared_core/test_quantization_convert.py",
-    "shared_core/test_quantization_export.py",
-    "shared_core/test_quantization_export_unsigned.py",
-    "shared_core/test_quantization_fast_convert.py",
-    "shared_core/test_quantization_onednn_convolution.py",
-    "shared_core/test_quantization_onednn_linear.py",
-    "shared_core/test_quantization_torchao_methods.py",
+    "shared_core/fp8/test_casts.py",
+    "shared_core/quantization/test_conv1d.py",
+    "shared_core/quantization/integer/test_convert.py",
+    "shared_core/tools/export/test_export.py",
+    "shared_core/tools/export/test_unsigned.py",
+    "shared_core/quantization/integer/test_backends.py",
+    "shared_core/quantization/integer/test_convolution.py",
+    "shared_core/quantization/integer/test_linear.py",
+    "shared_core/quantization/post_training/test_torchao_calibration.py",
 )
 
 
