@@ -37,10 +37,11 @@ def pytest_collection_finish(session):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    # Which tests a worker ran before must not decide what a test draws.
+    # Which tests a worker ran before must not decide what a test draws, nor in which format it multiplies.
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+    torch.set_float32_matmul_precision("highest")
     if len(sys.modules) > _modules + MANY_MODULES:
         _freeze()
 

@@ -29,8 +29,6 @@ class MatmulPrecision(Technique):
     config: MatmulPrecisionConfig
     _live: ClassVar[weakref.WeakValueDictionary[int, MatmulPrecision]] = weakref.WeakValueDictionary()
     """Those that set the precision and have not put it back, in order: torch has one setting for all of them."""
-    _before: ClassVar[tuple[str, tuple[str, str]]] = ("highest", ("none", "none"))
-    """What was set before the first of them."""
 
     def __init__(self, config: MatmulPrecisionConfig) -> None:
         super().__init__(config)
@@ -38,6 +36,8 @@ class MatmulPrecision(Technique):
         """What the first training loss was computed in."""
         self.previous: str | None = None
         """Torch's setting before this run; ``"mixed"`` if its newer switches were set. None before `attach`."""
+        self._before, self._set = _switches(), _switches()
+        """Torch's settings before `attach` and after it."""
         self._device = torch.device("cpu")
         self._format: str | None = None
 
@@ -62,25 +62,22 @@ class MatmulPrecision(Technique):
     def attach(self, model: nn.Module, context: Context) -> None:
         """Set the precision, for evaluation too."""
         self.previous = float32_matmul_precision()
-        if not self._live:
-            MatmulPrecision._before = self.previous, _newer_switches()
+        self._before = _switches()
         self._live[1 + max(self._live, default=0)] = self
         torch.set_float32_matmul_precision(self.config.precision)
+        self._set = _switches()
 
     def detach(self, model: nn.Module) -> None:
-        """Put torch's setting back, or that of another run that has not ended."""
+        """Put torch's setting back; where a later run has set its own since, that one puts it back in our place."""
         mine = next((number for number, one in self._live.items() if one is self), None)
         if mine is None:
             return
         del self._live[mine]
-        precision, switches = self._before
-        if self._live:
-            torch.set_float32_matmul_precision(self._live[max(self._live)].config.precision)
-        elif precision in ("highest", "high", "medium"):
-            torch.set_float32_matmul_precision(precision)
-        else:
-            torch.set_float32_matmul_precision("highest")  # overwrites the newer switches, so these come second
-            _set_newer_switches(switches)
+        later = [one for number, one in sorted(self._live.items()) if number > mine]
+        if not later:
+            _restore(self._before)
+        elif later[0]._before == self._set:  # else somebody set another one in between, which stays theirs
+            later[0]._before = self._before
 
     def begin(self, context: Context) -> None:
         """Measure a product on the model's device, and say aloud if the setting changes nothing there."""
@@ -145,9 +142,14 @@ class MatmulPrecision(Technique):
         }
 
 
-def _newer_switches() -> tuple[str, str]:
-    return _BACKENDS.cuda.matmul.fp32_precision, _BACKENDS.mkldnn.matmul.fp32_precision
+def _switches() -> tuple[str, str, str]:
+    """Return torch's setting, and the newer switches of each backend behind it."""
+    newer = _BACKENDS.cuda.matmul.fp32_precision, _BACKENDS.mkldnn.matmul.fp32_precision
+    return float32_matmul_precision(), *newer
 
 
-def _set_newer_switches(values: tuple[str, str]) -> None:
-    _BACKENDS.cuda.matmul.fp32_precision, _BACKENDS.mkldnn.matmul.fp32_precision = values
+def _restore(switches: tuple[str, str, str]) -> None:
+    precision, *newer = switches
+    # this one overwrites the newer switches, so that they come second
+    torch.set_float32_matmul_precision("highest" if precision == "mixed" else precision)
+    _BACKENDS.cuda.matmul.fp32_precision, _BACKENDS.mkldnn.matmul.fp32_precision = newer

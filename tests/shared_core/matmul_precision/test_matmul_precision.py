@@ -69,6 +69,18 @@ def test_of_two_runs_the_one_that_goes_on_keeps_its_precision(first_ends):
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+def test_a_run_that_never_ended_decides_nothing_for_later_ones():
+    lost, _ = run("medium")
+    torch.set_float32_matmul_precision("highest")  # by the user, since the lost run did not
+    later, _ = run("high")
+    later.detach(nn.Linear(3, 2))
+    assert torch.get_float32_matmul_precision() == "highest"
+    later, _ = run("high")
+    lost.detach(nn.Linear(3, 2))
+    later.detach(nn.Linear(3, 2))
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_newer_switches_are_put_back_too():
     torch.set_float32_matmul_precision("highest")
     backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
