@@ -8,7 +8,7 @@ import json
 import re
 import sys
 
-import hypothesis
+import hypothesis.core
 import pytest
 import yaml
 from hostile_recipes import (
@@ -40,7 +40,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def often(quick, long=1000):
-    """A test's number of examples: the same ones in every quick run, new ones in a long one."""
+    """A test's number of examples in a quick and in a long run; `--hypothesis-seed=N` draws others than usual."""
     return pytest.mark.parametrize("count", [quick, pytest.param(long, marks=LONG)])
 
 
@@ -55,7 +55,10 @@ def for_each(strategy, count, tried):
                 check_told(error)
 
     options = hypothesis.settings(
-        max_examples=count, deadline=None, database=None, derandomize=count < 1000, suppress_health_check=HealthCheck
+        max_examples=count,
+        deadline=None,
+        derandomize=hypothesis.core.global_force_seed is None,
+        suppress_health_check=HealthCheck,
     )
     options(given(strategy)(one))()
 
