@@ -395,7 +395,13 @@ def _again(call: _Call, outputs: list[list[Any]]) -> list[Any]:
         with call.surroundings.restored(), call.buffers.rewound(), call.recompute_context:
             return tree_flatten(call.run(*args, **kwargs))[0]
     except RuntimeError as error:
-        if "selective activation checkpoint has been mutated" not in str(error):  # torch's words (2.13)
+        # torch's words (2.13)
+        if "Trying to backward an extra time" in str(error):
+            raise TrainingError(
+                f"checkpointing: {call.name}: with selective, backward must run once and a Function must read "
+                "ctx.saved_tensors once, got a second time (retain_graph?); take block"
+            ) from error
+        if "selective activation checkpoint has been mutated" not in str(error):
             raise
         rule = "what selective keeps, outputs of layers, must not be changed in place"
         raise _changed(call.name, rule, "take block") from error

@@ -117,7 +117,8 @@ class _Binarize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        exact = ctx.saved_tensors[0].to(compute_dtype(ctx.saved_tensors[0].dtype))
+        (x,) = ctx.saved_tensors  # read once: activation checkpointing computes again what is read twice
+        exact = x.to(compute_dtype(x.dtype))
         return pass_inside(grads[0].to(exact.dtype), exact, -1, 1).to(grads[0].dtype), None, None
 
 

@@ -208,6 +208,14 @@ class TestRefusals:
         apply_policy(net, "block")
         net(torch.ones(2, 4)).sum().backward()
 
+    def test_a_second_backward_over_what_selective_keeps(self):
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+        apply_policy(net, "selective")
+        loss = net(torch.ones(2, 4)).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(TrainingError, match=r"2: with selective, backward must run once .* take block"):
+            loss.backward()
+
     def test_a_filled_cache(self):
         model, inputs = make_llama().train(), tokens()
         apply_policy(model, "block")

@@ -1,6 +1,7 @@
 """Ternary and binary weights against float64 references written from the papers."""
 
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -142,6 +143,26 @@ def test_compiles_as_one_graph_and_batches():
     batched = torch.func.vmap(torch.func.grad(loss))(x)
     for index in range(3):
         torch.testing.assert_close(batched[index], torch.func.grad(loss)(x[index]))
+
+
+@pytest.mark.parametrize("function", [binarize, ternarize, binarize_activation])
+def test_backward_reads_what_it_saved_once(function):
+    """Activation checkpointing computes again what is read a second time."""
+    packed, read = [], Counter()
+
+    def pack(tensor):
+        packed.append(tensor)
+        return len(packed) - 1
+
+    def unpack(index):
+        read[index] += 1
+        return packed[index]
+
+    x = torch.randn(4, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        y = function(x)
+    y.sum().backward()
+    assert read == Counter(range(len(packed)))
 
 
 @pytest.mark.parametrize(("call", "message"), [
