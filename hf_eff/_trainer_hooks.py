@@ -1,9 +1,4 @@
-"""The user's callbacks whose techniques one session drives, and what becomes of those that are taken away.
-
-What the Trainer's model card says about efficient training.
-
-The Trainer's events as a session's verbs. No other file knows a hook's name or wraps a method of the trainer.
-"""
+"""The Trainer's events translated into a session's hooks. No other file replaces methods of a Trainer in training."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import IntervalStrategy, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -35,6 +30,7 @@ from hf_eff._environment import check_outputs, check_sharding, forget_optimizer,
 from hf_eff._epoch_end import EpochEnd
 from hf_eff._loss_normalisation import TaskLoss, Window
 from hf_eff._preflight import preflight
+from hf_eff._private_names import check_private_names
 from hf_eff._services import TrainerServices
 from hf_eff._wrapped import Wrapped
 from shared_core.distributed.collectives import from_main
@@ -90,9 +86,6 @@ class GivenCallbacks:
         return Recipe(left, allow_partial=recipe.allow_partial)
 
 
-if TYPE_CHECKING:
-    pass  # FIXME empty
-
 _BEGIN, _END = "<!-- efftrain: begin -->", "<!-- efftrain: end -->"
 
 
@@ -128,6 +121,7 @@ class SessionCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, recipe: Recipe) -> None:
+        check_private_names(trainer)
         self._trainer = trainer
         self.args_recipe: Recipe | None = None
         """What the flags of the trainer's arguments switched on, None where it has no flags."""
@@ -140,7 +134,7 @@ class SessionCallback(TrainerCallback):
         self._scaler = ScalerSwap(trainer)
         self._data, self._epoch_end = DataResume(trainer), EpochEnd(trainer)
         self._made_optimizer: Any = None
-        self._training = self._baking = self._complete = False
+        self._training = self._baking = self._complete = self._computed = False
         self._scale_before: float | None = None
         self._discarded = self._passed_over = self._is_over = False
         self._resumed_from: Path | None = None
@@ -462,6 +456,7 @@ class SessionCallback(TrainerCallback):
         session = self.session
         if not (model.training and session.is_attached and session.has_begun):
             return method(model, inputs, *args, **kwargs)
+        self._computed = True
         self.given.check(self.session.step)
         self._task.look(method, model, inputs, *args, **kwargs)
         with session.forward():
@@ -501,17 +496,36 @@ class SessionCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Remember the scale where a skipped step would be hidden: torch's scaler leaves it to a fused optimizer."""
+        """Refuse a step that passed the hooks by. Remember the scale where a skipped step would be hidden.
+
+        torch's scaler leaves a skip to a fused optimizer, and the Trainer does not see it.
+
+        Raises:
+            TrainingError: If a subclass or another callback computes the loss or clips without the Trainer's methods.
+        """
+        self._check_hooks_ran()
         scaler = self._trainer.accelerator.scaler
         hidden = hasattr(inner_optimizer(self._trainer.optimizer), "_step_supports_amp_scaling")
         watch = scaler is not None and hidden and not self._scaler.is_ours  # ours tells
         self._scale_before = scaler.get_scale() if watch else None
 
+    def _check_hooks_ran(self) -> None:
+        if not (self.session.is_attached and self.session.has_begun):
+            return
+        kind = type(self._trainer).__name__
+        computed = self._computed or not self.session.needs_forward
+        for ran, name in ((computed, "compute_loss"), (self._complete, "_get_grad_norm")):
+            if not ran:
+                raise TrainingError(
+                    f"hf: {kind} must call self.{name} before each optimizer step, got a step without; call it in your "
+                    "training_step, and assign nothing to the trainer's methods once techniques are attached"
+                )
+
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Tell the session whether the step was applied."""
-        self._complete = self._scaler.unscaled = False
+        self._complete = self._computed = self._scaler.unscaled = False
         accelerator, optimizer = self._trainer.accelerator, cast(Any, self._trainer.optimizer)
         if self._discarded:
             optimizer._is_overflow = self._discarded = False

@@ -329,6 +329,11 @@ class Session:
         for remark in [*coverage.lines(self.coverage), *compatibility.remarks(self.recipe)]:
             self.note(remark)
 
+    @property
+    def needs_forward(self) -> bool:
+        """Whether a technique still works in the forward or the loss of micro-batches."""
+        return bool(self._driven["forward"] or self._driven["loss"])
+
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Return what surrounds the forward and the loss of a training micro-batch; nothing before `begin`."""
         driven, context = self._driven["forward"], self.context
