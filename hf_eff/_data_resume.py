@@ -1,12 +1,9 @@
-"""Random numbers of a loader's workers: each leaves its generators' states in shared memory, and can go on from one.
+"""Exact resume of the training data: batches that were drawn at random ahead of a checkpoint are drawn again.
 
-A loader of accelerate that is watched: from where its batches were drawn, and what is to be put back before some.
-
-Exact resume of the training data: batches that were drawn at random ahead of a checkpoint are drawn again.
-
-accelerate's loaders read one batch ahead: what a data set or a collator draws for it (masks, augmentations) was drawn
-before the random state that the trainer saves. After a restart the trainer would draw it from another state, and put
-the saved one back after the first window's batches, whose draws belong behind it.
+accelerate's loaders read one batch ahead. What a data set or a collator draws for that batch (masks, augmentations)
+is drawn before the random state that the trainer saves. After a restart the trainer would draw it from another state,
+and restore the saved state after the first window's batches, whose draws come later. So the loader is watched: it
+records the random state that each batch was drawn from. Workers write their generators' states to shared memory.
 """
 
 from __future__ import annotations

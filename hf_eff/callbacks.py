@@ -1,39 +1,4 @@
-"""Techniques as callbacks of a stock Trainer: ``Trainer(callbacks=[Pruning(sparsity=0.8)])``, no subclass.
-
-Activation checkpointing as a callback of the Hugging Face Trainer.
-
-Distillation as a callback of the Hugging Face Trainer.
-
-Fp8 as a callback of the Hugging Face Trainer.
-
-Gradient compression as a callback of the Hugging Face Trainer.
-
-QLoRA as a callback of the Hugging Face Trainer.
-
-LossScaling as a callback of the Hugging Face Trainer.
-
-Low-rank training as a callback of the Hugging Face Trainer.
-
-The precision of float32 products as a callback of the Hugging Face Trainer.
-
-Primary weights as a callback of the Hugging Face Trainer.
-
-Differential privacy as a callback of the Hugging Face Trainer.
-
-Pruning as a callback of the Hugging Face Trainer.
-
-QuantizationAwareTraining as a callback of the Hugging Face Trainer.
-
-Compressed and offloaded activations as a callback of the Hugging Face Trainer.
-
-ModelSoup as a callback of the Hugging Face Trainer.
-
-One run of a lottery ticket search as a callback of the Hugging Face Trainer.
-
-Running averages as a callback of the Hugging Face Trainer.
-
-Weight sharing as a callback of the Hugging Face Trainer.
-"""
+"""Techniques as callbacks of a stock Trainer: ``Trainer(callbacks=[Pruning(sparsity=0.8)])``, without a subclass."""
 
 from __future__ import annotations
 

@@ -1,13 +1,10 @@
-"""The weights in a checkpoint: those that the user's module loads, and beside them those that training goes on from.
+"""Lightning's checkpoints: their weights, their files, which of them may be the best, and the recount at the end.
 
-Checkpoint files that are written whole, and a resume that passes over one that is not.
-
-Lightning (2.6) writes into TMPDIR and moves the file: from another filesystem that is a copy over the old checkpoint,
-which a crash leaves half-written, and nothing waits for the disk.
-
-Which checkpoints compete for the best of a run, and when early stopping counts: where the model is as asked for.
-
-The end of a run: its module and the files that it wrote as final are counted again, after everybody else.
+A file holds the baked weights that the user's module loads, and beside them the weights that training resumes from.
+Lightning (2.6) writes into TMPDIR and moves the file. From another filesystem the move copies over the old checkpoint,
+which a crash leaves half-written. So files are written aside and renamed here, and a damaged one is passed over on
+resume. Only checkpoints that hold what was asked for compete for the best; early stopping waits for the first of them.
+After all other callbacks, the final module and the final files are counted again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Optimizers of a sharded module, put back as they were saved, parameters without a state included.
+"""FSDP2 of a whole module: which parts are sharded, with which precision and prefetching, and their optimizer state.
 
-Lightning (2.6) and torch (2.13) take it that every parameter has one, as after a first step in which all had gradients.
-A file from before that step, of plain SGD, or of a part that had no gradient so far ends in an error of theirs.
-
-FSDP2 of a whole module: which parts are sharded by themselves, with what precision and prefetching.
+Lightning (2.6) and torch (2.13) expect a state of every parameter, as after a first step in which all had gradients.
+They fail on a file from before that step, of plain SGD, or of a parameter without a gradient so far. So the state is
+restored here as it was saved, parameters without a state included.
 """
 
 from __future__ import annotations

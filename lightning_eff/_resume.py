@@ -1,16 +1,13 @@
-"""Random state with that of generators which data loaders have for themselves.
+"""Exact resume: restore what Lightning does not, so that a resumed run equals one that was never stopped.
 
-Where a run is among its epochs and batches, and a Trainer's loops put back to exactly there.
+Lightning restores weights, optimizers, schedulers and its progress. It does not restore random generators, those of
+data loaders included. In the middle of an epoch it starts a plain data loader again at batch 0. It drops the gradients
+of an open accumulation window.
 
-Lightning (2.6) guesses from its counters where a checkpoint was saved, and changes them as it goes on from there: an
-epoch saved after its last batch is counted as over, a batch that was cut short counts twice, validations and optimizer
-steps are counted again. A run that is stopped twice adds these up. So the place is written down, and the loops go on
-from it as if they had never stopped.
-
-Exact resume: what Lightning does not put back by itself, so that a resumed run equals one that was never stopped.
-
-Lightning restores weights, optimizers, schedulers and its progress. It does not restore random generators, it starts
-a plain data loader over at batch 0 in the middle of an epoch, and it drops gradients accumulated so far.
+Lightning (2.6) also infers from its counters where a checkpoint was saved, and changes them on resume: an epoch that
+was saved after its last batch counts as over, a batch that was interrupted counts twice, validations and optimizer
+steps are counted again. A run that is stopped twice adds these errors up. So the position is saved, and the loops are
+set to it.
 """
 
 from __future__ import annotations

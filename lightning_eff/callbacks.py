@@ -1,35 +1,4 @@
-"""The callback of activation checkpointing.
-
-The callback of distillation.
-
-The callback of gradient compression.
-
-The callback of QLoRA.
-
-The callback of low-rank training.
-
-The callback of the precision of float32 products.
-
-The callback of primary weights.
-
-The callback of differential privacy.
-
-The callback of pruning.
-
-The callback of quantization.
-
-The callback of compressed and offloaded activations.
-
-The callback of soup.
-
-The callback of one run of a lottery ticket search.
-
-The callback of running averages.
-
-The callback of weight sharing.
-
-FP8 training as a callback.
-"""
+"""One callback for each technique: ``pl.Trainer(callbacks=[Pruning(sparsity=0.8)])``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""The hot operations of loss scaling: one pass over tensors that counts magnitudes by power of two.
+"""Loss scaling: count magnitudes by power of two, and unscale gradients with what the scaler asks about them.
 
-Unscaling gradients, with what loss scaling wants to know of them found in the same pass.
-
-On CUDA one Triton launch reads and writes each gradient once; elsewhere torch's fused operator unscales, and the
-question is answered by a pass of its own.
+On CUDA one Triton launch reads and writes each gradient once. Elsewhere torch's fused operator unscales, and a second
+pass looks for values that are not finite.
 """
 
 from __future__ import annotations

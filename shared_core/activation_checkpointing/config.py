@@ -1,9 +1,4 @@
-"""The options of activation checkpointing.
-
-Budgets as they are written.
-
-Names of policies.
-"""
+"""The options of activation checkpointing, the names of its policies, and how a memory budget is written."""
 
 from __future__ import annotations
 

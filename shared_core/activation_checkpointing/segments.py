@@ -1,14 +1,8 @@
-"""Buffers that a forward changes: running statistics must not move a second time when it is run again.
+"""Segments of blocks whose activations are computed again in backward, in a model whose forward stays as it is.
 
-The selective policy: the outputs of matrix products are kept, the rest is computed again.
-
-What a forward depends on beside its arguments: put back when it is run again.
-
-What ran of a model with recomputed blocks.
-
-A region: calls of blocks whose saved tensors are dropped in forward and computed again in backward.
-
-Segments of blocks whose activations are computed again in backward, in a model whose forward stays as it is.
+A region is a run of block calls that drop their saved tensors in forward. The first tensor that backward asks for makes
+all calls of the region run again, under the random state, autocast and running statistics that they had in forward. The
+selective policy keeps the outputs of matrix products and computes the rest again.
 """
 
 from __future__ import annotations

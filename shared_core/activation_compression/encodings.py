@@ -1,8 +1,6 @@
-"""Booleans as bits, and the values that they choose, on any device.
+"""How a saved tensor is stored: exact encodings (bits for booleans, smaller integers), and encodings that round.
 
-How a saved tensor is stored: exact forms that are smaller, and the choice among them.
-
-Forms that round: 16-bit floats, and 8-bit codes in groups with stochastic rounding.
+The rounding ones are 16-bit floats, and 8-bit codes in groups with stochastic rounding.
 """
 
 from __future__ import annotations

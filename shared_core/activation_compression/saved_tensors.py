@@ -1,10 +1,7 @@
-"""What became of the tensors that autograd saved: the figures of the receipt.
+"""The tensors that autograd saves in one forward: which share memory, how each is stored, and what was saved.
 
-What a tensor that autograd is about to save is: a weight, an operation's own result, a region's input.
-
-Which memory a model holds anyway, whatever autograd saves of it.
-
-The saved tensors of one forward: which of them share memory, and in which form each lies until backward.
+A tensor that is about to be saved may be a weight, an operation's own result, or the input of a region. Memory that the
+model holds anyway is not compressed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Operators that only move, copy or repeat elements: labels and constants move with them.
+"""Rules for operators that keep channels apart: moves, copies, element-wise functions, reductions, pooling, norms.
 
-Elementwise operators, reductions and pooling.
-
-Normalisation layers that run as one operator.
+Each rule says how the channel ids and the known constants of its inputs pass on to its output.
 """
 
 from __future__ import annotations

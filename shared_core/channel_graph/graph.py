@@ -1,10 +1,7 @@
-"""Values that a tensor has whatever the input is: NaN where they are not known.
+"""The channel graph: an id for each position of each tensor axis; positions of one id are removed together.
 
-Ids for the positions of every tensor's axes, and which of them can only be removed together.
-
-What is known of every tensor of a forward: the ids of its positions, and values that no input changes.
-
-What it means that labelled tensors meet: equal positions are united, what cannot follow is fixed.
+Rules of operators unite the ids of positions that meet, or mark them as fixed where one cannot be removed. Beside the
+ids, the values of a tensor that no input changes are known; NaN stands for a value that is not known.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Arguments that the commands on a trained model share.
+"""Arguments that several commands share, commands made of a technique's options, and the progress bar.
 
-A command whose flags are the options of a technique, looked up when asked for: `eff --help` needs no torch.
-
-A bar for work that takes a while.
+A technique's options are looked up only when its command runs, so that `eff --help` imports no torch.
 """
 
 from __future__ import annotations

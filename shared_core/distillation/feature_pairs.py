@@ -1,10 +1,6 @@
-"""Pairs of submodules, one of the student and one of the teacher, whose outputs are watched.
+"""Pairs of submodules, one of the student and one of the teacher, whose features or attention maps are compared.
 
-Pairs of attention modules whose maps are brought together.
-
-A learned map from the student's width to the teacher's.
-
-Pairs of submodules whose features are brought together, or the relations between examples in them.
+Hooks record the outputs of both. A learned projection maps the student's width to the teacher's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The other students of mutual learning: outside of the model, trained by the user's own optimizer.
+"""Deep mutual learning: students that train together, each also towards the predictions of the others.
 
-Another student of the same architecture: a copy of the model whose trained weights are drawn anew.
-
-Deep mutual learning: students that train together, each also towards what the others say.
+The other students are copies of the user's model with trained weights drawn anew. They live outside of the model and
+are trained by the user's own optimizer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A teacher in fewer bits than it was saved in.
+"""Teachers: frozen models, one or several, or the moving average of the student itself.
 
-A teacher of a sharded student is sharded in the same way, so that no process holds a whole one.
-
-Who teaches: frozen models, one or several, or the moving average of the student itself.
+A teacher may be loaded in fewer bits than it was saved in. The teacher of a sharded student is sharded in the same way,
+so that no process holds a whole one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Whether many tensors hold neither NaN nor infinity.
+"""What techniques need of the process group; with one process every function returns its input.
 
-What a technique needs of the process group: nothing with one process, small collectives with several.
-
-What processes hold differently from each other, of what a checkpoint holds once.
+Small collectives, a check that many tensors are finite, and the state that differs between processes.
 """
 
 from __future__ import annotations

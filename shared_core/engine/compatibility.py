@@ -1,8 +1,6 @@
-"""What a front end reports of a run, as far as it decides a refusal.
+"""What cannot be combined, and why: technique × technique and technique × environment, checked at start.
 
-Techniques that are refused, or need another, because of an option of their own.
-
-What cannot be combined, and why: technique × technique and technique × surroundings. One table, checked at start.
+One table; further rules depend on a technique's own options, or on what a front end reports of the run.
 """
 
 from __future__ import annotations

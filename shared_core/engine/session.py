@@ -1,10 +1,7 @@
-"""What a checkpoint holds of a session: the step, its generator, and the state of each technique.
+"""One training run: drives the techniques of a recipe, counts steps, saves and restores, writes the receipt.
 
-Whether it is still the optimizers of a plain loop's session that step.
-
-One training run: drives the techniques of a recipe, counts steps, saves and restores, writes the receipt.
-
-A model made to fit a checkpoint before its weights are loaded: techniques may have changed its structure.
+A checkpoint holds of a session the step, its generator, and the state of each technique. `fit_to` prepares a model for
+a checkpoint's weights before they are loaded, since techniques may have changed its structure.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""The three products of a layer as operators of torch: a compiled graph calls them as they stand.
+"""Layers whose three matrix products run in FP8, and which layers of a model become such.
 
-Forward and backward of a layer count products and remember magnitudes, which a compiled graph would do once, when it
-is traced. An operator is opaque to the compiler, so what it does besides its result happens on every call. Operators
-take no objects, so a layer is named by a number, and that in a tensor: a plain number would be a constant of the
-graph, and blocks of one shape, compiled one by one, would each need a graph of their own.
+A stock layer becomes one by a change of class, and back; its weight stays what it is. For the recipes that torchao has,
+its float8 training takes the place of our layers; only this file of FP8 imports torchao.
 
-The layers: a stock one becomes one by a change of class, and back; its weight stays what it is.
-
-torchao's float8 training in place of our layers, for the recipes that it has; the only file that knows torchao.
-
-Which layers multiply in FP8, and why the others do not.
+The products are operators of torch. Forward and backward of a layer count products and remember magnitudes, which a
+compiled graph would do only once, when it is traced. An operator is opaque to the compiler, so its side effects happen
+on every call. Operators take no objects, so a layer is named by a number, and that in a tensor: a plain number would be
+a constant of the graph, and blocks of one shape, compiled one by one, would each need a graph of their own.
 """
 
 from __future__ import annotations

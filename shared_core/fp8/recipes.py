@@ -1,8 +1,8 @@
-"""FP4 training: the e2m1 elements of MXFP4 and NVFP4, with scales along the contracted axis.
+"""The arithmetic of recipes beyond plain FP8: S2FP8, HFP8, MXFP4 and NVFP4.
 
-HFP8: one 8-bit format forward, another backward, loss scaling, weights of 16 bits rounded stochastically.
-
-S2FP8: e5m2 after a shift and a squeeze of log2|x| that fit the tensor's own spread; no loss scaling.
+S2FP8: e5m2 after a shift and a squeeze of log2|x| that fit the tensor's own spread, without loss scaling. HFP8: one
+8-bit format forward, another backward, loss scaling, 16-bit weights rounded stochastically. FP4: e2m1 elements with
+scales along the contracted axis.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Where torch's block-scaled matmul wants scales to lie in memory: rearrangements alone, no arithmetic.
+"""Scales of FP8: the history of amax over past steps, and the memory layouts of block scales.
+
+One tensor holds the amax of all layers: a window inside a step, a history over steps. torch's block-scaled matmul wants
+its scales in layouts of its own; the functions for them only rearrange.
 
 Sources: cuBLAS documentation, "Scaling factors layouts"; the checks of torch's ``ScaledBlas.cpp``.
-
-Largest magnitudes of past steps: one tensor for all layers, a window inside a step, a history over steps.
 """
 
 from __future__ import annotations

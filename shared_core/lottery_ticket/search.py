@@ -1,10 +1,7 @@
-"""The user's training command as one run of a search.
+"""Iterative magnitude pruning over the user's own training: every round is a fresh run with the ticket so far.
 
-What one run of a search leaves in its folder: the weights of step k, the ticket that it found, its figures.
-
-A search on disk: which experiment it is, which of its runs are finished, and who is working on it.
-
-Iterative magnitude pruning over the user's own training: every round a fresh run of it, with the ticket so far.
+A search is a folder: which experiment it is, which runs are finished, and which process works on it. Each run leaves
+the weights of step k, the ticket that it found, and its figures.
 """
 
 from __future__ import annotations

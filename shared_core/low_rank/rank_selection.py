@@ -1,8 +1,6 @@
-"""Ranks that share out a budget: each parameter goes where it helps most.
+"""Which layers can be factorised, and to which rank; under a budget each parameter goes where it helps most.
 
-Which layers can be factorised, how, and to which rank.
-
-What low ranks cost, measured: the loss on calibration batches with one layer at a time truncated.
+The cost of a low rank is measured: the loss on calibration batches with one layer at a time truncated.
 """
 
 from __future__ import annotations

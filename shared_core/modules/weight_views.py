@@ -1,12 +1,7 @@
-"""Which axis of a weight counts outputs, and which inputs.
+"""The weights of Linear, Conv, transposed Conv and recurrent layers, seen by output and input channel.
 
-Where a layer's weight, input and output have their channels: linear, convolutional and transposed layers.
-
-Weights of transposed convolutions by output channel.
-
-The layers that can be quantised: which of their parameters are weights, and which weights make one output.
-
-The weights of Linear, Conv and transposed Conv layers, seen by output and input channel.
+Where a layer's weight, input and output have their channels, which parameters are weights, and which weights compute
+one output.
 """
 
 from __future__ import annotations

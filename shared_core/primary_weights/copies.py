@@ -1,8 +1,7 @@
-"""float32 copies of 16-bit parameters: they follow what others write into the parameters.
+"""float32 copies of 16-bit parameters, and their float32 gradients.
 
-float32 gradients of 16-bit parameters.
-
-What float32 copies need where FSDP2 shards the parameters: gathered to be saved, rounded as one process would.
+Copies follow what others write into the parameters. Under FSDP2 they are gathered to be saved, and rounded as a single
+process would round them.
 """
 
 from __future__ import annotations

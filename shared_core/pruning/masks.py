@@ -1,10 +1,7 @@
-"""Block sparsity: tiles of a matrix are kept or pruned whole.
+"""From scores to masks: exact counts, ties broken the same way on every machine; single weights, N:M and blocks.
 
-From scores to masks: exact counts, ties broken the same way on every machine.
-
-The masks that hold now: whole ones to rank by and to save, this process's part of them to apply.
-
-N:M sparsity: N of every M neighbours along the input axis are kept.
+N:M keeps N of every M neighbours along the input axis; blocks keep or prune whole tiles of a matrix. The mask store
+holds whole masks to rank by and to save, and applies this process's part of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""How sparse each tensor becomes when all together are to reach one sparsity.
+"""Which weights a scope and a granularity prune, given their scores, and how sparse each tensor becomes.
 
-How much of one layer may go, so that none is left with next to nothing while others stay dense.
-
-Which weights a scope and a granularity prune, given what each is worth.
+A limit per layer keeps one layer from losing nearly everything while others stay dense.
 """
 
 from __future__ import annotations

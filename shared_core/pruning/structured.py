@@ -1,8 +1,7 @@
-"""Output units: what of every tensor goes when a neuron, channel, head, filter or layer goes.
+"""Pruning whole output units: found once, scored over all their tensors, masked together.
 
-Shapley values of a model's own units: what each adds to keeping the outputs of a micro-batch as they are.
-
-Pruning whole output units: found once, scored by what all their tensors hold, masked together.
+A unit is a neuron, channel, head, filter or layer, with its part of every tensor. Its Shapley value is what it adds to
+keeping the outputs of a micro-batch as they are.
 """
 
 from __future__ import annotations

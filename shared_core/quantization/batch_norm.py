@@ -1,8 +1,7 @@
-"""Batch norm inside the quantised weight: in training the folded weight is what is quantised.
+"""Batch norm and quantisation: in training the folded weight is quantised, since inference has that weight.
 
-Batch norm folded into the layer before it, for quantisation after training.
-
-Which batch norms quantised layers compute themselves, so that what is quantised is the weight that inference has.
+Which batch norms quantised layers compute themselves, how they do in training, and how batch norm is folded into the
+layer before it after training.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Before and after: what the files of a run say of quality, size, latency and memory. Nothing is computed anew.
+"""The page of `eff report`: of one run everything, of several runs what differs.
 
-Curves of one run or of several, over steps: a plot and a table of each kind that the runs hold.
-
-What is particular to a run: its layers, the path of its soup, the curve of its tickets, the stages of its chain.
-
-The page of `eff report`: of one run everything, of several what sets them apart.
+It reads the files of a run and computes nothing anew: quality, size, latency and memory before and after, curves over
+steps, and details: layers, the path of a soup, the curve of tickets, the stages of a chain.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The running mean of a soup, and the one state dict that every candidate is written into.
+"""The running mean of a soup, written into one state dict for every candidate.
 
-The running statistics of batch norms, which an average of weights needs anew or averaged.
-
-Soups of pruned checkpoints: the newest mask holds for every candidate, unfinished ones are left out.
+Running statistics of batch norms are averaged or estimated again. In soups of pruned checkpoints the newest mask holds
+for every candidate, and checkpoints from before the end of pruning are left out.
 """
 
 from __future__ import annotations

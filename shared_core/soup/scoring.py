@@ -1,10 +1,7 @@
-"""The scores of a soup search on disk, so that a killed search goes on where it was.
+"""Score candidates: each is evaluated once, or its score is read from a journal, so that a killed search can go on.
 
-Metrics that a trainer logged when it saved a checkpoint, to rank ingredients without evaluating each.
-
-Ingredients evaluated alone in parallel processes.
-
-The metric of what is written into a candidate, each evaluated once or read from the journal.
+Metrics that a trainer logged at a checkpoint rank ingredients without an evaluation; others are evaluated in parallel
+processes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""k-means of numbers on a line: Lloyd's iterations exactly, by sorting once and prefix sums.
+"""Weight clustering: every nonzero weight becomes the centroid of its cluster; zeros stay zeros.
 
-Weight sharing: every nonzero weight of a tensor becomes the centroid of its cluster; zeros stay zeros.
-
-Clusters of several small weights as those of one tensor: a step's arithmetic is a few operations, not some a weight.
-
-With many small weights a step takes what a dozen operations on each take, whatever their sizes.
+k-means on a line is exact: Lloyd's iterations by one sort and prefix sums. Many small weights are clustered as one
+bundle, so that a step takes a dozen operations and not a dozen for each weight.
 """
 
 from __future__ import annotations

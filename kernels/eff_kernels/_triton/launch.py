@@ -1,12 +1,7 @@
-"""Whether Triton can be imported, found without importing it.
+"""Launching Triton kernels: whether Triton can be used, and one launch for the tensors of a whole model.
 
-Whether tensors are for a Triton kernel called as an opaque operator.
-
-Many tensors in one Triton launch: a table of their addresses, and for each program which part of which it takes.
-
-Each parameter of a model is a launch of its own otherwise, and a step's element-wise work is then bound by the host.
-
-How a kernel finds its part of a `TensorTable`.
+A launch for each parameter would make a step's element-wise work bound by the host. A `TensorTable` holds the addresses
+of many tensors; each program of one launch looks up its part of them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Fake quantisation and its gradient in Triton, launched by `eff_kernels._triton.quantization`.
+"""Fake quantisation and its gradient in Triton, with their tiles, grids and buffers.
 
-Values are seen as rows of neighbours that share a scale; a program does a tile of rows and columns, whose sums over the
-columns it leaves in a buffer of its own, so that equal inputs give equal gradients.
-
-Tiles, grids and memory for the kernels of `eff_kernels._triton.quantization`.
+Values are seen as rows of neighbours that share a scale. A program computes a tile of rows and columns, and leaves the
+sums over its columns in a buffer of its own, so that equal inputs give equal gradients.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Fake quantisation on CUDA as custom ops, and what they take; the rest is for torch's own operations.
+"""Affine quantisation without checks, for hot paths: scales, codes, fake quantisation and its gradient.
 
-The gradients are those of the functions that call them: an op here has none of its own.
-
-Quantisation without checks, for hot paths: scales, codes, fake quantisation and its gradient.
-
-Nothing here reads a value on the host, so nothing waits for the device. Scales divide: ``code = x / scale``.
+Nothing here reads a value on the host, so nothing waits for the device. Scales divide: ``code = x / scale``. On CUDA
+the operations are custom ops without a gradient of their own: the functions that call them have it.
 """
 
 from __future__ import annotations

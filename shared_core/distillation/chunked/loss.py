@@ -1,14 +1,9 @@
-"""What chunked distillation is given, checked before any work: heads, vocabularies, labels, limits.
-
-Distillation at a large vocabulary: from hidden states and heads, without the logits of all rows.
+"""Distillation at a large vocabulary: from hidden states and heads, without the logits of all rows.
 
 The student's and the teacher's logits exist for a chunk of rows at a time, and their gradient is taken back to hidden
 states and head before the next chunk takes their place. The buffers of a chunk, with what softmaxes need beside them,
 hold at most ``2 * chunk_rows * classes`` logits for chunks of 6 rows and more; the gradient of the head is apart.
-
-Cross-entropy of a head's input, without the logits of all rows.
-
-The soft loss of large logits, with its gradient computed in the same pass.
+Cross-entropy of a head's input is computed in the same way. Inputs are checked before any work.
 """
 
 from __future__ import annotations

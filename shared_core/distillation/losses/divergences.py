@@ -1,16 +1,10 @@
-"""Formulas of the divergences: log-probabilities ``(..., C)`` of both sides in, one number a row out.
-
-The terms of a class that has probability 0 are taken out before they are multiplied: 0 times an infinite log is NaN.
-
-Divergences between a student's and a teacher's class probabilities, all with one signature.
+"""Divergences between a student's and a teacher's softened class probabilities, all with one signature.
 
 `DIVERGENCES` holds the sum forms by name. All of them leave out rows whose `mask` is False, compute in float32 whatever
 the logits' dtype (float64 for T > 10 or T < 0.01, or float64 logits), give the teacher no gradient, and give the sum
-and the count 0 with zero gradients if no row counts. Classes that both sides rule out (logit -inf) change nothing.
-
-The soft-target loss: how far the student's softened distribution is from the teacher's.
-
-What several teachers say together.
+and the count 0 with zero gradients if no row counts. Classes that both sides rule out (logit -inf) change nothing: the
+terms of a class of probability 0 are taken out before they are multiplied, since 0 times an infinite log is NaN.
+Several teachers are averaged first.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""Features of all processes as one batch, with gradient.
+"""Losses on what lies inside the models: hidden states, attention maps, and relations between examples.
 
-Losses of what lies inside the models: hidden states and attention maps.
-
-Losses of how the examples of a batch lie to each other, whatever the widths of student and teacher.
-
-All take ``(b, ...)`` features, flattened to ``(b, D)``, and depend on the whole batch: `relation_sum` computes them
-over the examples of all processes. Over accumulated micro-batches they are computed per micro-batch: pairs across
-micro-batches do not count, so 4 x 1 is not 1 x 4. Arithmetic is float32 (float64 for float64 features) under autocast
-too, and does not depend on the features' scale. One example, or identical ones, give finite gradients.
+Relations take ``(b, ...)`` features, flattened to ``(b, D)``, whatever the widths of student and teacher, and depend on
+the whole batch: `relation_sum` computes them over the examples of all processes. Over accumulated micro-batches they
+are computed per micro-batch: pairs across micro-batches do not count, so 4 x 1 is not 1 x 4. Arithmetic is float32
+(float64 for float64 features) under autocast too, and does not depend on the features' scale. One example, or identical
+ones, give finite gradients.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Keys of examples: a hash of what a model is given, the same under any order, padding or size of batch.
+"""Keys of examples, and fingerprints of what a cache was written with.
 
-Batches of a data set as a teacher takes them: padded, without a collator of the user's own.
-
-Fingerprints: whether a teacher, a tokenizer or a chat template is the one that a cache was written with.
+The key of an example is a hash of what a model is given, the same under any order, padding or batch size. Fingerprints
+tell whether a teacher, a tokenizer or a chat template is the one that a cache was written with.
 """
 
 from __future__ import annotations

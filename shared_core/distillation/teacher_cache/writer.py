@@ -1,8 +1,6 @@
-"""What is kept of a teacher's logits: the k most probable classes at one temperature, and the mass of the others.
+"""Write a cache: run a teacher once over a data set and keep its outputs in shards; a killed writer can go on.
 
-The inside of writing a cache: which examples are new, what is kept of them, when a shard is finished.
-
-Writing a cache: a teacher run once over a data set, its outputs kept in shards that a killed writer goes on from.
+Of the logits, the k most probable classes at one temperature are kept, and the probability mass of the others.
 """
 
 from __future__ import annotations

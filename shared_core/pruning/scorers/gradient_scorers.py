@@ -1,10 +1,7 @@
-"""Per-example gradients of one layer's weight from its inputs and the gradients of its outputs, squared and summed.
+"""Criteria from gradients: first-order Taylor, movement, and the diagonal Fisher of optimal brain damage.
 
-The diagonal Fisher criterion: optimal brain damage with per-example gradients.
-
-Criteria from the gradients of complete optimizer steps: first-order Taylor and movement.
-
-First-order Taylor of whole units, from their outputs and the gradients of these.
+Taylor and movement use the gradients of complete optimizer steps, of weights or of whole units. Fisher squares and sums
+per-example gradients, computed from a layer's inputs and the gradients of its outputs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Fake quantisation in the block formats: their round trip, with a straight-through gradient.
-
-Fake quantisation to FP8: what a value becomes when it is stored as a float of eight bits.
-
-Weights of three values and of two, and activations of two, with straight-through gradients.
-"""
+"""Fake quantisation beyond integers, with straight-through gradients: ternary, binary, FP8 and block formats."""
 
 from __future__ import annotations
 

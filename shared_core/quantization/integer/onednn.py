@@ -1,9 +1,4 @@
-"""Converted layers on oneDNN's int8 kernels, which torch brings along on CPUs: what they have in common.
-
-Converted 2-d convolutions on oneDNN's int8 kernels, which torch brings along on CPUs.
-
-Converted linear layers on oneDNN's int8 kernels.
-"""
+"""Converted linear and convolution layers on oneDNN's int8 kernels, which torch ships for CPUs."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Ranges of activations: a window inside a step, a moving average over steps, one tensor for all layers.
+"""Observers: the range of a stream of values, by one of five criteria, and the scale that follows.
 
-Ranges of all layers by percentile, KL or MSE while a model trains: one histogram a layer, in one tensor.
-
-What all observers share: batches in, a range out, and the state that makes both repeatable.
-
-Observers: the range of the values of a stream, by one of five criteria, and the scale that follows.
+In training a window collects inside a step, and a moving average follows over steps; one tensor holds all layers.
+Percentile, KL and MSE use one histogram a layer. After training an observer takes batches and returns a range; its
+state makes both repeatable.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Codes between the convolutions of an exported graph: activations that no layer quantises get a quantiser too.
+"""Write a model as an ONNX file; quantised layers have explicit QuantizeLinear and DequantizeLinear nodes.
 
-Which axes of a model's inputs an exported file leaves open.
-
-Weights of an ONNX file as unsigned codes, for processors on which products with signed ones saturate.
-
-A model as an ONNX file, quantised layers with explicit QuantizeLinear and DequantizeLinear nodes.
+Which axes of the inputs stay open; quantisers for activations between convolutions that no layer quantises; weights as
+unsigned codes for processors on which products with signed codes saturate.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The integers that a quantised layer's weight and bias stand for, found from their values.
+"""The ONNX form of quantised layers: their integers, and the operators that torch.export keeps whole.
 
-Operations with their ONNX form: what torch.export keeps whole and torch.onnx writes as nodes of our choice.
-
-Quantised layers whose forward torch.onnx writes with explicit QuantizeLinear and DequantizeLinear nodes.
+torch.onnx writes each operator as nodes of our choice, with explicit QuantizeLinear and DequantizeLinear. The integers
+of weight and bias are found from their values.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""One line of a plan.
-
-How a model is going to be trained: ranks, strategy, precision, optimizer, batch.
-
-The sizes of a transformer that decide what a run of it needs.
-"""
+"""The sizes of a transformer and of its training run that decide memory and traffic."""
 
 from __future__ import annotations
 

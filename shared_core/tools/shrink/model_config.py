@@ -1,8 +1,6 @@
-"""The numbers of a configuration: reading, changing and listing those that may be widths.
+"""Rewrite a model's configuration so that it describes the smaller model.
 
-Which numbers of a configuration describe which widths of a model, found by building it on no device.
-
-Models that are built from a configuration: it must describe the smaller one.
+Which numbers describe which widths is found by building the model on the meta device with one number changed at a time.
 """
 
 from __future__ import annotations
