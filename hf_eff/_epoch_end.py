@@ -53,7 +53,7 @@ class EpochEnd:
         }
 
     def resume(self, saved: Mapping[str, Any] | None, is_over: bool) -> None:
-        """Take back what `state` returned.
+        """Restore the state returned by `state`.
 
         Args:
             saved: It, None where nothing is resumed or nothing was saved of it.

@@ -170,7 +170,7 @@ class SessionCallback(TrainerCallback):
         check_sharding(trainer, self.session.recipe)
         check_outputs(trainer, self.session.recipe)
         if trainer.model is None:
-            return  # a search let go of its last trial's; `model_init` makes another
+            return  # a search dropped the model of its last trial; `model_init` makes another
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         if self.session.context is not None and self.session.context.model is not model:
             self.session.detach()  # `model_init` made a new model
@@ -215,7 +215,7 @@ class SessionCallback(TrainerCallback):
     def train(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._training:
             return method(*args, **kwargs)
-        if self.given.gone() and not self._let_go():
+        if self.given.gone() and not self._drop_removed_callbacks():
             return method(*args, **kwargs)
         self._training = True
         try:
@@ -236,7 +236,7 @@ class SessionCallback(TrainerCallback):
             raise
         finally:
             self._training = self._complete = self._scaler.unscaled = False
-            self._scaler.give_back()
+            self._scaler.restore()
             self._data.stop()
         try:
             self._verify_end()
@@ -279,7 +279,7 @@ class SessionCallback(TrainerCallback):
         own = [type(self), *map(type, self.given.callbacks)]
         return [kind.__name__ for kind in kinds if kind not in own and not kind.__module__.startswith("transformers.")]
 
-    def _let_go(self) -> bool:
+    def _drop_removed_callbacks(self) -> bool:
         """Return whether techniques are left without those of callbacks that were removed since the last training."""
         left = self.given.left_of(self.session.recipe)
         self.session.detach()

@@ -70,7 +70,7 @@ class ScalerSwap:
         method(*args, **kwargs)
         self.unscaled = accelerator.native_amp and accelerator.mixed_precision == "fp16"
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Give accelerate its own scaler back."""
         if self._own is not None:
             accelerator: Any = self._trainer.accelerator

@@ -1,4 +1,4 @@
-"""The memory of the tensors that a step of training makes: when each was made and let go, on any device.
+"""The memory of the tensors that a step of training makes: when each was made and released, on any device.
 
 What each block of a model costs in a step of training, seen while the step runs: bytes and time.
 """

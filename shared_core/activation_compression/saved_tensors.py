@@ -75,7 +75,7 @@ class Counts:
         return {"forwards": self.forwards, "shared": self.shared, "stored": stored, "left": left}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state returned by `state_dict`."""
         self.forwards, self.shared = int(state["forwards"]), int(state["shared"])
         self._stored = {kind: Counter(counter) for kind, counter in state["stored"].items()}
         self._left = {why: Counter(counter) for why, counter in state["left"].items()}
@@ -268,7 +268,7 @@ class Ledger:
     ) -> None:
         self._config, self._counts, self._held = config, counts, held
         self._mover, self._generator = mover, generator
-        # weakly: what autograd lets go of during the forward is freed
+        # weakly: what autograd releases during the forward is freed
         self._memories: dict[Any, weakref.ref[Memory]] = {}
         self._undecided: tuple[Any, Memory] | None = None
         counts.forwards += 1

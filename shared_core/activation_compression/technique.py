@@ -128,7 +128,7 @@ class ActivationCompression(Technique):
         return {"step": self._step, "micro_batch": self._micro_batch, "counts": self.counts.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state returned by `state_dict`."""
         self._step, self._micro_batch = int(state.get("step", -1)), int(state.get("micro_batch", 0))
         if "counts" in state:
             self.counts.load_state_dict(state["counts"])

@@ -254,7 +254,7 @@ class Ingredient:
         return key in self.specs or key in self.ties
 
     def close(self) -> None:
-        """Let go of the file; the next read opens it again."""
+        """Release the file; the next read opens it again."""
         self._open = None
 
     def digest(self) -> str:

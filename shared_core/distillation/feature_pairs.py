@@ -99,7 +99,7 @@ class WatchedPairs:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state returned by `state_dict`."""
 
 
 def real_positions(shape: Sequence[int], counted: Tensor | None, inputs: Mapping[str, Any]) -> Tensor | None:
@@ -471,7 +471,7 @@ class HiddenPairs(WatchedPairs):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back saved projections.
+        """Restore saved projections.
 
         Raises:
             CheckpointError: If they are of other pairs.

@@ -233,7 +233,7 @@ class Peers(Teachers):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], student: nn.Module) -> None:
-        """Take back saved peers, after `begin`.
+        """Restore saved peers, after `begin`.
 
         Raises:
             CheckpointError: If they are others.

@@ -199,9 +199,9 @@ class Teachers:
         return True
 
     def gather(self) -> None:
-        """Hold whole what `state_dict` returns, until `let_go`; every process must call it."""
+        """Hold whole what `state_dict` returns, until `release`; every process must call it."""
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Undo `gather`."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -209,7 +209,7 @@ class Teachers:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], student: nn.Module) -> None:
-        """Take back what `state_dict` returned; the student's own was restored before."""
+        """Restore the state returned by `state_dict`; the student's own was restored before."""
 
 
 class StudentAverage(Teachers):
@@ -257,7 +257,7 @@ class StudentAverage(Teachers):
         if not self.is_readable:
             self._gathered = {name: whole(tensor.detach()).cpu() for name, tensor in self._tensors().items()}
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Hold this process's part alone."""
         self._gathered = None
 
@@ -269,7 +269,7 @@ class StudentAverage(Teachers):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], student: nn.Module) -> None:
-        """Take back a saved average.
+        """Restore a saved average.
 
         Raises:
             CheckpointError: If it is of another model.

@@ -129,7 +129,7 @@ class Distillation(Technique):
             self._told[name] = [f"{ours}={theirs}" for ours, theirs in pairs.pairs]
 
     def detach(self, model: nn.Module) -> None:
-        """Take the hook off the student and let go of the teacher."""
+        """Take the hook off the student and release the teacher."""
         if self._handle is not None:
             self._handle.remove()
         self._saved_pairs = self._pair_states()
@@ -278,7 +278,7 @@ class Distillation(Technique):
             pairs.activate(active)
 
     def before_eval(self, context: Context) -> None:
-        """Let go of the last batch."""
+        """Release the last batch."""
         self._hook.take()
         self.labels = self.unlabelled = None
 
@@ -288,9 +288,9 @@ class Distillation(Technique):
             self._comparison.teachers.gather()
 
     def after_save(self, context: Context) -> None:
-        """Let it go."""
+        """Release it."""
         if self._comparison is not None:
-            self._comparison.teachers.let_go()
+            self._comparison.teachers.release()
 
     def finish(self, model: nn.Module, context: Context) -> None:
         """Detach: the student is a plain model already."""
@@ -321,7 +321,7 @@ class Distillation(Technique):
         return self._saved_pairs | {name: state for name, state in states.items() if state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back the counters."""
+        """Restore the counters."""
         self._batches, self._positions = int(state["batches"]), int(state["positions"])
         self._examples.load_state_dict(state)
         self._saved_teachers, self._saved_pairs = state.get("teachers", {}), dict(state.get("pairs", {}))

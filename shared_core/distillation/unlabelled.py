@@ -186,7 +186,7 @@ class ExampleCounts:
         return {} if self._sums is None else dict(zip(self.NAMES, self._sums.tolist(), strict=True))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back the counts among a technique's state."""
+        """Restore the counts among a technique's state."""
         if all(name in state for name in self.NAMES):
             self._sums = torch.tensor([int(state[name]) for name in self.NAMES])
 

@@ -94,7 +94,7 @@ class LossDtype:
         return self.report()
 
     def load_state_dict(self, state: Mapping[str, str | None]) -> None:
-        """Take back what `state_dict` returned; an empty state changes nothing."""
+        """Restore the state returned by `state_dict`; an empty state changes nothing."""
         if state:
             loss, softmax = state["loss_dtype"], state["softmax_dtype"]
             self.loss = getattr(torch, loss) if loss else None

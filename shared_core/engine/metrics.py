@@ -52,7 +52,7 @@ class Series:
         return {"points": [dict(point) for point in self.points], "stride": self._stride, "seen": self._seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state returned by `state_dict`."""
         self.points = [dict(point) for point in state["points"]]
         self._stride, self._seen = int(state["stride"]), int(state["seen"])
 

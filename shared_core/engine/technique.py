@@ -406,14 +406,14 @@ class Technique:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned. Called after `attach`, before `begin`."""
+        """Restore the state returned by `state_dict`. Called after `attach`, before `begin`."""
 
     def window_state(self) -> dict[str, Any]:
         """Return what this process has gathered in an accumulation window that is not over, beside `state_dict`."""
         return {}
 
     def load_window_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `window_state` returned, by the same process of as many. Called after `begin`."""
+        """Restore the state returned by `window_state`, by the same process of as many. Called after `begin`."""
 
     def metrics(self) -> dict[str, float]:
         """Return figures for progress bar and logger, named ``<technique>/<figure>``."""

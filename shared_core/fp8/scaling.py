@@ -207,7 +207,7 @@ class AmaxBank:
         return {"history": self.history.clone(), "window": self.window.clone(), "num_updates": self.num_updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned.
+        """Restore the state returned by `state_dict`.
 
         Raises:
             CheckpointError: If the histories are of another length.

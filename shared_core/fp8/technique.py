@@ -224,7 +224,7 @@ class Fp8(Technique):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned, histories each for the layer of its name.
+        """Restore the state returned by `state_dict`, histories each for the layer of its name.
 
         Raises:
             CheckpointError: If the state is of other layers, of another length, or damaged.

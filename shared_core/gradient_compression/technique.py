@@ -205,7 +205,7 @@ class GradientCompression(Technique):
         return state | {"errors": errors, "queries": dict(self.power_sgd.queries)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned, whatever number of processes saved it."""
+        """Restore the state returned by `state_dict`, whatever number of processes saved it."""
         self._saved = state
         self._total, self._last = dict(state["total"]), dict(state["last"])
         self._discarded = int(state["discarded"])
@@ -215,7 +215,7 @@ class GradientCompression(Technique):
         return dict(self._step) if any(self._step.values()) else {}
 
     def load_window_state(self, state: Mapping[str, Any]) -> None:
-        """Take them back."""
+        """Restore them."""
         self._step.update(state)
 
     def report(self) -> dict[str, Any]:

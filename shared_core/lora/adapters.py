@@ -309,7 +309,7 @@ def release_(layer: Any) -> None:
         weight.data = weight.data.new_empty(0)
 
 
-def give_back(model: nn.Module, layer: Any, weight: Tensor | None) -> None:
+def restore_layer(model: nn.Module, layer: Any, weight: Tensor | None) -> None:
     """Put the user's own layer back where `layer` still is, `weight` in its own parameter, None for what it has."""
     user: nn.Linear = layer.user_layer
     path = next((path for path, module in model.named_modules() if module is layer), None)

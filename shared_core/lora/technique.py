@@ -19,10 +19,10 @@ from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.lora.adapters import (
     adapters,
     base_weight,
-    give_back,
     inject,
     merged_weight,
     release_,
+    restore_layer,
     select_linear,
     user_layers,
 )
@@ -144,7 +144,7 @@ class Lora(Technique):
         }
 
     def detach(self, model: nn.Module) -> None:
-        """Give back the user's layers: untouched if training has not begun, else with what was trained merged in.
+        """Restore the user's layers: untouched if training has not begun, else with what was trained merged in.
 
         Sharded ones are left with their base: the processes that hold the other parts may be gone.
         """
@@ -152,7 +152,7 @@ class Lora(Technique):
             reshard_(model)
         for layer in self.layers.values():
             merges = self._begun and not is_sharded(layer.base_layer.weight)
-            give_back(model, layer, merged_weight(layer) if merges else None)
+            restore_layer(model, layer, merged_weight(layer) if merges else None)
         self.layers, self._model = {}, None
         for module, name, required in self._required:
             if (parameter := module._parameters[name]) is not None:
@@ -232,7 +232,7 @@ class Lora(Technique):
             self._gathered = self._state()
 
     def after_save(self, context: Context) -> None:
-        """Let it go."""
+        """Release it."""
         self._gathered = None
 
     # -- end
@@ -254,7 +254,7 @@ class Lora(Technique):
                 told |= _cost(exact, merged)
             elif is_quantized(layer.user_layer):
                 told |= _cost(exact, whole(on_qat_grid(layer.user_layer, merged)))
-            give_back(model, layer, merged)
+            restore_layer(model, layer, merged)
         self.layers = {}
 
     def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
@@ -295,7 +295,7 @@ class Lora(Technique):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned.
+        """Restore the state returned by `state_dict`.
 
         Raises:
             CheckpointError: If it is of other layers, another rank or another base.

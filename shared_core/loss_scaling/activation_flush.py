@@ -221,7 +221,7 @@ class FlushProbe:
         return {"step": self.step, "layers": {name: list(counts) for name, counts in self.layers.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned; an empty state changes nothing."""
+        """Restore the state returned by `state_dict`; an empty state changes nothing."""
         if state:
             self.step = state["step"]
             self.layers = {name: (lost, seen) for name, (lost, seen) in state["layers"].items()}

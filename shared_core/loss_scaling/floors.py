@@ -102,7 +102,7 @@ class AutoScale:
         return {"peak": self._peak, "extra": self._extra, "good": self._good, "streak": self._streak}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned; an empty state starts anew."""
+        """Restore the state returned by `state_dict`; an empty state starts anew."""
         if state:
             self._peak = state["peak"]
             self._extra, self._good, self._streak = state["extra"], state["good"], state["streak"]
@@ -291,7 +291,7 @@ class AutoFloor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned; an empty state starts anew."""
+        """Restore the state returned by `state_dict`; an empty state starts anew."""
         if not state:
             return
         self._value = max(float(state["value"]), self._lowest)

@@ -398,7 +398,7 @@ class HistogramProbe:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned, before `arm`; an empty state changes nothing."""
+        """Restore the state returned by `state_dict`, before `arm`; an empty state changes nothing."""
         if state:
             self.step, self.scale = state["step"], state["scale"]
             self.snapshot_bytes = state["snapshot_bytes"]

@@ -343,7 +343,7 @@ class LossScaler(GradScaler):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back a state of this class or of ``torch.amp.GradScaler``; a scale below the floor is lifted.
+        """Restore a state of this class or of ``torch.amp.GradScaler``; a scale below the floor is lifted.
 
         Raises:
             CheckpointError: If the saved scale is not a finite number.

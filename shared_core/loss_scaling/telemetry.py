@@ -184,7 +184,7 @@ class UnderflowTelemetry:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned; an empty state changes nothing."""
+        """Restore the state returned by `state_dict`; an empty state changes nothing."""
         if state:
             self.step, self.scale = state["step"], state["scale"]
             self.layers = {name: Figures(*figures) for name, figures in state["layers"].items()}

@@ -264,7 +264,7 @@ class LotteryTicket(Technique):
 
     def after_optimizer_step(self, context: Context) -> None:
         """Rewind at step k; from then on set every pruned weight to +0.0."""
-        self._give_back_schedule(context)
+        self._restore_schedule(context)
         if context.step == self._at:
             self._rewind(context, others_begun=True)
         else:
@@ -272,9 +272,9 @@ class LotteryTicket(Technique):
 
     def skipped_optimizer_step(self, context: Context) -> None:
         """Nothing advances."""
-        self._give_back_schedule(context)
+        self._restore_schedule(context)
 
-    def _give_back_schedule(self, context: Context) -> None:
+    def _restore_schedule(self, context: Context) -> None:
         # A scheduler that computes each rate from the one before must find its own.
         if self._scheduled:
             set_learning_rates(context.optimizers, self._scheduled)
@@ -384,7 +384,7 @@ class LotteryTicket(Technique):
         return {name: Zeros(mask, counted[name], holds=Where.TRAINED) for name, mask in packed}
 
     def detach(self, model: nn.Module) -> None:
-        """Let go of masks and ticket."""
+        """Release masks and ticket."""
         self._weights, self._masks, self._scheduled = {}, MaskStore(), ()
 
     def state_dict(self) -> dict[str, Any]:
@@ -398,7 +398,7 @@ class LotteryTicket(Technique):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back a saved state.
+        """Restore a saved state.
 
         Raises:
             CheckpointError: If the checkpoint is of a run with another ticket.

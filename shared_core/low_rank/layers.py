@@ -195,7 +195,7 @@ class LowRankLayer(nn.Module):
             fill_(self._part(name), value)
 
     def release(self) -> None:
-        """Let go of the user's weight: its shape stays."""
+        """Release the user's weight: its shape stays."""
         weight = self.dense.weight
         if not weight.is_meta:
             self.dense.weight = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)

@@ -111,7 +111,7 @@ class LowRank(Technique):
             ) from error
 
     def detach(self, model: nn.Module) -> None:
-        """Give back the user's layers: their own weights if training has not begun, else the products."""
+        """Restore the user's layers: their own weights if training has not begun, else the products."""
         layers, self.layers = self.layers, {}
         if self._stays or self._is_complete or any(hasattr(p, "device_mesh") for p in model.parameters()):
             return
@@ -156,7 +156,7 @@ class LowRank(Technique):
         return [(0, "layers are factorised"), *([(None, "factors are multiplied out")] if self.config.merge else [])]
 
     def begin(self, context: Context) -> None:
-        """Look at inputs if the decomposition does, then let go of the user's weights.
+        """Look at inputs if the decomposition does, then release the user's weights.
 
         Raises:
             CompatibilityError: If an optimizer does not hold the factors.

@@ -126,7 +126,7 @@ class MatmulPrecision(Technique):
         return {"loss": self.loss_dtype.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state returned by `state_dict`."""
         self.loss_dtype.load_state_dict(state.get("loss", {}))
 
     def report(self) -> dict[str, Any]:

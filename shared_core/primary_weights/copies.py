@@ -174,7 +174,7 @@ class WideGradients:
             return wide
         return gradient
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Put the reduced tensors back after the step, with the values of the wide ones.
 
         The very tensors: with ``gradient_as_bucket_view`` they are windows into DDP's buckets.
@@ -187,7 +187,7 @@ class WideGradients:
 
     def end(self, parameters: Iterable[Tensor]) -> None:
         """Leave parameters whose gradients have their own format."""
-        self.give_back()
+        self.restore()
         for parameter in parameters:
             gradient, parameter.grad = parameter.grad, None
             parameter.grad_dtype = parameter.dtype

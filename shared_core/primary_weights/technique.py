@@ -223,7 +223,7 @@ class PrimaryWeights(Technique):
     def skipped_optimizer_step(self, context: Context) -> None:
         """Put the parameters back as they were."""
         self._put_back()
-        self._gradients.give_back()
+        self._gradients.restore()
 
     def _slice_steps(self) -> None:
         """Have the optimizer step on a few widened parameters at a time, where that is the same."""
@@ -282,7 +282,7 @@ class PrimaryWeights(Technique):
         if self._sliced is not None:
             self._sliced.ready = None
         self._handed, self._is_in, self._in_slices, self._counts = None, False, False, []
-        self._gradients.give_back()
+        self._gradients.restore()
         if self.config.kind == "stochastic_rounding":
             self._copies, self._exchanges = Copies(), []
 

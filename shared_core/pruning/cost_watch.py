@@ -72,7 +72,7 @@ class CostWatch:
         return {"positions": dict(uses.positions), "calls": dict(uses.calls)} if uses and uses.calls else {}
 
     def load_window_state(self, state: Mapping[str, Any]) -> None:
-        """Take it back."""
+        """Restore the state."""
         if self._uses is not None:
             self._uses.positions = {name: float(total) for name, total in state["positions"].items()}
             self._uses.calls = {name: int(count) for name, count in state["calls"].items()}

@@ -130,10 +130,10 @@ class StraightThrough:
         self.is_shown = False
 
     def gather(self, weights: Mapping[str, Tensor]) -> None:
-        """Hold whole what is hidden, until `let_go`; every process must call it."""
+        """Hold whole what is hidden, until `release`; every process must call it."""
         self._gathered = self.whole(weights)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Undo `gather`."""
         self._gathered = None
 
@@ -144,7 +144,7 @@ class StraightThrough:
         return {name: whole_of(part, weights[name]) for name, part in self.hidden.items()}
 
     def load(self, hidden: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-        """Take back what `whole` returned."""
+        """Restore the state returned by `whole`."""
         moved = {name: value.to(weights[name].device, weights[name].dtype) for name, value in hidden.items()}
         self.hidden = {name: part_of(value, weights[name]) for name, value in moved.items()}
 

@@ -419,7 +419,7 @@ class UnitPruning:
         return found | ({"taylor": self._taylor.state_dict()} if self._taylor else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back a saved state; units too, as another micro-batch may lead to others, unless options have changed.
+        """Restore a saved state; units too, as another micro-batch may lead to others, unless options have changed.
 
         Raises:
             CheckpointError: If it is not one that was saved.

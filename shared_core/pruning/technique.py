@@ -262,9 +262,9 @@ class Pruning(Technique):
         self._straight_through.gather(self._weights)
 
     def after_save(self, context: Context) -> None:
-        """Let it go."""
-        self._scorer.let_go()
-        self._straight_through.let_go()
+        """Release it."""
+        self._scorer.release()
+        self._straight_through.release()
 
     def constrain(self, values: Mapping[Tensor, Tensor]) -> None:
         """Prune other values for the weights by the masks there are."""
@@ -294,7 +294,7 @@ class Pruning(Technique):
         return {name: Zeros(mask, counted.get(name), holds=Where.TRAINED) for name, mask in packed}
 
     def detach(self, model: nn.Module) -> None:
-        """Let go of the masks; the state stays readable."""
+        """Release the masks; the state stays readable."""
         # cut short, the processes that hold the other parts may be gone
         if self._store and (self._is_final or not any(map(is_sharded, self._weights.values()))):
             self._saved = self.state_dict()
@@ -320,7 +320,7 @@ class Pruning(Technique):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back a saved state; the masks are put on the weights' devices in `begin`.
+        """Restore a saved state; the masks are put on the weights' devices in `begin`.
 
         Raises:
             CheckpointError: If the state belongs to other weights.
@@ -340,7 +340,7 @@ class Pruning(Technique):
         return {name: state for name, state in found.items() if state}
 
     def load_window_state(self, state: Mapping[str, Any]) -> None:
-        """Take it back."""
+        """Restore the state."""
         for name, gathering in (("scorer", self._scorer), ("costs", self._costs)):
             if name in state:
                 gathering.load_window_state(state[name])

@@ -235,8 +235,8 @@ class QuantizationAwareTraining(Technique):
         self._learned.gather()
 
     def after_save(self, context: Context) -> None:
-        """Let it go."""
-        self._learned.let_go()
+        """Release it."""
+        self._learned.release()
 
     def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Let plain weights be loaded by the parameters' names: what is learned beside them is part of the state."""

@@ -241,14 +241,14 @@ class WeightClustering(Technique):
         self._gathered = self._whole_codes()
 
     def after_save(self, context: Context) -> None:
-        """Let them go."""
+        """Release them."""
         self._gathered = None
 
     def _whole_codes(self) -> dict[str, Tensor]:
         return {name: whole_of(codes, self._weights.get(name)) for name, codes in self._codes.items()}
 
     def detach(self, model: nn.Module) -> None:
-        """Let go of the weights; the clusters stay readable, unless a run is cut short of which each has a part."""
+        """Release the weights; the clusters stay readable, unless a run is cut short of which each has a part."""
         if any(map(is_sharded, self._weights.values())):
             self._codes = {}
         self._codes = {name: codes.cpu() for name, codes in (self._gathered or self._codes).items()}
@@ -260,7 +260,7 @@ class WeightClustering(Technique):
         return {"codes": dict(codes), "clustered_at": self._clustered_at, "errors": dict(self._errors)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back a saved state; clusters are put on the weights' devices in `begin`.
+        """Restore a saved state; clusters are put on the weights' devices in `begin`.
 
         Raises:
             CheckpointError: If the state belongs to other weights.

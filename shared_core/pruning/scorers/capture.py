@@ -38,7 +38,7 @@ class BackwardWatch:
 
     Only forwards in train mode with gradients count. What forward keeps is held by the autograd graph: a segment under
     activation checkpointing keeps nothing until it is recomputed, and the recomputed forward, whose output's gradient
-    never comes (non-reentrant) or is the only one that comes (reentrant), is not counted twice. All is let go of as
+    never comes (non-reentrant) or is the only one that comes (reentrant), is not counted twice. All is released as
     soon as it was taken. Calls of one layer before its backward are handed over together: with as many examples they
     are about the same examples.
 
@@ -235,7 +235,7 @@ class GatheringScorer(Scorer):
         return {**super().state_dict(), "totals": totals, "counts": dict(self._counts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back the totals."""
+        """Restore the totals."""
         super().load_state_dict(state)
         self._forget()
         shapes = {name: self._like(name).shape for name in state["totals"] if name in self.modules}
@@ -248,7 +248,7 @@ class GatheringScorer(Scorer):
         return {"sums": sums, "counts": dict(self._window_counts)} if sums else {}
 
     def load_window_state(self, state: Mapping[str, Any]) -> None:
-        """Take back the sums."""
+        """Restore the sums."""
         shapes = {name: self._like(name).shape for name in state["sums"] if name in self.modules}
         sums = saved_tensors(state, "sums", shapes, f"prune {self.criterion}")
         self._window = {name: total.to(self._like(name).device) for name, total in sums.items()}

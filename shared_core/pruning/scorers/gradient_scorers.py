@@ -254,7 +254,7 @@ class _StepSums(Scorer):
         """Hold the sums of all ranks, on the CPU."""
         self._gathered = {name: self._whole(name).cpu() for name in self._placed}
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Hold this rank's alone."""
         self._gathered.clear()
 
@@ -277,7 +277,7 @@ class _StepSums(Scorer):
         return {**super().state_dict(), "sums": {name: total.clone() for name, total in whole.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back the sums; they move to the weights' devices with the next step."""
+        """Restore the sums; they move to the weights' devices with the next step."""
         super().load_state_dict(state)
         shapes = {name: weight_of(name, module).shape for name, module in self.modules.items()}
         self._placed = {}

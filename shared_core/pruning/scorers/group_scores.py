@@ -237,7 +237,7 @@ class GroupTaylor:
         return {"num_observed": self.num_observed, "sums": {name: total.clone() for name, total in self._sums.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back a saved state.
+        """Restore a saved state.
 
         Raises:
             CheckpointError: If it is of other groups.

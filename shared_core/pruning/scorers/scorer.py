@@ -90,9 +90,9 @@ class Scorer:
         """Forget what hooks saw since the last `observe_step`: the step was not applied."""
 
     def gather(self) -> None:
-        """Hold whole what is kept in parts, for `state_dict`, until `let_go`; every rank must call it."""
+        """Hold whole what is kept in parts, for `state_dict`, until `release`; every rank must call it."""
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Undo `gather`."""
 
     def reduce(self) -> None:
@@ -148,7 +148,7 @@ class Scorer:
         return {"criterion": self.criterion, "num_observed": self.num_observed, "num_left_out": self.num_left_out}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back a saved state.
+        """Restore a saved state.
 
         Raises:
             CheckpointError: If it is another criterion's, or of other weights.
@@ -165,7 +165,7 @@ class Scorer:
         return {}
 
     def load_window_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `window_state` returned."""
+        """Restore the state returned by `window_state`."""
 
     def _set_up(self, generator: torch.Generator | None) -> None:
         """Check the modules and make what this criterion keeps: the end of `__init__`."""

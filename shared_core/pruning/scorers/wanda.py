@@ -100,7 +100,7 @@ class Wanda(GatheringScorer):
         return {**super().state_dict(), "former": former, "missed": dict(self._missed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back the totals, and what is older."""
+        """Restore the totals, and what is older."""
         super().load_state_dict(state)
         state = {"former": {}, "missed": {}, **state}  # runs saved before these were kept
         shapes = {name: self._like(name).shape for name in state["former"] if name in self.modules}

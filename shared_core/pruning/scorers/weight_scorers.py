@@ -135,7 +135,7 @@ class Random(Scorer):
         return {**super().state_dict(), "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back the seed, and with it every draw."""
+        """Restore the seed, and with it every draw."""
         super().load_state_dict(state)
         self.seed = int(state["seed"])
 

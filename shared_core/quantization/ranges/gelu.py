@@ -159,7 +159,7 @@ class GeluInputs:
         return {"judged": sorted(self._judged), "clipped": self.found}
 
     def load_state_dict(self, state: Mapping[str, list[str]]) -> None:
-        """Take back a saved state."""
+        """Restore a saved state."""
         for name in state["judged"]:
             self._judge(name, name in state["clipped"])
         if not self.searches:

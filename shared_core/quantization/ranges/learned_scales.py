@@ -227,5 +227,5 @@ class InputRange:
         return {"started": self.started, "learns": self.learns, "unsigned": self.unsigned}
 
     def load_state_dict(self, state: dict[str, bool]) -> None:
-        """Take back a saved state."""
+        """Restore a saved state."""
         self.started, self.learns, self.unsigned = (bool(state[name]) for name in ("started", "learns", "unsigned"))

@@ -64,7 +64,7 @@ class NoDecay:
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Give back what a decoupled decay took."""
+        """Restore what a decoupled decay took."""
         for parameter, before, share in self._before:
             parameter.add_(before, alpha=share)
         self._before = []
@@ -161,24 +161,24 @@ class Learned:
         self.start_inputs(bank)
 
     def gather(self) -> None:
-        """Hold all that is sharded whole until `let_go`; every process must call it."""
+        """Hold all that is sharded whole until `release`; every process must call it."""
         for layer in self.layers.values():
             layer.gathered = {key: whole(value.detach()) for key, value in _parameters(layer) if is_sharded(value)}  # type: ignore[assignment]
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Undo `gather`."""
         for layer in self.layers.values():
             vars(layer).pop("gathered", None)
 
     def close(self) -> None:
-        """Let go of the layers, which are about to become stock ones."""
+        """Release the layers, which are about to become stock ones."""
         kept = [
             (key in vars(layer).get("gathered", {})) or not is_sharded(value)
             for layer in self.layers.values()
             for key, value in _parameters(layer)
         ]
         self._closed = self.state_dict() if all(kept) else {}  # cut short: the other processes may be gone
-        self.let_go()
+        self.release()
         self.layers = {}
 
     def before_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -207,7 +207,7 @@ class Learned:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back a saved state."""
+        """Restore a saved state."""
         for name, layer in self.layers.items():
             for key, value in state[name]["parameters"].items():
                 fill_(cast("Tensor", layer._parameters[key]), value)

@@ -162,7 +162,7 @@ class RangeBank:
         return ("ranges", "known", "window", "non_finite", *(("totals", "mean") if self.totals is not None else ()))
 
     def load_state_dict(self, state: Mapping[str, Any], rows: Tensor) -> None:
-        """Take back a saved state; `rows` says which saved row is that of each layer."""
+        """Restore a saved state; `rows` says which saved row is that of each layer."""
         saved = {name: state[name].cpu()[rows].to(self.device) for name in self._saved}
         self.set_ranges(saved.pop("ranges"), saved.pop("known"))
         for name, value in saved.items():
@@ -290,7 +290,7 @@ class EstimatorBank(RangeBank):
         return (*super()._saved, "history")
 
     def load_state_dict(self, state: Mapping[str, Any], rows: Tensor) -> None:
-        """Take back a saved state; `rows` says which saved row is that of each layer."""
+        """Restore a saved state; `rows` says which saved row is that of each layer."""
         super().load_state_dict(state, rows)
         self.num_commits = int(state["num_commits"])
 

@@ -91,7 +91,7 @@ def saved_bytes(model: nn.Module, example_inputs: Any) -> int:
     device = next(model.parameters()).device
     inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), example_inputs)
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    kept: dict[int, Any] = {}  # storages are held, so that no other takes the address of one that was let go
+    kept: dict[int, Any] = {}  # storages are held, so that no other takes the address of one that was released
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
