@@ -1,12 +1,5 @@
 """The algorithms and the frame that both front ends drive; needs torch, knows no trainer."""
 
-from typing import TYPE_CHECKING
-
 from shared_core.lazy_exports import export_lazily
 
-if TYPE_CHECKING:
-    from shared_core.engine.recipe import Recipe as Recipe
-    from shared_core.engine.session import Session as Session
-    from shared_core.errors import EffError as EffError
-
-export_lazily(__name__)
+__getattr__, __dir__, __all__ = export_lazily(__name__, __file__)

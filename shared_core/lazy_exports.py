@@ -1,49 +1,39 @@
-"""Packages whose names are imported when first used: one list, which type checkers and Python both read."""
+"""Packages whose names are imported when first used; the stub beside each lists them, for type checkers too."""
 
 from __future__ import annotations
 
-import ast
-import functools
-import importlib
 import sys
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
+import lazy_loader
 
-def export_lazily(package: str) -> None:
-    """Make a package import the names under its ``if TYPE_CHECKING:`` when they are first asked for.
+
+def export_lazily(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose names its ``__init__.pyi`` lists.
 
     Whoever imports the options of one technique must not wait for the modules of all.
 
     Args:
-        package: Its ``__name__``; called in its ``__init__`` file, which holds ``from ... import X as X`` alone.
+        package: Its ``__name__``.
+        file: Its ``__file__``.
     """
-    sys.modules[package].__class__ = _LazyPackage
+    load, names, exported = lazy_loader.attach_stub(package, file)
 
-
-class _LazyPackage(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        homes = _homes(self)
-        if name == "__all__":
-            return sorted(homes)
-        if name not in homes:
-            # with both, Python's traceback tells the nearest name
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name, obj=self)
+    def load_or_name_extra(name: str) -> Any:
         try:
-            value = getattr(importlib.import_module(homes[name]), name)
+            return load(name)
         except ModuleNotFoundError as error:
-            _name_extra(error, self.__name__)
+            _name_extra(error, package)
             raise
-        setattr(self, name, value)
-        return value
+        except AttributeError as error:
+            if name in exported:
+                raise  # of a module of ours
+            # with both, Python's traceback tells the nearest name
+            told = f"module {package!r} has no attribute {name!r}"
+            raise AttributeError(told, name=name, obj=sys.modules[package]) from error
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Python binds a submodule to its name in the package, which would hide the function that it is named after.
-        if not (isinstance(value, ModuleType) and name in _homes(self)):
-            super().__setattr__(name, value)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_homes(self)})
+    return load_or_name_extra, names, exported
 
 
 def _name_extra(error: ModuleNotFoundError, package: str) -> None:
@@ -54,12 +44,3 @@ def _name_extra(error: ModuleNotFoundError, package: str) -> None:
     for library in libraries():
         if library.extra and library.name == error.name:
             raise MissingExtraError(package, library.name, library.extra) from error
-
-
-@functools.cache
-def _homes(package: ModuleType) -> dict[str, str]:
-    """Return the module of each exported name."""
-    loader: Any = package.__loader__
-    tree = ast.parse(loader.get_source(package.__name__))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname == alias.name}

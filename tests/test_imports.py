@@ -1,6 +1,7 @@
 """What an import or a `--help` must not load: time to start, checked without a clock."""
 
 import importlib
+import py_compile
 import subprocess
 import sys
 
@@ -58,11 +59,10 @@ def test_lazy_packages_tell_their_names(tmp_path, monkeypatch):
     package.mkdir()
     (package / "numbers_here.py").write_text("two = 2\n")
     (package / "__init__.py").write_text(
-        "from typing import TYPE_CHECKING\n"
         "from shared_core.lazy_exports import export_lazily\n"
-        "if TYPE_CHECKING:\n    from lazy_one.numbers_here import two as two\n"
-        "export_lazily(__name__)\n"
+        "__getattr__, __dir__, __all__ = export_lazily(__name__, __file__)\n"
     )
+    (package / "__init__.pyi").write_text("from .numbers_here import two as two\n")
     monkeypatch.syspath_prepend(tmp_path)
     import lazy_one
 
@@ -74,6 +74,22 @@ def test_lazy_packages_tell_their_names(tmp_path, monkeypatch):
         _ = lazy_one.three
 
 
+def test_lazy_packages_need_no_sources(tmp_path, monkeypatch):
+    package = tmp_path / "lazy_compiled"
+    package.mkdir()
+    text = (
+        "from shared_core.lazy_exports import export_lazily\n"
+        "__getattr__, __dir__, __all__ = export_lazily(__name__, __file__)\n"
+    )
+    for name, source in (("one", "two = 2\n"), ("__init__", text)):
+        (package / f"{name}.py").write_text(source)
+        py_compile.compile(str(package / f"{name}.py"), str(package / f"{name}.pyc"))
+        (package / f"{name}.py").unlink()
+    (package / "__init__.pyi").write_text("from .one import two as two\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.import_module("lazy_compiled").two == 2
+
+
 @pytest.mark.parametrize(
     ("library", "error", "told"),
     [
@@ -82,12 +98,14 @@ def test_lazy_packages_tell_their_names(tmp_path, monkeypatch):
     ],
 )
 def test_a_name_that_needs_an_extra_tells_which(library, error, told, tmp_path, monkeypatch):
-    (tmp_path / "two_home.py").write_text(f"import {library}\n")
-    (tmp_path / "lazy_two.py").write_text(
+    package = tmp_path / "lazy_two"
+    package.mkdir()
+    (package / "two_home.py").write_text(f"import {library}\n")
+    (package / "__init__.py").write_text(
         "from shared_core.lazy_exports import export_lazily\n"
-        "if False:\n    from two_home import two as two\n"
-        "export_lazily(__name__)\n"
+        "__getattr__, __dir__, __all__ = export_lazily(__name__, __file__)\n"
     )
+    (package / "__init__.pyi").write_text("from .two_home import two as two\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
     monkeypatch.delitem(sys.modules, "lazy_two", raising=False)
@@ -101,5 +119,5 @@ def test_each_name_of_lightning_has_everything(name):
     import lightning_eff
 
     assert set(dir(lightning_eff)) >= {"Pruning", "DifferentialPrivacy"}
-    ours = {word for word in dir(lightning_eff) if word[0].isupper() and word != "TYPE_CHECKING"}
+    ours = {word for word in dir(lightning_eff) if word[0].isupper()}
     assert not ours - set(vars(importlib.import_module(f"lightning_eff.{name}")))

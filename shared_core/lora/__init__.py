@@ -1,11 +1,5 @@
 """Lora."""
 
-from typing import TYPE_CHECKING
-
 from shared_core.lazy_exports import export_lazily
 
-if TYPE_CHECKING:
-    from shared_core.lora.config import LoraConfig as LoraConfig
-    from shared_core.lora.technique import Lora as Lora
-
-export_lazily(__name__)
+__getattr__, __dir__, __all__ = export_lazily(__name__, __file__)

@@ -239,7 +239,7 @@ def choose_ranks(
     ranks, left_out = {}, {}
     for name, rank in wanted.items():
         each = found[name]
-        rank = min(math.ceil(rank / config.multiple_of) * config.multiple_of, each.full)
+        rank = min(math.ceil(min(rank, each.full) / config.multiple_of) * config.multiple_of, each.full)
         if rank <= each.largest or config.force:
             ranks[name] = rank
         else:

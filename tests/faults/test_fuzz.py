@@ -234,8 +234,17 @@ def test_values_that_once_broke_the_message_or_torch(recipe, match):
     check_told(caught.value)
 
 
-def test_the_average_of_a_student_over_a_quantized_base_is_its_teacher():
-    two_steps(Recipe.from_dict({"distill": {"teacher": "ema"}, "lora": {"rank": 8}}))
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"distill": {"teacher": "ema"}, "lora": {"rank": 8}},
+        {"low_rank": {"rank": 10**500, "min_size": 1, "force": True}},
+        {"qat": {"scheme": "binary"}, "checkpointing": {"policy": "selective"}},
+    ],
+    ids=" ".join,
+)
+def test_recipes_that_once_failed_train(recipe):
+    two_steps(Recipe.from_dict(recipe))
 
 
 def test_layers_of_a_teacher_in_codes_are_not_copied():

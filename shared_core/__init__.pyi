@@ -1,0 +1,3 @@
+from .engine.recipe import Recipe as Recipe
+from .engine.session import Session as Session
+from .errors import EffError as EffError

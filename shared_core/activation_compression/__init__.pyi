@@ -1,0 +1,2 @@
+from .config import ActivationsConfig as ActivationsConfig
+from .technique import ActivationCompression as ActivationCompression

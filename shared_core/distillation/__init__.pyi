@@ -1,0 +1,14 @@
+from .chunked.loss import ChunkedSums as ChunkedSums
+from .chunked.loss import chunked_kd_loss as chunked_kd_loss
+from .chunked.loss import chunked_kd_sum as chunked_kd_sum
+from .config import DistillConfig as DistillConfig
+from .layer_init import copy_layers_ as copy_layers_
+from .losses.divergences import DIVERGENCES as DIVERGENCES
+from .losses.divergences import jsd as jsd
+from .losses.divergences import kd_loss as kd_loss
+from .losses.divergences import kd_sum as kd_sum
+from .losses.divergences import mean_teacher as mean_teacher
+from .losses.divergences import reverse_kl as reverse_kl
+from .losses.features import linear_cka as linear_cka
+from .losses.features import rkd_loss as rkd_loss
+from .technique import Distillation as Distillation

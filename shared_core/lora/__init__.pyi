@@ -1,0 +1,2 @@
+from .config import LoraConfig as LoraConfig
+from .technique import Lora as Lora

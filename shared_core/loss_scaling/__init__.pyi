@@ -1,0 +1,9 @@
+from .activation_flush import FlushProbe as FlushProbe
+from .config import LossScaleConfig as LossScaleConfig
+from .histograms import HistogramProbe as HistogramProbe
+from .histograms import Log2Histogram as Log2Histogram
+from .histograms import log2_histogram as log2_histogram
+from .scaler import LossScaleError as LossScaleError
+from .scaler import LossScaler as LossScaler
+from .technique import LossScaling as LossScaling
+from .telemetry import UnderflowTelemetry as UnderflowTelemetry

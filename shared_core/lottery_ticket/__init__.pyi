@@ -1,0 +1,7 @@
+from .config import LotteryConfig as LotteryConfig
+from .curve import TicketCurve as TicketCurve
+from .search import LotterySearch as LotterySearch
+from .technique import LotteryTicket as LotteryTicket
+from .ticket import Ticket as Ticket
+from .ticket import read_ticket as read_ticket
+from .ticket import write_ticket as write_ticket

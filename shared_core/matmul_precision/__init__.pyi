@@ -1,0 +1,2 @@
+from .config import MatmulPrecisionConfig as MatmulPrecisionConfig
+from .technique import MatmulPrecision as MatmulPrecision

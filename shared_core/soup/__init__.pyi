@@ -1,0 +1,17 @@
+from .adapters import AdapterWeights as AdapterWeights
+from .config import SoupConfig as SoupConfig
+from .diagnosis import Diagnosis as Diagnosis
+from .diagnosis import diagnose as diagnose
+from .greedy import SoupResult as SoupResult
+from .greedy import greedy_soup as greedy_soup
+from .reports import diagnosis_plot as diagnosis_plot
+from .reports import diagnosis_table as diagnosis_table
+from .reports import noise_of as noise_of
+from .reports import path_json as path_json
+from .reports import path_plot as path_plot
+from .reports import path_table as path_table
+from .saving import save_soup as save_soup
+from .scoring import logged_metrics as logged_metrics
+from .scoring import rank_by_logged as rank_by_logged
+from .technique import ModelSoup as ModelSoup
+from .uniform import uniform_soup as uniform_soup
