@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shared_core.cli import quantize_measures as measures
 from shared_core.cli.arguments import AsJson, Evaluate, Model, Out, Weights, bar
 from shared_core.cli.export import load_quantized
 from shared_core.cli.loading import check_new, function, open_model, save_network, score, user_batches
@@ -20,12 +20,14 @@ from shared_core.cli.shrink import made_up_inputs
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.files.json_yaml import json_text
 from shared_core.reports.page import check_page, write_page
-from shared_core.reports.quantization_page import notes_of_method, section_of_method, sections, tell
+from shared_core.reports.quantization_page import section_of_method, sections, tell
 
 if TYPE_CHECKING:
-    from torch import nn  # `eff --help` must not wait for torch
+    from torch import Tensor, nn  # `eff --help` must not wait for torch
 
-    from shared_core.quantization import QatConfig, SelectivePlan
+    from shared_core.quantization import QatConfig
+    from shared_core.quantization.post_training.torchao_calibration import TorchaoMethodConfig
+    from shared_core.tools.quantize.study import StudyResult
 
 REPORT_FILE = "eff_quantization.json"
 PLAN_FILE = "plan.yaml"
@@ -120,26 +122,11 @@ def quantize(
     that of torchao's kernels.
     """
     asked = {_FLAGS.get(name, name): value for name, value in locals().items() if name not in _PLACES}
-    import torch
-
-    from shared_core.quantization import BitPlan, QatConfig, quantize_with_report
-    from shared_core.quantization.batch_norm import run
-    from shared_core.quantization.post_training.latency import latencies
-    from shared_core.quantization.post_training.quality import judge_loss, layer_bytes, thresholds
-    from shared_core.quantization.post_training.quantize import quantized_bytes
-    from shared_core.quantization.post_training.torchao_calibration import (
-        TorchaoMethodConfig,
-        check_runs,
-        quantize_with_torchao,
-        to_plain_weights,
-    )
+    from shared_core.tools.quantize.study import QuantizationStudy, check_needs_no_calibration, model_bytes
 
     check_new(out, "eff quantize")
     if report is not None:
         check_page(report, "eff quantize: --report", made=out)
-    if mode not in ("max", "min"):
-        raise ConfigError(f"eff quantize: --mode must be max or min, got {mode!r}")
-    thresholds(accept)
     _check_together(
         ("--qat", qat, "--eval or --attack", evaluate or attack),
         ("--sensitivity", sensitivity, "--calibration", calibration),
@@ -154,144 +141,51 @@ def quantize(
         ("--attack-range", attack_range != "0,1", "--attack", attack),
         ("--attack-steps", attack_steps != 20, "--attack", attack),
     )
-    alone = [name for name in _WITHOUT_METHOD if method and asked[name] is not None and asked[name] is not False]
-    if alone:
-        flags = ", ".join("--" + name.replace("_", "-") for name in alone)
-        raise ConfigError(f"eff quantize: --method must stand without {flags}, which it cannot serve; leave it out")
-    own = dict(_options(set_options or [])) if method else {}
-    by_torchao = TorchaoMethodConfig.from_dict({"method": method, "scheme": scheme, **own}) if method else None
+    if method:
+        _check_alone(asked)
     if largest_loss is not None and plan is not None:
         raise ConfigError("eff quantize: --largest-loss must stand without --plan, which it would make; leave one out")
-    options: dict[str, Any] = {"scheme": "int8"} if plan is None else BitPlan.options_from_yaml(plan)
-    if by_torchao is None:
-        options |= {} if scheme is None else {"scheme": scheme}
-        scheme = asked["scheme"] = options["scheme"]
-        options |= _options(set_options or [])
-    else:
-        options["scheme"] = by_torchao.scheme
-    if scheme == "int8":
-        options.setdefault("range", "mse")
-    config = QatConfig.from_dict(options)
-    useless = [name for name in _OF_TRAINING if getattr(config, name) != getattr(QatConfig, name)]
-    if useless:
-        raise ConfigError(
-            f"eff quantize: --set must hold options of quantising, got {useless[0]}, which only training has; drop it"
-        )
-    if largest_loss is not None:
-        measures.check_plannable(config, largest_loss)
-    if sensitivity not in (None, "kl", "rmse"):
-        raise ConfigError(f"eff quantize: --sensitivity must be kl or rmse, got {sensitivity!r}")
-    settings = measures.attack_settings(attack_eps, attack_range, attack_steps)
+    config, by_torchao = _configs(scheme, method, plan, _options(set_options or []))
+    asked["scheme"] = asked["scheme"] if method else config.scheme
+    settings = _attack_settings(attack_eps, attack_range, attack_steps)
     network, inputs, folder = open_model(model, weights, "eff quantize")
-    float_bytes = _bytes(network)
+    float_bytes = model_bytes(network)
     notes = _in_float32(network) if folder and by_torchao is None else []
     if folder and (equalize or correct_bias):
         _check_keeps_its_layers(network, "--equalize" if equalize else "--correct-bias")
     if latency and inputs is None and not folder:
         raise ConfigError(f"eff quantize: {model} must return (model, example_inputs) for --latency, got a model alone")
-    if by_torchao is not None:
-        some = next((value for value in network.parameters() if value.is_floating_point()), torch.empty(0))
-        try:
-            check_runs(by_torchao, some.device, some.dtype)  # before batches are loaded and quality is measured
-        except CompatibilityError as error:
-            if folder is None:
-                raise
-            raise CompatibilityError(
-                f"{error}; a folder's model is on the CPU, one of a module:function where that puts it"
-            ) from error
-    models = {"float": network}
+    study = QuantizationStudy(
+        network=network, config=config, method=by_torchao, num_batches=batches, equalize=equalize,
+        correct_bias=correct_bias, mode=mode, accept=accept, sensitivity=sensitivity, largest_loss=largest_loss,
+        all_layers=all_layers, attack=settings, progress=bar,
+    )  # fmt: skip
+    try:
+        study.check()
+    except CompatibilityError as error:
+        hint = "; a folder's model is on the CPU, one of a module:function where that puts it" if folder else ""
+        raise CompatibilityError(f"{error}{hint}") from error
     if qat is not None:
-        models["qat"] = copy.deepcopy(network)
-        load_quantized(models["qat"], qat, "eff quantize: --qat")
+        study.qat_model = copy.deepcopy(network)
+        load_quantized(study.qat_model, qat, "eff quantize: --qat")
     if by_torchao is None and calibration is None:
-        _check_needs_none(network, config)
-    judge = function(evaluate, "eff quantize: --eval", "model") if evaluate else None
-    images = None if attack is None else measures.attack_data(user_batches(attack, "eff quantize: --attack"))
-    data = None
-    if calibration is not None:
-        data = list(_loaded(user_batches(calibration, "eff quantize: --calibration"), batches))
-
-    if latency and inputs is None:
-        inputs = data[0] if data else made_up_inputs(network, "eff quantize")
-    quality: dict[str, float | None] = {"float": None, "quantized": None}
-    attacks: list[dict[str, Any]] = []
-
-    def measure(name: str) -> None:
-        if judge is not None:
-            quality[name] = score(judge, models[name], "eff quantize")
-        if images is not None:
-            with bar(f"attacks on the {name} model") as advance:
-                for row in measures.attacked(name, models[name], network, images, settings):
-                    attacks.append(row)
-                    advance(len(attacks), None)
-
-    def quantized_as(
-        config: QatConfig, show: Callable[[int, int], None] | None = None, *, candidate: bool = False
-    ) -> tuple[nn.Module, Any]:
-        if by_torchao is not None and data is not None:
-            return quantize_with_torchao(
-                network, calibration=data, num_batches=batches, progress=show, **by_torchao.to_dict()
-            )
-        return quantize_with_report(
-            network,
-            config,
-            data,
-            num_batches=batches,
-            equalize=equalize,
-            correct_bias=correct_bias,
-            measure_outputs=not candidate,
-            progress=show,
+        check_needs_no_calibration(network, config)
+    if evaluate is not None:
+        study.judge = functools.partial(
+            score, function(evaluate, "eff quantize: --eval", "model"), where="eff quantize"
         )
-
+    if attack is not None:
+        study.images = _attack_data(user_batches(attack, "eff quantize: --attack"))
+    if calibration is not None:
+        study.data = list(_loaded(user_batches(calibration, "eff quantize: --calibration"), batches))
     if latency:
-        run(network, inputs, f"eff quantize: --latency: the inputs of {model}")
-    measure("float")
-    with bar("calibration") as advance:
-        models["quantized"], done = quantized_as(config, advance)
-    costs, found, keep = None, None, dict[str, str]()
-    if data is not None and (sensitivity is not None or largest_loss is not None):
-        with bar("sensitivity of layers"):
-            costs = measures.sensitivities(network, done, data, sensitivity or "rmse")
-    if costs is not None and judge is not None and data is not None and largest_loss is not None:
-        keep = {} if all_layers else measures.kept_in_float(network, costs, data[0])
-        with bar("plan") as advance:
-            config, found = measures.selective_plan(
-                network, config, costs, lambda chosen: quantized_as(chosen, candidate=True)[0], judge,
-                largest_loss=largest_loss, mode=mode, keep=keep,
-            )  # fmt: skip
-        models["quantized"], done = quantized_as(config)
-    for name in ("quantized", *(["qat"] if qat is not None else [])):
-        measure(name)
-    values = {
-        "asked": {name: str(value) if isinstance(value, Path) else value for name, value in asked.items()},
-        "config": (by_torchao or config).to_dict(),
-        "ranges": {},
-        "notes": [] if by_torchao is None else notes_of_method(done),
-        **dataclasses.asdict(done),
-        "output_sqnr_db": measures.output_sqnr(done),
-        "quality": quality,
-        "verdicts": {
-            name: _no_nan(dataclasses.asdict(judge_loss(quality["float"], value, accept, mode)))  # type: ignore[arg-type]
-            for name, value in quality.items()
-            if name != "float" and value is not None and quality["float"] is not None
-        },
-        "milliseconds": latencies(network, models["quantized"], inputs) if latency else {},
-        "machine": measures.machine() if latency else {},
-        "bytes": {"float": float_bytes},
-        "layer_bytes": {name: list(sizes) for name, sizes in layer_bytes(models["quantized"]).items()},
-        "sensitivity": None if costs is None else {"metric": sensitivity or "rmse", "layers": costs},
-        "plan": None if found is None else measures.plan_values(found, keep, mode),
-        "attacks": None if images is None else {**settings, "rows": attacks},
-    }
-    values["notes"] = [*notes, *values["notes"]]
-    if by_torchao is None:
-        values["bytes"]["quantized"] = quantized_bytes(models["quantized"])
-    else:
-        to_plain_weights(models["quantized"])
-        values["layer_bytes"] = {entry["name"]: [entry["float_bytes"], entry["bytes"]] for entry in done.layers}
-        saved = sum(before - after for before, after in values["layer_bytes"].values())
-        values["bytes"]["quantized"] = values["bytes"]["float"] - saved
-    _write(out, models["quantized"], values, found, config, folder)
+        given = inputs if inputs is not None else study.data[0] if study.data else None
+        study.latency_inputs = made_up_inputs(network, "eff quantize") if given is None else given
+    result = study.run()
+    shown = {name: str(value) if isinstance(value, Path) else value for name, value in asked.items()}
+    values = {"asked": shown, **result.values, "notes": [*notes, *result.values["notes"]]}
+    values["bytes"]["float"] = float_bytes
+    _write(out, result, values, folder)
     if report is not None:
         gained = [] if by_torchao is None else [section_of_method(values)]
         write_page(report, f"Quantisation of {model}", [*sections(values), *gained])
@@ -303,24 +197,91 @@ def quantize(
         typer.echo(f"wrote {report} and {report.with_suffix('.md')}")
 
 
+def _check_alone(asked: dict[str, Any]) -> None:
+    alone = [name for name in _WITHOUT_METHOD if asked[name] is not None and asked[name] is not False]
+    if alone:
+        flags = ", ".join("--" + name.replace("_", "-") for name in alone)
+        raise ConfigError(f"eff quantize: --method must stand without {flags}, which it cannot serve; leave it out")
+
+
+def _configs(
+    scheme: str | None, method: str | None, plan: Path | None, options: dict[str, Any]
+) -> tuple[QatConfig, TorchaoMethodConfig | None]:
+    """Return (how to quantise, the method of torchao if one is asked for)."""
+    from shared_core.quantization import BitPlan, QatConfig
+    from shared_core.quantization.post_training.torchao_calibration import TorchaoMethodConfig
+
+    by_torchao = None
+    if method:
+        by_torchao = TorchaoMethodConfig.from_dict({"method": method, "scheme": scheme, **options})
+        options = {"scheme": by_torchao.scheme}
+    else:
+        planned = {"scheme": "int8"} if plan is None else BitPlan.options_from_yaml(plan)
+        options = {**planned, **({} if scheme is None else {"scheme": scheme}), **options}
+    if not method and options["scheme"] == "int8":
+        options.setdefault("range", "mse")
+    config = QatConfig.from_dict(options)
+    useless = [name for name in _OF_TRAINING if getattr(config, name) != getattr(QatConfig, name)]
+    if useless:
+        raise ConfigError(
+            f"eff quantize: --set must hold options of quantising, got {useless[0]}, which only training has; drop it"
+        )
+    return config, by_torchao
+
+
+def _attack_settings(eps: str, bounds: str, steps: int) -> dict[str, Any]:
+    """Return ``eps``, ``low``, ``high`` and ``steps`` of texts such as ``2/255,0.03`` and ``0,1`` or ``none``.
+
+    Raises:
+        ConfigError: If one breaks its rule.
+
+    Example:
+        >>> _attack_settings("1/4,0.1", "0,1", 20)
+        {'eps': [0.1, 0.25], 'low': 0.0, 'high': 1.0, 'steps': 20}
+    """
+    try:
+        strengths = sorted({float(Fraction(part.strip())) for part in eps.split(",")})
+    except (ValueError, ZeroDivisionError):
+        strengths = []
+    if not strengths or strengths[0] <= 0:
+        raise ConfigError(f"eff quantize: --attack-eps must be numbers above 0 such as 2/255,0.03, got {eps!r}")
+    try:
+        low, high = (None, None) if bounds == "none" else (float(part) for part in bounds.split(","))
+    except ValueError:
+        low, high = math.nan, math.nan
+    if low is not None and high is not None and not low < high:
+        raise ConfigError(f"eff quantize: --attack-range must be LOW,HIGH such as 0,1, or none, got {bounds!r}")
+    if steps < 1:
+        raise ConfigError(f"eff quantize: --attack-steps must be at least 1, got {steps}")
+    return {"eps": strengths, "low": low, "high": high, "steps": steps}
+
+
+def _attack_data(batches: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
+    """Return the user's batches as a list.
+
+    Raises:
+        ConfigError: If they are no pairs of tensors.
+    """
+    from torch import Tensor
+
+    held = list(batches)
+    for batch in held:
+        if not (
+            isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)
+        ):
+            raise ConfigError(
+                "eff quantize: --attack must return pairs of tensors (inputs, class indices), got "
+                f"{type(batch).__name__}"
+            )
+    if not held:
+        raise ConfigError("eff quantize: --attack must return at least one batch, got none; return some images")
+    return [(x, y) for x, y in held]
+
+
 def _check_together(*needs: tuple[str, Any, str, Any]) -> None:
     for name, given, other, there in needs:
         if given and not there:
             raise ConfigError(f"eff quantize: {name} must come with {other}; add what is missing")
-
-
-def _check_needs_none(network: nn.Module, config: QatConfig) -> None:
-    """Refuse ranges of inputs without batches that show them, before quality is measured."""
-    from shared_core.quantization.schemes import layer_schemes
-    from shared_core.quantization.selection import select_layers
-
-    schemes = layer_schemes(config, select_layers(network, config.include, config.skip)[0])
-    static = next((name for name, scheme in schemes.items() if scheme.input == "static"), None)
-    if static is not None:
-        raise ConfigError(
-            f"eff quantize: --calibration must be given with {config.scheme}, whose inputs have ranges ({static}), got "
-            "none; name a function that returns batches, or choose --scheme int8_weight or int8_dynamic, without ranges"
-        )
 
 
 def _in_float32(network: nn.Module) -> list[str]:
@@ -360,31 +321,14 @@ def _loaded(batches: Iterable[Any], count: int) -> Iterator[Any]:
             advance(number, None)
 
 
-def _no_nan(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
-
-
-def _bytes(model: nn.Module) -> int:
-    # a shared weight is one
-    tensors = {value.data_ptr(): value.numel() * value.element_size() for value in model.state_dict().values()}
-    return sum(tensors.values())
-
-
-def _write(
-    out: Path,
-    model: nn.Module,
-    values: dict[str, Any],
-    found: SelectivePlan | None,
-    config: QatConfig,
-    folder: Path | None,
-) -> None:
+def _write(out: Path, result: StudyResult, values: dict[str, Any], folder: Path | None) -> None:
     from shared_core.checkpoint_formats.plain import write_deployment
     from shared_core.files.atomic import atomic_folder
 
     with atomic_folder(out) as temporary:
-        save_network(model, folder, temporary)
+        save_network(result.model, folder, temporary)
         if values["ranges"]:
             write_deployment(str(temporary), {"qat": {"ranges": values["ranges"]}})
-        if found is not None:
-            found.plan.to_yaml(temporary / PLAN_FILE, scheme=config.scheme)
+        if result.plan is not None:
+            result.plan.plan.to_yaml(temporary / PLAN_FILE, scheme=result.config.scheme)
         (temporary / REPORT_FILE).write_text(json_text(values) + "\n", encoding="utf-8")

@@ -74,6 +74,7 @@ def unknown(net):
 SCHEME = ["quantize_task:model", "--out", "out", "--scheme", "int8_weight"]
 STATIC = ["quantize_task:model", "--out", "out", "--calibration"]
 ATTACKED = [*SCHEME, "--attack", "quantize_task:pairs"]
+JUDGED = ["quantize_task:model", "--out", "out", "--eval", "quantize_task:quality"]
 PLANNED = [
     *SCHEME,
     "--calibration",
@@ -178,8 +179,8 @@ def test_weights_plan_and_options_are_taken(run, tmp_path):
     (["quantize_task:model", "--out", "out", "--set", "range"], ConfigError, "--set must be NAME=VALUE"),
     (["quantize_task:model", "--out", "out", "--set", "rnge=kl"], ConfigError, "did you mean 'range'"),
     (["quantize_task:model", "--out", "out", "--report", "page.pdf"], ConfigError, "--report must be an .html file"),
-    (["quantize_task:model", "--out", "out", "--mode", "up"], ConfigError, "--mode must be max or min"),
-    (["quantize_task:model", "--out", "out", "--accept", "2"], ConfigError, "accept must be default, recommender or"),
+    ([*JUDGED, "--mode", "up"], ConfigError, "mode must be max or min"),
+    ([*JUDGED, "--accept", "2"], ConfigError, "accept must be default, recommender or"),
     (["quantize_task:model", "--out", "out", "--qat", "full"], ConfigError, "--qat must come with --eval or --attack"),
     (["quantize_task:model", "--out", "out", "--qat", "full", "--eval", "quantize_task:quality"], CheckpointError,
      "eff_deployment.json must hold"),
@@ -187,12 +188,12 @@ def test_weights_plan_and_options_are_taken(run, tmp_path):
     ([*SCHEME, "--calibration", "quantize_task:batches", "--sensitivity", "l1"], ConfigError, "must be kl or rmse"),
     ([*SCHEME, "--largest-loss", "0.1"], ConfigError, "must come with --eval and --calibration"),
     ([*SCHEME, "--all-layers"], ConfigError, "--all-layers must come with --largest-loss"),
-    ([*PLANNED[:-1], "-0.1"], ConfigError, "--largest-loss must be at least 0 and finite"),
-    ([*PLANNED[:-1], "nan"], ConfigError, "--largest-loss must be at least 0 and finite"),
+    ([*PLANNED[:-1], "-0.1"], ConfigError, "largest_loss must be at least 0 and finite"),
+    ([*PLANNED[:-1], "nan"], ConfigError, "largest_loss must be at least 0 and finite"),
     ([*PLANNED, "--plan", "plan.yaml"], ConfigError, "--largest-loss must stand without --plan"),
     ([*PLANNED, "--set", "overrides=0:weight_bits=4"], ConfigError, "without overrides"),
     ([*PLANNED, "--scheme", "fp8"], ConfigError, "must come with an int scheme"),
-    (PLANNED, ConfigError, "but all 2 are of those kept in float.*add --all-layers"),
+    (PLANNED, ConfigError, "but all 2 are of those kept in float.*set all_layers"),
     ([*PLANNED, "--all-layers", "--set", "weight_bits=2"], TrainingError, "but each one loses more; raise it"),
     ([*ATTACKED, "--attack-eps", "2/0"], ConfigError, "--attack-eps must be numbers above 0"),
     ([*ATTACKED, "--attack-eps", "0"], ConfigError, "--attack-eps must be numbers above 0"),
@@ -208,7 +209,7 @@ def test_weights_plan_and_options_are_taken(run, tmp_path):
     ([*STATIC, "quantize_task:narrow"], ConfigError, "calibration must hold what the model takes.*63"),
     ([*STATIC, "quantize_task:narrow", "--equalize"], ConfigError, "calibration must hold what the model takes.*63"),
     ([*STATIC, "quantize_task:texts"], ConfigError, "calibration must hold what the model takes.*got str"),
-    (["quantize_task:narrow_inputs", *SCHEME[1:], "--latency"], ConfigError, "--latency: the inputs of.*63"),
+    (["quantize_task:narrow_inputs", *SCHEME[1:], "--latency"], ConfigError, "latency: the inputs of.*63"),
     ([*SCHEME, "--eval", "quantize_task:word"], ConfigError, "--eval must return a number, got str 'good'"),
     ([*SCHEME, "--set", "begin=0.5"], ConfigError, "--set must hold options of quantising, got begin"),
     ([*SCHEME, "--set", "gate=rounded"], ConfigError, "--set must hold options of quantising, got gate"),

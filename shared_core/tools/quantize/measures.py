@@ -1,14 +1,12 @@
-"""What `eff quantize` measures beside quality: sensitivity of layers, a plan, accuracy under attack, the machine."""
+"""Measurements of a quantised model: sensitivity of layers, a plan by quality, accuracy under attack, the machine."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from shared_core.cli.loading import score
 from shared_core.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
     from shared_core.quantization import QatConfig, QuantizationReport, SelectivePlan
     from shared_core.quantization.post_training.torchao_calibration import TorchaoReport
 
-WHERE = "eff quantize"
+WHERE = "quantize"
 SENSITIVITY_BATCHES = 8
 Judge = Callable[["nn.Module"], float]
 
@@ -72,10 +70,10 @@ def check_plannable(config: QatConfig, largest_loss: float) -> None:
         ConfigError: Naming the option.
     """
     if not 0 <= largest_loss < math.inf:
-        raise ConfigError(f"{WHERE}: --largest-loss must be at least 0 and finite, got {largest_loss}")
+        raise ConfigError(f"{WHERE}: largest_loss must be at least 0 and finite, got {largest_loss}")
     if not config.scheme.startswith("int") or config.overrides:
         raise ConfigError(
-            f"{WHERE}: --largest-loss must come with an int scheme without overrides, whose layers share one width, "
+            f"{WHERE}: largest_loss must come with an int scheme without overrides, whose layers share one width, "
             f"got scheme={config.scheme} and overrides={list(config.overrides)}"
         )
 
@@ -108,8 +106,8 @@ def selective_plan(
 
     if costs.keys() <= keep.keys():
         raise ConfigError(
-            f"{WHERE}: --largest-loss must have layers to choose from, but all {len(costs)} are of those kept in "
-            "float (first, last, after GELU, …); add --all-layers"
+            f"{WHERE}: largest_loss must have layers to choose from, but all {len(costs)} are of those kept in "
+            "float (first, last, after GELU, …); set all_layers"
         )
     sign = 1.0 if mode == "max" else -1.0
 
@@ -121,7 +119,7 @@ def selective_plan(
 
     found = plan_by_quality(
         network,
-        lambda model: sign * score(judge, model, WHERE),
+        lambda model: sign * judge(model),
         costs,
         largest_loss=largest_loss,
         bits=next(iter(next(iter(costs.values())))),
@@ -130,7 +128,7 @@ def selective_plan(
     )
     if not found.plan.quantized:
         raise TrainingError(
-            f"{WHERE}: --largest-loss {largest_loss} must leave a layer to quantise, but each one loses more; raise it"
+            f"{WHERE}: largest_loss {largest_loss} must leave a layer to quantise, but each one loses more; raise it"
         )
     chosen = set(found.plan.quantized)
     return without(name for name in costs if name not in chosen), found
@@ -149,54 +147,6 @@ def plan_values(found: SelectivePlan, keep: Mapping[str, str], mode: str) -> dic
             for start, points in found.curves.items()
         },
     }
-
-
-def attack_settings(eps: str, bounds: str, steps: int) -> dict[str, Any]:
-    """Return ``eps``, ``low``, ``high`` and ``steps`` of texts such as ``2/255,0.03`` and ``0,1`` or ``none``.
-
-    Raises:
-        ConfigError: If one breaks its rule.
-
-    Example:
-        >>> attack_settings("1/4,0.1", "0,1", 20)
-        {'eps': [0.1, 0.25], 'low': 0.0, 'high': 1.0, 'steps': 20}
-    """
-    try:
-        strengths = sorted({float(Fraction(part.strip())) for part in eps.split(",")})
-    except (ValueError, ZeroDivisionError):
-        strengths = []
-    if not strengths or strengths[0] <= 0:
-        raise ConfigError(f"{WHERE}: --attack-eps must be numbers above 0 such as 2/255,0.03, got {eps!r}")
-    try:
-        low, high = (None, None) if bounds == "none" else (float(part) for part in bounds.split(","))
-    except ValueError:
-        low, high = math.nan, math.nan
-    if low is not None and high is not None and not low < high:
-        raise ConfigError(f"{WHERE}: --attack-range must be LOW,HIGH such as 0,1, or none, got {bounds!r}")
-    if steps < 1:
-        raise ConfigError(f"{WHERE}: --attack-steps must be at least 1, got {steps}")
-    return {"eps": strengths, "low": low, "high": high, "steps": steps}
-
-
-def attack_data(batches: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
-    """Return the user's batches as a list.
-
-    Raises:
-        ConfigError: If they are no pairs of tensors.
-    """
-    from torch import Tensor
-
-    held = list(batches)
-    for batch in held:
-        if not (
-            isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)
-        ):
-            raise ConfigError(
-                f"{WHERE}: --attack must return pairs of tensors (inputs, class indices), got {type(batch).__name__}"
-            )
-    if not held:
-        raise ConfigError(f"{WHERE}: --attack must return at least one batch, got none; return some images")
-    return [(x, y) for x, y in held]
 
 
 def attacked(

@@ -1,0 +1,276 @@
+"""Quantise a trained model and measure the result: quality, sensitivity of layers, attacks, latency, bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from shared_core.errors import ConfigError
+from shared_core.quantization import QatConfig, SelectivePlan, quantize_with_report
+from shared_core.quantization.batch_norm import run
+from shared_core.quantization.post_training.latency import latencies
+from shared_core.quantization.post_training.quality import judge_loss, layer_bytes, thresholds
+from shared_core.quantization.post_training.quantize import quantized_bytes
+from shared_core.quantization.post_training.torchao_calibration import (
+    TorchaoMethodConfig,
+    check_runs,
+    quantize_with_torchao,
+    to_plain_weights,
+)
+from shared_core.quantization.schemes import layer_schemes
+from shared_core.quantization.selection import select_layers
+from shared_core.reports.quantization_page import notes_of_method
+from shared_core.tools.quantize import measures
+
+Progress = Callable[[str], AbstractContextManager[Callable[[int, "int | None"], None]]]
+"""Called with what is about to run; surrounds it and returns a function of (done, total)."""
+
+
+@contextlib.contextmanager
+def no_progress(_: str) -> Iterator[Callable[[int, int | None], None]]:
+    """Show nothing."""
+    yield lambda done, total: None
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """A quantised model and what was measured of it.
+
+    Args:
+        model: Quantised: plain weights with a method of torchao, else layers that quantise their inputs too.
+        values: The report, as plain values that JSON can hold.
+        config: What the model was quantised with; a plan may have left out layers.
+        plan: Which layers were left in float for the quality asked for; None without `largest_loss`.
+    """
+
+    model: nn.Module
+    values: dict[str, Any]
+    config: QatConfig
+    plan: SelectivePlan | None
+
+
+@dataclass(kw_only=True)
+class QuantizationStudy:
+    """One quantisation of a trained model, and what is to be measured of it.
+
+    Args:
+        network: Trained, in float; stays as it is.
+        config: How to quantise it.
+        method: GPTQ, AWQ or SmoothQuant by torchao, in place of rounding; then `config` holds its scheme alone.
+        data: Calibration batches: tensors, tuples or dicts of inputs.
+        num_batches: How many of them to run, at most.
+        equalize: Even out the ranges of channels first.
+        correct_bias: Subtract the mean error of outputs from the biases.
+        judge: Model → quality, a number.
+        mode: Whether quality is better when larger (max) or when smaller (min).
+        accept: Largest acceptable loss of quality: ``default``, ``recommender`` or a share from 0 to 1.
+        qat_model: The same model after quantisation-aware training, judged beside the quantised one.
+        sensitivity: Measure what each layer costs alone, as ``rmse`` of the output or ``kl``.
+        largest_loss: Quantise as many layers as lose at most this much quality, in its own unit.
+        all_layers: With `largest_loss`, do not keep first, last and similar layers in float.
+        images: Batches (inputs, classes) on which accuracy under attack is measured.
+        attack: ``eps``, ``low``, ``high`` and ``steps`` of the attacks.
+        latency_inputs: Inputs of the forward that is timed; None: none is.
+        progress: Shows what runs.
+
+    Example:
+        >>> import torch
+        >>> study = QuantizationStudy(network=nn.Sequential(nn.Linear(64, 10)), config=QatConfig(scheme="int8_weight"))
+        >>> study.run().values["bytes"]
+        {'float': 2600, 'quantized': 720}
+    """
+
+    network: nn.Module
+    config: QatConfig
+    method: TorchaoMethodConfig | None = None
+    data: list[Any] | None = None
+    num_batches: int = 100
+    equalize: bool = False
+    correct_bias: bool = False
+    judge: measures.Judge | None = None
+    mode: str = "max"
+    accept: str = "default"
+    qat_model: nn.Module | None = None
+    sensitivity: str | None = None
+    largest_loss: float | None = None
+    all_layers: bool = False
+    images: list[tuple[Tensor, Tensor]] | None = None
+    attack: dict[str, Any] | None = None
+    latency_inputs: Any = None
+    progress: Progress = no_progress
+
+    def check(self) -> None:
+        """Refuse options that break their rule, before batches are loaded and quality is measured.
+
+        Raises:
+            ConfigError: If an option breaks its rule.
+            CompatibilityError: If torchao's method cannot run here.
+        """
+        if self.mode not in ("max", "min"):
+            raise ConfigError(f"quantize: mode must be max or min, got {self.mode!r}")
+        thresholds(self.accept)
+        if self.sensitivity not in (None, "kl", "rmse"):
+            raise ConfigError(f"quantize: sensitivity must be kl or rmse, got {self.sensitivity!r}")
+        if self.largest_loss is not None:
+            measures.check_plannable(self.config, self.largest_loss)
+        if self.method is not None:
+            floats = (value for value in self.network.parameters() if value.is_floating_point())
+            some = next(floats, Tensor())
+            check_runs(self.method, some.device, some.dtype)
+
+    def run(self) -> StudyResult:
+        """Quantise and measure.
+
+        Raises:
+            ConfigError: If an option breaks its rule, or batches are missing or not what the model takes.
+            CompatibilityError: If the model or the device cannot be quantised so.
+            MatchError: If no layer can be quantised.
+            TrainingError: If no layer can be quantised within the largest loss.
+        """
+        self.check()
+        if self.latency_inputs is not None:
+            run(self.network, self.latency_inputs, "quantize: latency: the inputs of the model")
+        measured = {"float": self._measured("float", self.network)}
+        with self.progress("calibration") as advance:
+            model, report = self._quantized(self.config, advance)
+        costs = self._costs(report)
+        config, plan, keep = self.config, None, dict[str, str]()
+        if costs is not None and self.largest_loss is not None:
+            config, plan, keep = self._planned(costs)
+            model, report = self._quantized(config)
+        measured["quantized"] = self._measured("quantized", model)
+        if self.qat_model is not None:
+            measured["qat"] = self._measured("qat", self.qat_model)
+        values = {
+            "config": (self.method or config).to_dict(),
+            "ranges": {},
+            "notes": [] if self.method is None else notes_of_method(report),
+            **dataclasses.asdict(report),
+            "output_sqnr_db": measures.output_sqnr(report),
+            **self._quality({name: quality for name, (quality, _) in measured.items()}),
+            **self._latency(model),
+            **self._bytes(model, report),
+            "sensitivity": None if costs is None else {"metric": self.sensitivity or "rmse", "layers": costs},
+            "plan": None if plan is None else measures.plan_values(plan, keep, self.mode),
+            "attacks": self._attacks([row for _, rows in measured.values() for row in rows]),
+        }
+        return StudyResult(model, values, config, plan)
+
+    def _quantized(
+        self, config: QatConfig, show: Callable[[int, int], None] | None = None, *, candidate: bool = False
+    ) -> tuple[nn.Module, Any]:
+        if self.method is not None and self.data is not None:
+            options = self.method.to_dict()
+            return quantize_with_torchao(
+                self.network, calibration=self.data, num_batches=self.num_batches, progress=show, **options
+            )
+        return quantize_with_report(
+            self.network,
+            config,
+            self.data,
+            num_batches=self.num_batches,
+            equalize=self.equalize,
+            correct_bias=self.correct_bias,
+            measure_outputs=not candidate,
+            progress=show,
+        )
+
+    def _measured(self, name: str, model: nn.Module) -> tuple[float | None, list[dict[str, Any]]]:
+        """Return (quality, rows of accuracy under attack), as far as they are asked for."""
+        quality = None if self.judge is None else self.judge(model)
+        rows: list[dict[str, Any]] = []
+        if self.images is not None and self.attack is not None:
+            with self.progress(f"attacks on the {name} model") as advance:
+                for row in measures.attacked(name, model, self.network, self.images, self.attack):
+                    rows.append(row)
+                    advance(len(rows), None)
+        return quality, rows
+
+    def _attacks(self, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+        return None if self.images is None or self.attack is None else {**self.attack, "rows": rows}
+
+    def _costs(self, report: Any) -> dict[str, dict[int, float]] | None:
+        if self.data is None or (self.sensitivity is None and self.largest_loss is None):
+            return None
+        with self.progress("sensitivity of layers"):
+            return measures.sensitivities(self.network, report, self.data, self.sensitivity or "rmse")
+
+    def _planned(self, costs: dict[str, dict[int, float]]) -> tuple[QatConfig, SelectivePlan, dict[str, str]]:
+        """Return (config without the layers that stay in float, the plan, layers kept by rules of thumb)."""
+        if self.data is None or self.judge is None or self.largest_loss is None:
+            raise ConfigError("quantize: largest_loss must come with judge and data, got it without; add them")
+        keep = {} if self.all_layers else measures.kept_in_float(self.network, costs, self.data[0])
+        with self.progress("plan"):
+            config, plan = measures.selective_plan(
+                self.network,
+                self.config,
+                costs,
+                lambda chosen: self._quantized(chosen, candidate=True)[0],
+                self.judge,
+                largest_loss=self.largest_loss,
+                mode=self.mode,
+                keep=keep,
+            )
+        return config, plan, keep
+
+    def _quality(self, quality: dict[str, float | None]) -> dict[str, Any]:
+        before = quality["float"]
+        verdicts = {
+            name: _without_nan(
+                dataclasses.asdict(judge_loss(before, value, self.accept, "min" if self.mode == "min" else "max"))
+            )
+            for name, value in quality.items()
+            if name != "float" and value is not None and before is not None
+        }
+        return {"quality": quality, "verdicts": verdicts}
+
+    def _latency(self, model: nn.Module) -> dict[str, Any]:
+        if self.latency_inputs is None:
+            return {"milliseconds": {}, "machine": {}}
+        return {
+            "milliseconds": latencies(self.network, model, self.latency_inputs),
+            "machine": measures.machine(),
+        }
+
+    def _bytes(self, model: nn.Module, report: Any) -> dict[str, Any]:
+        """Return the bytes of the whole model and of each layer; make the weights plain that torchao packed."""
+        in_float = model_bytes(self.network)
+        if self.method is None:
+            layers = {name: list(sizes) for name, sizes in layer_bytes(model).items()}
+            return {"bytes": {"float": in_float, "quantized": quantized_bytes(model)}, "layer_bytes": layers}
+        to_plain_weights(model)
+        layers = {entry["name"]: [entry["float_bytes"], entry["bytes"]] for entry in report.layers}
+        saved = sum(before - after for before, after in layers.values())
+        return {"bytes": {"float": in_float, "quantized": in_float - saved}, "layer_bytes": layers}
+
+
+def check_needs_no_calibration(network: nn.Module, config: QatConfig) -> None:
+    """Refuse ranges of inputs where no batches show them, before quality is measured.
+
+    Raises:
+        ConfigError: If a layer's inputs have ranges.
+    """
+    schemes = layer_schemes(config, select_layers(network, config.include, config.skip)[0])
+    static = next((name for name, scheme in schemes.items() if scheme.input == "static"), None)
+    if static is not None:
+        raise ConfigError(
+            f"quantize: calibration must be given with {config.scheme}, whose inputs have ranges ({static}), got none; "
+            "give batches of inputs, or choose the scheme int8_weight or int8_dynamic, without ranges"
+        )
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's state; a shared tensor counts once."""
+    tensors = {value.data_ptr(): value.numel() * value.element_size() for value in model.state_dict().values()}
+    return sum(tensors.values())
+
+
+def _without_nan(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
