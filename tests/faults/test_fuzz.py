@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shared_core.engine.recipe import Recipe
-from shared_core.errors import ConfigError, EffError
+from shared_core.errors import ConfigError, EffError, TrainingError
 from shared_core.files.json_yaml import parse_yaml
 
 LONG = [pytest.mark.slow, pytest.mark.timeout(7200)]
@@ -232,6 +232,11 @@ def test_values_that_once_broke_the_message_or_torch(recipe, match):
     with pytest.raises(ConfigError, match=match) as caught:
         Recipe.from_dict(recipe)
     check_told(caught.value)
+
+
+def test_a_teacher_that_fails_on_the_inputs_of_a_part_of_the_student_is_told():
+    with pytest.raises(TrainingError, match=r"teacher must compute from the student's inputs, of shapes \[\(4, 32\)\]"):
+        two_steps(Recipe.from_dict({"distill": {"teacher": TEACHER, "student": "head"}}))
 
 
 @pytest.mark.parametrize(
