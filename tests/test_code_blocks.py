@@ -163,14 +163,15 @@ def test_recipes(page):
             assert Recipe.from_dict(values)
 
 
-@pytest.mark.parametrize("name", ["hugging_face", "lightning"])
+@pytest.mark.parametrize("name", ["README.md", "docs/hugging_face.md", "docs/lightning.md"])
 def test_the_pages_of_the_trainers_run_as_they_are(name, tmp_path, monkeypatch, capsys):
-    page = ROOT / "docs" / f"{name}.md"
+    page = ROOT / name
     monkeypatch.chdir(tmp_path)
     for block in blocks(page, "python", "yaml"):
         if file := re.match(r"# (\w+\.\w+)\n", block):
             (tmp_path / file[1]).write_text(block)
-    runs = [words for words in commands(page) if words[0] == "python"] or [["python", "train.py"]]
+    runs = [words for words in commands(page) if words[0] == "python"]
+    runs += [["python", file.name] for file in tmp_path.glob("*.py") if not any(file.name in words for words in runs)]
     for words in runs:
         monkeypatch.setattr(sys, "argv", words[1:])
         runpy.run_path(words[1], run_name="__main__")
