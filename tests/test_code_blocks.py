@@ -23,17 +23,18 @@ from shared_core.engine.registry import ROOMS, flags
 from shared_core.front_ends.flags import recipe_of, take_flags
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES += [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "shared_core").rglob("README.md"))]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 OURS = ("hf_eff", "lightning_eff", "shared_core", "eff_kernels")
 # as its own in the first line, or in a string
 NAMES_A_FILE = re.compile(r"""^# \w+\.\w+$|["']\S*[\w}](/|\.py\b)\S*["']""", flags=re.M)
 SHELL = ("", "bash", "console")
 NEEDS_MORE = {  # than `surroundings`
-    "exporting.md": "a quantised model",
-    "loss_scaling.md": "a GPU",
-    "shrink.md": "a model of transformers",
-    "sparse_inference.md": "a GPU",
+    "docs/exporting.md": "a quantised model",
+    "shared_core/loss_scaling/README.md": "a GPU",
+    "shared_core/tools/shrink/README.md": "a model of transformers",
+    "shared_core/tools/sparse_inference/README.md": "a GPU",
 }
 COMMANDS = typer.main.get_command(app)
 
@@ -105,7 +106,8 @@ def test_python(page, tmp_path, monkeypatch, capsys):
         tree = ast.parse(block)
         check_use(tree)
         given = surroundings()
-        if missing_names(tree) <= given.keys() and not NAMES_A_FILE.search(block) and page.name not in NEEDS_MORE:
+        needs_more = NAMES_A_FILE.search(block) or str(page.relative_to(ROOT)) in NEEDS_MORE
+        if missing_names(tree) <= given.keys() and not needs_more:
             exec(compile(tree, str(page), "exec"), given)
 
 
@@ -161,14 +163,15 @@ def test_recipes(page):
             assert Recipe.from_dict(values)
 
 
-@pytest.mark.parametrize("name", ["hugging_face", "lightning"])
+@pytest.mark.parametrize("name", ["README.md", "docs/hugging_face.md", "docs/lightning.md"])
 def test_the_pages_of_the_trainers_run_as_they_are(name, tmp_path, monkeypatch, capsys):
-    page = ROOT / "docs" / f"{name}.md"
+    page = ROOT / name
     monkeypatch.chdir(tmp_path)
     for block in blocks(page, "python", "yaml"):
         if file := re.match(r"# (\w+\.\w+)\n", block):
             (tmp_path / file[1]).write_text(block)
-    runs = [words for words in commands(page) if words[0] == "python"] or [["python", "train.py"]]
+    runs = [words for words in commands(page) if words[0] == "python"]
+    runs += [["python", file.name] for file in tmp_path.glob("*.py") if not any(file.name in words for words in runs)]
     for words in runs:
         monkeypatch.setattr(sys, "argv", words[1:])
         runpy.run_path(words[1], run_name="__main__")

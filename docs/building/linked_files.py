@@ -1,6 +1,7 @@
-"""A hook of mkdocs: pages for files outside docs/ that a page links to.
+"""A hook of mkdocs: pages for the techniques' cards, and for files outside docs/ that a page links to.
 
-A link such as ``../examples/quickstart.py`` leads to the file in the repository, and on the site to its text.
+A card is the README.md of its package. A link such as ``../examples/quickstart.py`` leads to the file in the
+repository, and on the site to its text.
 """
 
 import ast
@@ -14,7 +15,11 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = "repository/"  # where they lie on the site
-ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md")  # in the navigation
+CARDS = {
+    path.relative_to(ROOT).as_posix(): f"techniques/{path.parent.name}.md"
+    for path in sorted((ROOT / "shared_core").rglob("README.md"))
+}
+ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md", *CARDS)  # in the navigation
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)")
 FENCE = re.compile(r"^(`{3,})[^\n]*\n.*?^\1\s*$", flags=re.M | re.S)
 
@@ -48,6 +53,9 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 def _place(file: File) -> str:
     """Return where a page's file lies in the repository."""
+    for card, uri in CARDS.items():
+        if file.src_uri == uri:
+            return card
     if file.src_uri.startswith(HERE):
         path = file.src_uri.removeprefix(HERE)
         return path if (ROOT / path).is_file() else path.removesuffix(".md")
@@ -55,7 +63,7 @@ def _place(file: File) -> str:
 
 
 def _uri(path: str) -> str:
-    return HERE + (path if path.endswith(".md") else f"{path}.md")
+    return CARDS.get(path) or HERE + (path if path.endswith(".md") else f"{path}.md")
 
 
 def _outside(file: File) -> list[str]:
@@ -74,7 +82,8 @@ def _page_of(path: str) -> str:
     if file.is_dir():
         rows = [f"- {_named(entry)}{_first_line(entry)}" for entry in sorted(file.glob("[!_.]*.*"))]
         return "\n".join([f"# {path}/", "", *rows, ""])
-    return f"# {path}\n\n~~~~{file.suffix.removeprefix('.')}\n{file.read_text(encoding='utf-8')}~~~~\n"
+    head = "---\nsearch: {exclude: true}\n---\n" if path.startswith("tests/") else ""
+    return f"{head}# {path}\n\n~~~~{file.suffix.removeprefix('.')}\n{file.read_text(encoding='utf-8')}~~~~\n"
 
 
 def _named(file: Path) -> str:

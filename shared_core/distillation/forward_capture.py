@@ -113,7 +113,7 @@ def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any
         shapes = [tuple(value.shape) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         raise TrainingError(
             f"distill: teacher must compute from the student's inputs, of shapes {shapes}, got "
-            f"{type(teacher).__name__}: {error}; give a teacher of the same inputs, or name as distill.student the part "
+            f"{type(teacher).__name__}: {error}; give a teacher of these inputs, or name as distill.student the part "
             "of the model that has the teacher's"
         ) from error
 

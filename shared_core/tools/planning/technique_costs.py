@@ -22,7 +22,7 @@ _KEPT_OF_A_SCORE = 3
 _SELECTIVE_SHARE = 0.66  # measured on a transformer of 16 blocks of width 256
 _CHUNK_MIB = 512  # of chunked distillation on a GPU
 _BUNDLED = 1 << 18
-_SOUP_MODELS = 2.4  # measured, see docs/techniques/soup.md
+_SOUP_MODELS = 2.4  # measured, see shared_core/soup/README.md
 
 
 def _prune(config: Any, shape: ModelShape, run: PlannedRun) -> list[Cost]:
