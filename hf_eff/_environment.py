@@ -135,6 +135,11 @@ def check_outputs(trainer: Trainer, recipe: Recipe) -> None:
         raise ConfigError(
             "soup: save_strategy must save checkpoints while training, got 'no'; set save_strategy to steps or epoch"
         )
+    if args.save_total_limit == 1 and not args.load_best_model_at_end:  # which keeps the best one beside the last
+        raise ConfigError(
+            "soup: save_total_limit must keep at least two checkpoints, got 1, which leaves nothing to average; "
+            "raise it or leave it out"
+        )
     soup = recipe["soup"].to_dict()
     evaluated = trainer.eval_dataset
     if soup["kind"] == "greedy" and (evaluated is None or _is_empty(evaluated)):
