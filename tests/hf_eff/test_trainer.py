@@ -164,10 +164,17 @@ def test_a_callback_added_late_is_refused_and_one_added_to_eff_trainer_joins(mak
     assert ours.session.receipt()["techniques"]["prune"]["sparsity"] == pytest.approx(0.5, abs=1e-3)
 
 
+class RenamesItsLoss(Trainer):
+    def log(self, logs, *args, **kwargs):
+        super().log({"embedding_loss" if key == "loss" else key: value for key, value in logs.items()}, *args, **kwargs)
+
+
 def test_a_class_around_a_trainer_as_setfits_is_attached_to(make, tmp_path):
-    around = SimpleNamespace(st_trainer=make.trainer(tmp_path))
+    around = SimpleNamespace(st_trainer=make.trainer(tmp_path, trainer_class=RenamesItsLoss, logging_steps=1))
     session = attach(around, {"prune": PRUNE})
     around.st_trainer.train()
+    logged = [entry for entry in around.st_trainer.state.log_history if "embedding_loss" in entry]
+    assert logged[-1]["prune/sparsity"] == 0.5
     assert session.receipt()["techniques"]["prune"]["sparsity"] == 0.5
 
 
