@@ -125,6 +125,11 @@ def check_outputs(trainer: Trainer, recipe: Recipe) -> None:
             raise CheckpointError(
                 f"hf: output_dir must be a writable folder, got {args.output_dir!r}: {error}"
             ) from error
+    if recipe and getattr(getattr(trainer, "setfit_args", None), "end_to_end", False):
+        raise CompatibilityError(
+            "hf: SetFit's end_to_end must be False, got True: it trains the sentence model on after its trainer has "
+            "ended, which undoes what the techniques did to the weights; train the head alone"
+        )
     if "dp" in recipe:
         check_trainer(trainer)
     if "distill" in recipe:

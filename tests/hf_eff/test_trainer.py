@@ -178,6 +178,13 @@ def test_a_class_around_a_trainer_as_setfits_is_attached_to(make, tmp_path):
     assert session.receipt()["techniques"]["prune"]["sparsity"] == 0.5
 
 
+def test_setfit_that_trains_the_body_on_is_refused(make, tmp_path):
+    trainer = make.trainer(tmp_path)
+    trainer.setfit_args = SimpleNamespace(end_to_end=True)
+    with pytest.raises(CompatibilityError, match="SetFit's end_to_end must be False, got True"):
+        attach(SimpleNamespace(st_trainer=trainer), {"prune": PRUNE})
+
+
 def test_a_technique_given_twice_is_refused(make, tmp_path):
     with pytest.raises(ConfigError, match="prune must be given once"):
         make.trainer(tmp_path, callbacks=[Pruning(**PRUNE), EffCallback({"prune": PRUNE})])
