@@ -22,7 +22,7 @@ def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | N
     trainer's `EffTrainingArguments` switch on joins them. An empty recipe touches nothing.
 
     Args:
-        trainer: A ``Trainer`` or any subclass of it.
+        trainer: A ``Trainer`` or any subclass of it, or SetFit's, which trains its body with the one in ``st_trainer``.
         recipe: A recipe, a dict of one, or a path to a YAML or JSON file of one.
 
     Raises:
@@ -34,6 +34,7 @@ def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | N
     Example:
         ``attach(trainer, {"prune": {"sparsity": 0.8}}); trainer.train()``
     """
+    trainer = getattr(trainer, "st_trainer", trainer)  # SetFit's own class is none of transformers'
     if not isinstance(trainer, Trainer):
         raise ConfigError(f"hf: trainer must be a transformers Trainer, got {type(trainer).__name__}; construct one")
     session_callback = session_callback_of(trainer)

@@ -125,6 +125,11 @@ def check_outputs(trainer: Trainer, recipe: Recipe) -> None:
             raise CheckpointError(
                 f"hf: output_dir must be a writable folder, got {args.output_dir!r}: {error}"
             ) from error
+    if recipe and getattr(getattr(trainer, "setfit_args", None), "end_to_end", False):
+        raise CompatibilityError(
+            "hf: SetFit's end_to_end must be False, got True: it trains the sentence model on after its trainer has "
+            "ended, which undoes what the techniques did to the weights; train the head alone"
+        )
     if "dp" in recipe:
         check_trainer(trainer)
     if "distill" in recipe:
@@ -134,6 +139,11 @@ def check_outputs(trainer: Trainer, recipe: Recipe) -> None:
     if args.save_strategy == SaveStrategy.NO:
         raise ConfigError(
             "soup: save_strategy must save checkpoints while training, got 'no'; set save_strategy to steps or epoch"
+        )
+    if args.save_total_limit == 1 and not args.load_best_model_at_end:  # which keeps the best one beside the last
+        raise ConfigError(
+            "soup: save_total_limit must keep at least two checkpoints, got 1, which leaves nothing to average; "
+            "raise it or leave it out"
         )
     soup = recipe["soup"].to_dict()
     evaluated = trainer.eval_dataset

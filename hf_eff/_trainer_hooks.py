@@ -613,7 +613,9 @@ class SessionCallback(TrainerCallback):
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
         """Add the techniques' figures to what the trainer logs while training."""
-        if logs is None or "loss" not in logs or not (self.session.is_attached and self.session.has_begun):
+        if not (self.session.is_attached and self.session.has_begun):
+            return
+        if logs is None or logs.keys().isdisjoint({"loss", "learning_rate"}):  # SetFit renames its loss
             return
         figures = {name: float(value) for name, value in self.session.metrics().items()}
         logs.update(figures)

@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,6 +151,27 @@ def test_a_callback_added_late_is_refused_and_one_added_to_eff_trainer_joins(mak
     assert ours.session.receipt()["techniques"]["prune"]["sparsity"] == pytest.approx(0.5, abs=1e-3)
 
 
+class RenamesItsLoss(Trainer):
+    def log(self, logs, *args, **kwargs):
+        super().log({"embedding_loss" if key == "loss" else key: value for key, value in logs.items()}, *args, **kwargs)
+
+
+def test_a_class_around_a_trainer_as_setfits_is_attached_to(make, tmp_path):
+    around = SimpleNamespace(st_trainer=make.trainer(tmp_path, trainer_class=RenamesItsLoss, logging_steps=1))
+    session = attach(around, {"prune": PRUNE})
+    around.st_trainer.train()
+    logged = [entry for entry in around.st_trainer.state.log_history if "embedding_loss" in entry]
+    assert logged[-1]["prune/sparsity"] == 0.5
+    assert session.receipt()["techniques"]["prune"]["sparsity"] == 0.5
+
+
+def test_setfit_that_trains_the_body_on_is_refused(make, tmp_path):
+    trainer = make.trainer(tmp_path)
+    trainer.setfit_args = SimpleNamespace(end_to_end=True)
+    with pytest.raises(CompatibilityError, match="SetFit's end_to_end must be False, got True"):
+        attach(SimpleNamespace(st_trainer=trainer), {"prune": PRUNE})
+
+
 def test_a_technique_given_twice_is_refused(make, tmp_path):
     with pytest.raises(ConfigError, match="prune must be given once"):
         make.trainer(tmp_path, callbacks=[Pruning(**PRUNE), EffCallback({"prune": PRUNE})])
@@ -255,6 +277,8 @@ def test_what_would_fail_at_the_end_fails_at_the_start(make, tmp_path):
 
     with pytest.raises(ConfigError, match="save_strategy"):
         build(save_strategy="no")
+    with pytest.raises(ConfigError, match="save_total_limit must keep at least two checkpoints, got 1"):
+        build(save_strategy="steps", save_total_limit=1)
     trainer = make.trainer(tmp_path, save_strategy="steps")
     trainer.eval_dataset = None
     with pytest.raises(ConfigError, match="eval_dataset"):
