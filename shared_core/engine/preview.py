@@ -20,13 +20,14 @@ class Touched:
     """What a technique acts on in a model: tensors or modules by name with their number of elements.
 
     `left_out` tells why others that it could handle stay as they are; those of them in `reached` it works on in another
-    way. Without tensors it acts on the run as a whole.
+    way, and those in `asked` the user's options name. Without tensors it acts on the run as a whole.
     """
 
     tensors: Mapping[str, int] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     what: str = "the run as a whole"
     reached: Iterable[str] = ()
+    asked: Iterable[str] = ()
 
     @classmethod
     def modules(
@@ -38,10 +39,14 @@ class Touched:
 
     @classmethod
     def parameters(
-        cls, named: Iterable[tuple[str, Tensor]], left_out: Mapping[str, str] | None = None, what: str = "weights"
+        cls,
+        named: Iterable[tuple[str, Tensor]],
+        left_out: Mapping[str, str] | None = None,
+        what: str = "weights",
+        asked: Iterable[str] = (),
     ) -> Touched:
         """Return tensors with their number of elements."""
-        return cls({name: value.numel() for name, value in named}, dict(left_out or {}), what)
+        return cls({name: value.numel() for name, value in named}, dict(left_out or {}), what, asked=asked)
 
 
 def trained(model: nn.Module) -> Touched:

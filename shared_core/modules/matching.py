@@ -192,6 +192,36 @@ def named_by(patterns: Iterable[str], modules: Mapping[str, nn.Module]) -> set[s
     return named | {name for name, module in modules.items() if any(_fits(pattern, name, module) for pattern in others)}
 
 
+def options_by_module(
+    where: str, overrides: Iterable[tuple[str, str, str]], layers: Mapping[str, nn.Module], what: str
+) -> dict[str, dict[str, str]]:
+    """Return for each layer the options that its overrides set; of two that set one option the later one counts.
+
+    Args:
+        where: The technique, for errors.
+        overrides: (pattern, option, value), patterns as `match_modules` reads them.
+        layers: By name, in registration order.
+        what: What they are, for errors.
+
+    Raises:
+        MatchError: If a pattern matches no layer.
+
+    Example:
+        >>> layers = {"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}
+        >>> entries = [("*", "sparsity", "0.5"), ("last", "sparsity", "0")]
+        >>> options_by_module("prune", entries, layers, "pruned layer")
+        {'a': {'sparsity': '0.5'}, 'b': {'sparsity': '0'}}
+    """
+    options: dict[str, dict[str, str]] = {name: {} for name in layers}
+    for pattern, option, value in overrides:
+        hit = named_by([pattern], layers)
+        if not hit:
+            raise MatchError(f"{where}: override pattern {pattern!r} matches no {what}{nearest(pattern, layers)}")
+        for name in hit:
+            options[name][option] = value
+    return options
+
+
 def _fits(pattern: str, name: str, module: nn.Module) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or own_class(module).__name__ == pattern
 

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from shared_core.config.options import TechniqueConfig, option
+from shared_core.config.options import coerce, option
+from shared_core.config.overrides import OverridableConfig
 from shared_core.config.training_time import Position
 
 GATHERED = ("taylor", "movement", "fisher", "wanda", "neuron_taylor", "shapley")
@@ -37,7 +38,7 @@ _ONLY_WITH = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneConfig(TechniqueConfig):
+class PruneConfig(OverridableConfig):
     """Which weights to prune, how many, and when.
 
     Example:
@@ -47,6 +48,7 @@ class PruneConfig(TechniqueConfig):
 
     key: ClassVar[str] = "prune"
     switch: ClassVar[str] = "sparsity"
+    overridable: ClassVar[tuple[str, ...]] = ("sparsity",)
 
     sparsity: float = option(help="Share of the weights that are zero at the end, in [0, 1).", low=0, below=1)
     criterion: Literal[
@@ -114,6 +116,11 @@ class PruneConfig(TechniqueConfig):
     )
     skip: tuple[str, ...] = option((), help="No modules of these names (globs), types, or first, last.")
     min_size: int = option(0, help="Leave tensors with fewer weights than this dense.", low=0)
+    overrides: tuple[str, ...] = option(
+        (),
+        help="A sparsity of their own for some modules, 0 to leave them dense: PATTERN:sparsity=VALUE, such as "
+        "head:sparsity=0.5; in YAML a mapping too. sparsity is that of the others.",
+    )
 
     def validate(self) -> None:
         """Raise `ConfigError` where the options contradict each other."""
@@ -126,6 +133,7 @@ class PruneConfig(TechniqueConfig):
         self._validate_effects()
         self._validate_granularity()
         self._validate_dynamics()
+        self._validate_overrides()
 
     def _validate_effects(self) -> None:
         """Refuse what would play no part."""
@@ -196,6 +204,16 @@ class PruneConfig(TechniqueConfig):
             raise self._error("sr_ste", "must be 0 with dynamic rigl")
         if self.schedule == "one_shot" and self.criterion == "movement":
             raise self._error("schedule", "must grow with criterion movement, which decides until end; take cubic")
+
+    def _validate_overrides(self) -> None:
+        for pattern, _, value in self.override_options():
+            asked = coerce(value, float, "prune.overrides")
+            if not 0 <= asked < 1:
+                raise self._error("overrides", f"must give {pattern} a sparsity in [0, 1)")
+            if asked and self.granularity in ("n_m", "layer"):
+                why = f"n_m = {self.n_m} fixes the sparsity" if self.granularity == "n_m" else "a layer goes whole"
+                raise self._error("overrides", f"must give {pattern} sparsity 0 with granularity {self.granularity}: "
+                                  f"{why}")  # fmt: skip
 
     @property
     def resolved_scope(self) -> str:

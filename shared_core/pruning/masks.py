@@ -123,7 +123,7 @@ def prune_masks(scores: Sequence[Tensor], sparsity: float, most: Sequence[int] |
     masks: dict[int, Tensor] = {}
     competing = list(range(len(sizes)))
     while competing:
-        masks |= zip(competing, _masks(_some(scores, competing), left), strict=True)
+        masks |= zip(competing, _masks(some(scores, competing), left), strict=True)
         over = [i for i in competing if sizes[i] - count_kept(masks[i]) > limits[i]]
         if not over:
             break
@@ -142,7 +142,8 @@ def count_kept(mask: Tensor) -> int:
     return int(np.count_nonzero(mask.numpy()) if mask.is_cpu else mask.count_nonzero())
 
 
-def _some(scores: Sequence[Tensor], chosen: list[int]) -> Sequence[Tensor]:
+def some(scores: Sequence[Tensor], chosen: list[int]) -> Sequence[Tensor]:
+    """Return the scores at some places; what is computed on access stays so."""
     if len(chosen) == len(scores):
         return scores
     return [scores[i] for i in chosen] if isinstance(scores, list | tuple) else _Some(scores, chosen)

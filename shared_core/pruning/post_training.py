@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import local_part, world_size
 from shared_core.distributed.sharded_tensors import is_sharded
 from shared_core.engine import coverage
-from shared_core.engine.preview import Touched
 from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.modules.matching import check_model
@@ -50,6 +49,7 @@ class PruneReport:
         scope: How it was shared out over layers.
         max_layer_sparsity: The largest share of one layer that could go; None where all lose the same, or go whole.
         capped: Layers, or groups of units, that reached it.
+        overrides: The sparsity of each weight that had one of its own.
         notes: What a user should know of layers that lost most of what they had.
         units: One entry a group of units: group, kind, units, pruned.
         groups_left_out: Groups that cannot be pruned, with the reason.
@@ -72,6 +72,7 @@ class PruneReport:
     scope: str
     max_layer_sparsity: float | None
     capped: list[str]
+    overrides: dict[str, float]
     notes: list[str]
     units: list[dict[str, Any]] = field(default_factory=list)
     groups_left_out: dict[str, str] = field(default_factory=dict)
@@ -134,13 +135,12 @@ def prune(
     batches = _checked_batches(config, calibration, num_batches)
     targets = find_targets(model, config)
     weights = targets.weights()
-    touched = Touched.parameters(weights.items(), targets.left_out)
-    reached = coverage.reach(coverage.count(model), touched, config, model)
+    reached = coverage.reach(coverage.count(model), targets.touched(), config, model)
     _check_weights(config, weights)
     context = Context(model=model)
     context.generator.manual_seed(seed)
     scorer = make_scorer(config.weight_criterion, targets.modules, generator=context.generator)
-    units = UnitPruning(config, targets.modules) if config.granularity in UNITS else None
+    units = UnitPruning(config, targets.modules, targets.own) if config.granularity in UNITS else None
     store = MaskStore()
     store.weights = units.tensors(model) if units else weights
     calibrating = Calibration(model, scorer, units, store.weights, loss)
@@ -153,9 +153,10 @@ def prune(
     if config.criterion in GATHERED and config.criterion != "shapley":
         calibrating.run(config, batches, progress)
     if units:
-        masks = units.masks(context, scorer, store, config.sparsity)
+        masks = units.masks(context, scorer, store, config.sparsity, targets.own)
     else:
-        masks = select_weights(config, targets.modules, RankedScores(weights, {}, scorer), config.sparsity)
+        scores = RankedScores(weights, {}, scorer)
+        masks = select_weights(config, targets.modules, scores, config.sparsity, targets.own)
     store.set(masks)
     store.apply()
     return PruneReport(
@@ -169,7 +170,7 @@ def prune(
         examples=calibrating.examples,
         seconds=time.perf_counter() - started,
         note=NOTES.get(config.granularity, UNITS_NOTE),
-        **layers_report(config, weights, store, units),
+        **layers_report(config, targets, store, units),
         coverage=reached.to_dict() if reached is not None else {},
         **_told(units, store),
     )

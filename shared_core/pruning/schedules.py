@@ -6,7 +6,7 @@ How sparsity grows over the steps of a run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from shared_core.engine.preview import Event, every
 from shared_core.engine.technique import Context
@@ -28,15 +28,23 @@ def resolve_moments(config: PruneConfig, context: Context) -> tuple[int, int]:
     return first, last
 
 
-def moments_told(config: PruneConfig, first: int, last: int) -> list[Event]:
-    """Return what happens at the steps that `resolve_moments` returned."""
+def moments_told(config: PruneConfig, first: int, last: int, own: Mapping[str, float]) -> list[Event]:
+    """Return what happens at the steps that `resolve_moments` returned.
+
+    Args:
+        config: Schedule and sparsity.
+        first: Step of the first update.
+        last: Step of the last one.
+        own: By name the sparsity of each weight that is pruned by itself.
+    """
+    shares = ", ".join([f"sparsity {config.sparsity:g}", *(f"{name} {share:g}" for name, share in own.items())])
     if not config.updates_until_end:
-        return [(first, f"masks are made once, sparsity {config.sparsity:g}; they stay to the end")]
+        return [(first, f"masks are made once, {shares}; they stay to the end")]
     growth = f"{config.schedule} from {config.initial_sparsity:g}" if config.schedule != "one_shot" else "at once"
     moving = f"; {config.dynamic} moves them" if config.dynamic != "none" else ""
     return [
         (first, f"first masks, sparsity grows ({growth}), new masks {every(config.every)}{moving}"),
-        (last, f"last masks, sparsity {config.sparsity:g}; they stay to the end"),
+        (last, f"last masks, {shares}; they stay to the end"),
     ]
 
 

@@ -16,7 +16,7 @@ from shared_core.distributed.sharded_tensors import whole
 from shared_core.errors import ConfigError
 from shared_core.modules.weight_views import from_output_rows, input_axis, output_rows
 from shared_core.pruning.config import PruneConfig
-from shared_core.pruning.masks import block_scores, expand_blocks, nm_mask_of_scores, prune_mask, prune_masks
+from shared_core.pruning.masks import block_scores, expand_blocks, nm_mask_of_scores, prune_mask, prune_masks, some
 from shared_core.pruning.scorers import Scorer
 from shared_core.pruning.scorers.weight_scorers import below_threshold_mask
 
@@ -201,6 +201,7 @@ def new_masks(
     masks: Mapping[str, Tensor],
     scorer: Scorer,
     sparsity: float,
+    own: Mapping[str, float],
 ) -> dict[str, Tensor]:
     """Return the next masks of weights; one that there is nothing to score by keeps the mask that it has, or all of it.
 
@@ -211,6 +212,7 @@ def new_masks(
         masks: The whole masks so far.
         scorer: What computes scores.
         sparsity: Share to prune, in [0, 1).
+        own: By name the share of those weights that are pruned by themselves.
     """
     scored = {name: weight for name, weight in weights.items() if not scorer.ready or scorer.has_seen(name)}
     kept = {
@@ -219,11 +221,15 @@ def new_masks(
         if name not in scored
     }
     scores = RankedScores(scored, {} if config.straight_through else masks, scorer)
-    return kept | select_weights(config, modules, scores, sparsity)
+    return kept | select_weights(config, modules, scores, sparsity, own)
 
 
 def select_weights(
-    config: PruneConfig, modules: Mapping[str, nn.Module], scores: RankedScores, sparsity: float
+    config: PruneConfig,
+    modules: Mapping[str, nn.Module],
+    scores: RankedScores,
+    sparsity: float,
+    own: Mapping[str, float],
 ) -> dict[str, Tensor]:
     """Return by name which elements to keep, for the granularities of weights (not of units).
 
@@ -232,28 +238,39 @@ def select_weights(
         modules: By the names of the scores, the module whose ``weight`` each is.
         scores: Of all weights within reach.
         sparsity: Share to prune, in [0, 1).
+        own: By name the share of those weights that are pruned by themselves.
     """
     names = scores.names
+    alone = [own.get(name) for name in names]
     if config.granularity == "n_m":
         kept, of = config.kept_of
         found = (nm_mask_of_scores(scores[i], kept, of, axis=input_axis(modules[name])) for i, name in enumerate(names))
         return dict(zip(names, found, strict=True))
     if config.criterion == "wanda":
-        return {name: row_mask(modules[name], scores[i], sparsity) for i, name in enumerate(names)}
+        return {name: row_mask(modules[name], scores[i], own.get(name, sparsity)) for i, name in enumerate(names)}
     if config.granularity == "block":
         tiles = [block_scores(scores[i], config.block_size) for i in range(len(names))]
-        masks = _by_scope(config, tiles, sparsity)
+        masks = _by_scope(config, tiles, sparsity, alone)
         shapes = [tensor.shape for tensor in scores.tensors]
         masks = [expand_blocks(*pair, config.block_size) for pair in zip(masks, shapes, strict=True)]
     else:
-        masks = _by_scope(config, scores, sparsity)
+        masks = _by_scope(config, scores, sparsity, alone)
     if config.threshold is not None:
         above = [below_threshold_mask(whole(weight), config.threshold) for weight in scores.tensors]
         masks = [mask | kept for mask, kept in zip(masks, above, strict=True)]
     return dict(zip(names, masks, strict=True))
 
 
-def _by_scope(config: PruneConfig, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+def _by_scope(
+    config: PruneConfig, scores: Sequence[Tensor], sparsity: float, alone: Sequence[float | None]
+) -> list[Tensor]:
+    """Return the masks of those with a share of their own, each by itself, and of the others as the scope says."""
+    rest = [i for i, share in enumerate(alone) if share is None]
+    masks = dict(zip(rest, _together(config, some(scores, rest), sparsity), strict=True))
+    return [masks[i] if share is None else prune_masks([scores[i]], share)[0] for i, share in enumerate(alone)]
+
+
+def _together(config: PruneConfig, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
     shapes = [tensor.shape for tensor in getattr(scores, "tensors", scores)]
     if config.resolved_scope == "global":
         # of the sparsity at the end: what a layer may lose is the same at every update
@@ -290,7 +307,9 @@ def row_mask(module: nn.Module, scores: Tensor, sparsity: float) -> Tensor:
     return from_output_rows(module, mask, scores.shape)
 
 
-def select_units(config: PruneConfig, scores: Sequence[Tensor], sparsity: float) -> list[Tensor]:
+def select_units(
+    config: PruneConfig, scores: Sequence[Tensor], sparsity: float, alone: Sequence[float | None]
+) -> list[Tensor]:
     """Return which units of each group to keep.
 
     With scope local or global every group keeps at least its best unit, with global at least what `layer_limits` leaves
@@ -300,8 +319,9 @@ def select_units(config: PruneConfig, scores: Sequence[Tensor], sparsity: float)
         config: Granularity and scope.
         scores: One float vector a group.
         sparsity: Share of the units to prune, in [0, 1).
+        alone: Of each group the share that it loses by itself, None of those that `sparsity` is for.
     """
     if config.granularity == "layer":
         keep = prune_mask(torch.cat(list(scores)), sparsity)
         return list(torch.split(keep, [len(each) for each in scores]))
-    return _by_scope(config, scores, sparsity)
+    return _by_scope(config, scores, sparsity, alone)

@@ -20,7 +20,7 @@ from shared_core.channel_graph.groups import ChannelGroup, Kind, Slice, find_gro
 from shared_core.distributed.collectives import any_rank, broadcast_, from_main
 from shared_core.distributed.sharded_tensors import whole
 from shared_core.engine.technique import Context
-from shared_core.errors import CheckpointError, CompatibilityError, MatchError, TrainingError
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
 from shared_core.modules.calls import ExampleCalls, evaluated
 from shared_core.modules.matching import plain_name, stock_layers
 from shared_core.modules.weight_views import output_axis
@@ -217,10 +217,11 @@ class UnitPruning:
     Args:
         config: Granularity, criterion and scope.
         modules: Weight name to the module that holds it as ``weight``: what may be pruned.
+        sparsities: Of weights whose units are pruned by themselves.
     """
 
-    def __init__(self, config: PruneConfig, modules: Mapping[str, nn.Module]) -> None:
-        self._config, self._modules = config, dict(modules)
+    def __init__(self, config: PruneConfig, modules: Mapping[str, nn.Module], sparsities: Mapping[str, float]) -> None:
+        self._config, self._modules, self._sparsities = config, dict(modules), dict(sparsities)
         self._calls: ExampleCalls | None = None
         self._shown: Callable[[], Any] | None = None
         self._tensors: dict[str, Tensor] = {}
@@ -273,7 +274,7 @@ class UnitPruning:
             self.close()
         groups = list(prunable_groups(traced, granularity, self._modules))
         self.left_out = {
-            group.name: group.reason_kept or "another granularity, or left out by include, skip or min_size"
+            group.name: group.reason_kept or "another granularity, or left out by include, skip, overrides or min_size"
             for group in traced
             if group not in groups
         }
@@ -289,7 +290,8 @@ class UnitPruning:
         self._take(groups)
 
     def _take(self, groups: list[ChannelGroup]) -> None:
-        refuse_nothing(self._config, [group.units for group in groups], f"{self._config.granularity}s")
+        own = self._own(groups, self._sparsities)
+        refuse_nothing(self._config, {group.name: group.units for group in groups}, f"{self._config.granularity}s", own)
         self.groups, self.found = groups, True
         if self._config.criterion == "taylor":
             members = {
@@ -299,6 +301,34 @@ class UnitPruning:
             self._taylor = GroupTaylor(members)
             if self._saved_taylor:
                 self._taylor.load_state_dict(self._saved_taylor)
+
+    def _own(self, groups: Sequence[ChannelGroup], shares: Mapping[str, float]) -> dict[str, float]:
+        """Return by group the share that it is to lose by itself, given those of weights.
+
+        Raises:
+            ConfigError: If weights that lose units together are to lose different shares.
+            MatchError: If none of the groups holds a weight with a share of its own.
+        """
+        found: dict[str, float] = {}
+        lost = set(shares)
+        for group in groups:
+            weights = [part.tensor for part in masked_slices(group) if part.tensor in self._modules]
+            lost -= set(weights)
+            asked = {shares.get(weight) for weight in weights}
+            if len(asked) > 1:
+                each = ", ".join(f"{weight} {shares.get(weight, 'none')}" for weight in dict.fromkeys(weights))
+                raise ConfigError(
+                    f"prune: overrides must give one sparsity to layers that lose {group.kind}s together, got {each}; "
+                    "name all of them"
+                )
+            if (share := asked.pop()) is not None:
+                found[group.name] = share
+        if lost:
+            raise MatchError(
+                f"prune: overrides must name layers with {self._config.granularity}s that can be pruned, got "
+                f"{', '.join(sorted(lost))}; leave them out of overrides"
+            )
+        return found
 
     @property
     def ready(self) -> bool:
@@ -318,7 +348,9 @@ class UnitPruning:
         if all_finite(gradients.values()):
             self._taylor.observe_step(self._tensors, gradients)
 
-    def masks(self, context: Context, scorer: Scorer, store: MaskStore, sparsity: float) -> dict[str, Tensor]:
+    def masks(
+        self, context: Context, scorer: Scorer, store: MaskStore, sparsity: float, own: Mapping[str, float]
+    ) -> dict[str, Tensor]:
         """Return the masks of every tensor that a group reaches; pruned units stay pruned.
 
         Args:
@@ -326,6 +358,7 @@ class UnitPruning:
             scorer: What gathered gradients or activations, for criteria that need them.
             store: The masks so far.
             sparsity: Share of the units to prune.
+            own: The shares of weights whose units are pruned by themselves.
         """
         before = dict(store)
         everything = [torch.ones(group.units, dtype=torch.bool) for group in self.groups]
@@ -339,7 +372,8 @@ class UnitPruning:
         scores = [found / self._cost(group, scorer) for group, found in zip(self.groups, scores, strict=True)]
         for found, kept in zip(scores, live, strict=True):
             found[~kept] = -torch.inf
-        keeps = select_units(self._config, scores, sparsity)
+        shares = self._own(self.groups, own)
+        keeps = select_units(self._config, scores, sparsity, [shares.get(group.name) for group in self.groups])
         if self._taylor:
             self._taylor.reset()
         return masks_of_units(self.groups, keeps, self._tensors)
@@ -435,6 +469,11 @@ class UnitPruning:
             self._take(groups)
         elif self._taylor and self._saved_taylor:
             self._taylor.load_state_dict(self._saved_taylor)
+
+    @property
+    def own(self) -> dict[str, float]:
+        """By group the share that it loses by itself at the end."""
+        return self._own(self.groups, self._sparsities) if self.found else {}
 
     def pruned(self, masks: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
         """Return by the name of each group how many units it has, and how many of them whole masks prune."""

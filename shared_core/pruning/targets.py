@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from shared_core.engine.preview import Touched
 from shared_core.errors import CompatibilityError, MatchError
-from shared_core.modules.matching import conv1d_of, match_modules, own_class, plain_name
+from shared_core.modules.matching import conv1d_of, match_modules, options_by_module, own_class, plain_name
 from shared_core.modules.weight_views import input_axis, output_axis, weight_of
 from shared_core.pruning.config import UNITS, PruneConfig
 
@@ -22,6 +23,7 @@ _NEVER_CALLED = (
     "taylor, without cost flops or energy"
 )
 _NO_INPUTS = "computes with it inside, where its inputs are not seen; take criterion magnitude or taylor"
+LEFT_ALONE = "left dense by overrides, sparsity 0"
 _NO_UNITS = "holds products whose outputs are no units of their own; take granularity unstructured, n_m or block"
 
 
@@ -40,11 +42,22 @@ class Targets:
 
     `modules` maps the name of each weight (as in ``model.state_dict()``, without the prefixes of wrappers)
     to a module that holds it (`axes.weight_of`); `left_out` the name of every other matrix or larger tensor to
-    the reason.
+    the reason; `sparsities` the name of each weight that `config.overrides` names to its own sparsity, of those left
+    out for it too.
     """
 
     modules: dict[str, nn.Module]
     left_out: dict[str, str]
+    sparsities: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def own(self) -> dict[str, float]:
+        """The sparsities of the weights that are pruned by themselves."""
+        return {name: share for name, share in self.sparsities.items() if name in self.modules}
+
+    def touched(self) -> Touched:
+        """Return the weights to prune, and why others stay dense."""
+        return Touched.parameters(self.weights().items(), self.left_out, asked=self.sparsities.keys() - self.modules)
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Return the parameters that the modules hold now: a wrapper (FSDP2) may have replaced them since."""
@@ -58,10 +71,11 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
     once, only if all of them are chosen (so an output layer tied to an embedding stays dense); a frozen
     tensor only if `config.include` names its module; a ``weight`` that is computed (weight norm, another
     parametrisation) or not floating point never. Biases and other vectors are never pruned. Attention's packed
-    projections and the weights of recurrent layers are matrices that are pruned one by one, but not by units.
+    projections and the weights of recurrent layers are matrices that are pruned one by one, but not by units. What
+    `config.overrides` gives sparsity 0 is left out.
 
     Raises:
-        MatchError: If nothing is left.
+        MatchError: If nothing is left, or a pattern of `config.overrides` matches nothing that is pruned.
         CompatibilityError: If `config.include` names a layer that the criterion cannot score.
     """
     types = (*prunable_types(model), *_PACKED)
@@ -93,32 +107,60 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
             if size % config.kept_of[1]:
                 left_out[name] = f"its {size} inputs are no multiple of {config.kept_of[1]} (n_m = {config.n_m})"
                 del modules[name]
+    sparsities = _own_sparsities(config, modules, holders)
+    for name in (name for name, share in sparsities.items() if not share):
+        left_out[name] = LEFT_ALONE
+        del modules[name]
     if not modules:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items()) or "no matrix among them"
         raise MatchError(f"prune: must find at least one weight to prune, but all were left out ({reasons})")
     if config.granularity not in (*UNITS, "n_m"):
-        _refuse_nothing_of_weights(config, modules)
-    return Targets(modules, left_out)
+        _refuse_nothing_of_weights(config, modules, sparsities)
+    return Targets(modules, left_out, sparsities)
 
 
-def refuse_nothing(config: PruneConfig, sizes: Sequence[int], what: str) -> None:
+def _own_sparsities(
+    config: PruneConfig, modules: dict[str, nn.Module], holders: dict[Tensor, list[tuple[str, nn.Module, str]]]
+) -> dict[str, float]:
+    """Return the sparsity of each weight that an override names by any of the modules that hold it."""
+    places = {name: [place for place, _, _ in holders[weight_of(name, module)]] for name, module in modules.items()}
+    named = {place: module for held in holders.values() for place, module, _ in held}
+    layers = {place: named[place] for found in places.values() for place in found}
+    options = options_by_module("prune", config.override_options(), layers, "pruned layer")
+    return {
+        name: float(options[place]["sparsity"]) for name, found in places.items() for place in found if options[place]
+    }
+
+
+def refuse_nothing(config: PruneConfig, sizes: Mapping[str, int], what: str, own: Mapping[str, float]) -> None:
     """Refuse a sparsity that rounds to nothing: each of the `sizes` keeps at least one, but for granularity layer.
 
     Args:
         config: Sparsity, granularity and scope.
-        sizes: How many of what is pruned each tensor or group holds.
+        sizes: By name how many of what is pruned each tensor or group holds.
         what: What they are.
+        own: The sparsities of those that are pruned by themselves.
 
     Raises:
         MatchError: If nothing would be pruned.
     """
+    for name, share in own.items():
+        if share and min(round(share * sizes[name]), sizes[name] - 1) < 1:
+            raise MatchError(
+                f"prune: overrides must prune at least one of {sizes[name]} {what} of {name}, got sparsity {share}, "
+                "which rounds to none; raise it, or give 0 to leave it dense"
+            )
+    _refuse_nothing_together(config, [size for name, size in sizes.items() if name not in own], what)
+
+
+def _refuse_nothing_together(config: PruneConfig, sizes: list[int], what: str) -> None:
     if config.granularity == "layer":
         most = round(config.sparsity * len(sizes))
     elif config.resolved_scope == "local" or config.criterion == "wanda":
-        most = max(min(round(config.sparsity * size), size - 1) for size in sizes)
+        most = max((min(round(config.sparsity * size), size - 1) for size in sizes), default=0)
     else:
         most = min(round(config.sparsity * sum(sizes)), sum(sizes) - len(sizes))
-    if config.sparsity and most < 1:
+    if config.sparsity and sizes and most < 1:
         together = ", prune all under one threshold (scope global)" if config.resolved_scope == "local" else ""
         raise MatchError(
             f"prune: sparsity must prune at least one of {sum(sizes)} {what}, got {config.sparsity}, which rounds to "
@@ -126,7 +168,9 @@ def refuse_nothing(config: PruneConfig, sizes: Sequence[int], what: str) -> None
         )
 
 
-def _refuse_nothing_of_weights(config: PruneConfig, modules: dict[str, nn.Module]) -> None:
+def _refuse_nothing_of_weights(
+    config: PruneConfig, modules: dict[str, nn.Module], sparsities: Mapping[str, float]
+) -> None:
     shapes = {name: weight_of(name, module).shape for name, module in modules.items()}
     sizes = [shape.numel() for shape in shapes.values()]
     if config.granularity == "block":
@@ -134,7 +178,9 @@ def _refuse_nothing_of_weights(config: PruneConfig, modules: dict[str, nn.Module
         sizes = [-(-shape[0] // rows) * -(-shape[1:].numel() // columns) for shape in shapes.values()]
     elif config.criterion == "wanda":
         sizes = [shape.numel() // shape[output_axis(modules[name])] for name, shape in shapes.items()]
-    refuse_nothing(config, sizes, "blocks" if config.granularity == "block" else "weights")
+    own = {name: share for name, share in sparsities.items() if name in modules}
+    what = "blocks" if config.granularity == "block" else "weights"
+    refuse_nothing(config, dict(zip(shapes, sizes, strict=True)), what, own)
 
 
 def _reason(

@@ -61,26 +61,27 @@ def weights_report(weights: Mapping[str, Tensor], counted: Mapping[str, int]) ->
     return {"tensors": tensors, "numel": numel, "pruned": pruned, "sparsity": pruned / numel if numel else 0.0}
 
 
-def layers_report(
-    config: PruneConfig, weights: Mapping[str, Tensor], store: MaskStore, units: UnitPruning | None
-) -> dict[str, Any]:
+def layers_report(config: PruneConfig, targets: Targets, store: MaskStore, units: UnitPruning | None) -> dict[str, Any]:
     """Return by which scope layers lost what they did, which of them could not give more, and what a user should know.
 
     Args:
         config: Granularity and scope.
-        weights: Those within reach, by name.
+        targets: The weights within reach, and those with a sparsity of their own.
         store: The masks.
         units: What is pruned where that is no weight.
     """
     capped: list[str] = []
     if config.layers_differ:
         layers = units.pruned(dict(store)) if units else {name: _pruned(config, store, name) for name in store}
-        capped = at_limit(config.most_of_a_layer, config.sparsity, layers)
-    counts = {name: (weights[name].numel(), store.num_pruned[name]) for name in store if name in weights}
+        alone = units.own if units else targets.own
+        others = {name: counts for name, counts in layers.items() if name not in alone}
+        capped = at_limit(config.most_of_a_layer, config.sparsity, others)
+    counts = {name: (store.weights[name].numel(), store.num_pruned[name]) for name in store if name in targets.modules}
     return {
         "scope": config.resolved_scope if config.layers_differ or config.granularity == "layer" else "local",
         "max_layer_sparsity": config.most_of_a_layer if config.layers_differ else None,
         "capped": capped,
+        "overrides": dict(targets.sparsities),
         "notes": limit_notes(config.key, config.most_of_a_layer, capped, counts),
     }
 
@@ -116,6 +117,7 @@ class Pruning(Technique):
         self._begin = self._end = 0
         self._last_update = -1
         self._sparsity = 0.0
+        self._own: dict[str, float] = {}
         self._pruned_share = 0.0
         self._is_final = False
         self._straight_through = StraightThrough()
@@ -141,7 +143,7 @@ class Pruning(Technique):
         )
         self._scorer = make_scorer(config.weight_criterion, modules, generator=context.generator)
         if config.granularity in UNITS:
-            self._units = UnitPruning(config, modules)
+            self._units = UnitPruning(config, modules, self._targets.own)
         self._costs = CostWatch(config.cost, modules)
         if config.cost != "none":
             self._scorer.costs = self._costs.costs
@@ -155,16 +157,17 @@ class Pruning(Technique):
 
     def touched(self, model: nn.Module) -> Touched:
         """Return the weights to prune."""
-        return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
+        return self._targets.touched()
 
     def timeline(self, context: Context) -> list[Event]:
         """Return when masks are made."""
         self._begin, self._end = resolve_moments(self.config, context)
-        return moments_told(self.config, self._begin, self._end)
+        return moments_told(self.config, self._begin, self._end, self._targets.own)
 
     def unreached(self, context: Context) -> str | None:
         """Return how sparse the weights are, until they are as sparse as asked."""
-        if self._last_update >= 0 and self._sparsity >= self.config.sparsity:
+        short = [name for name, share in self._targets.own.items() if self._own.get(name, 0.0) < share]
+        if self._last_update >= 0 and self._sparsity >= self.config.sparsity and not short:
             return None
         return f"sparsity {self._sparsity:.4g} of {self.config.sparsity:.4g}, complete at step {self._end}"
 
@@ -185,7 +188,7 @@ class Pruning(Technique):
         if context.gradients_mix and any(map(is_slow_on_zeros, context.optimizers)):
             context.services.say(SLOW_ON_ZEROS)
         if self._last_update < 0 and context.step >= self._begin and not self.config.needs_a_step:
-            self._update(context, self._scheduled(context.step))
+            self._update(context)
 
     def forward(self, context: Context) -> contextlib.AbstractContextManager[None]:
         """Look at the last micro-batch of a step, which a run stopped inside of it comes to as well."""
@@ -235,7 +238,7 @@ class Pruning(Technique):
         if self._penalty:
             self._penalty.decay_()
         if self._is_due(context.step) and context.step != self._last_update:
-            self._update(context, self._scheduled(context.step))
+            self._update(context)
         elif self._learns_under_masks:
             self._straight_through.hide(self._weights, self._store.parts)
         elif self._store:
@@ -316,6 +319,7 @@ class Pruning(Technique):
             "units": self._units.state_dict() if self._units else {},
             "last_update": self._last_update,
             "sparsity": self._sparsity,
+            "own": dict(self._own),
             "is_final": self._is_final,
         }
 
@@ -329,6 +333,7 @@ class Pruning(Technique):
         self._saved = dict(state)
         self._last_update = int(state["last_update"])
         self._sparsity = float(state["sparsity"])
+        self._own = {name: float(share) for name, share in state.get("own", {}).items()}
         self._is_final = bool(state.get("is_final", False))
         if state.get("scorer"):
             self._scorer.load_state_dict(state["scorer"])
@@ -364,7 +369,7 @@ class Pruning(Technique):
         }
 
     def _layers(self) -> dict[str, Any]:
-        return layers_report(self.config, self._weights, self._store, self._units)
+        return layers_report(self.config, self._targets, self._store, self._units)
 
     def _refuse_sharded(self) -> None:
         sharded = next((name for name, weight in self._weights.items() if is_sharded(weight)), None)
@@ -395,20 +400,25 @@ class Pruning(Technique):
     def _is_due(self, step: int) -> bool:
         return update_is_due(step, begin=self._begin, end=self._end, every=self.config.every)
 
-    def _scheduled(self, step: int) -> float:
+    def _scheduled(self, step: int, final: float, reached: float) -> float:
         config = self.config
         sparsity = scheduled_sparsity(
-            config.schedule, step, begin=self._begin, end=self._end, initial=config.initial_sparsity,
-            final=config.sparsity, every=config.every,
+            config.schedule, step, begin=self._begin, end=self._end, initial=min(config.initial_sparsity, final),
+            final=final, every=config.every,
         )  # fmt: skip
         # a run resumed with more steps stretches a schedule given in fractions: then it waits for the schedule
-        return max(sparsity, self._sparsity)
+        return max(sparsity, reached)
 
-    def _update(self, context: Context, sparsity: float) -> None:
-        self._last_update, self._sparsity = context.step, sparsity
-        if sparsity > 0:
+    def _update(self, context: Context) -> None:
+        self._last_update = context.step
+        self._sparsity = self._scheduled(context.step, self.config.sparsity, self._sparsity)
+        self._own = {
+            name: self._scheduled(context.step, share, self._own.get(name, 0.0))
+            for name, share in self._targets.own.items()
+        }
+        if self._sparsity > 0 or any(self._own.values()):
             try:
-                masks = self._new_masks(context, sparsity)
+                masks = self._new_masks(context, self._sparsity)
             except (ConfigError, TrainingError) as error:
                 name = next((name for name, weight in self._weights.items() if whole(weight).isnan().any()), None)
                 if name is None:
@@ -431,15 +441,17 @@ class Pruning(Technique):
         else:
             store.apply()  # the step may have moved what is pruned: it scores as 0, and begins there if RigL revives it
         if self._units:
-            return self._units.masks(context, self._scorer, store, sparsity)
+            return self._units.masks(context, self._scorer, store, sparsity, self._own)
         if config.dynamic == "rigl" and store:
             share = rigl_drop_share(context.step, begin=self._begin, end=self._end, alpha=config.drop_share)
             return moved_masks(self._weights, self._dense_gradients, store, share)
-        numel = sum(weight.numel() for weight in self._weights.values())
-        stays, count = bool(store) and not config.straight_through, round(sparsity * numel)
+        sizes = {name: weight.numel() for name, weight in self._weights.items()}
+        count = round(sparsity * sum(size for name, size in sizes.items() if name not in self._own))
+        count += sum(round(share * sizes[name]) for name, share in self._own.items())
+        stays = bool(store) and not config.straight_through
         if config.resolved_scope == "global" and stays and sum(store.num_pruned.values()) == count:
             return dict(store)
-        return new_masks(config, self._targets.modules, self._weights, store, self._scorer, sparsity)
+        return new_masks(config, self._targets.modules, self._weights, store, self._scorer, sparsity, self._own)
 
     def _take(self, context: Context, masks: dict[str, Tensor]) -> None:
         if self.config.straight_through and not self._is_final:

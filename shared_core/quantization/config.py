@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from shared_core.config.options import TechniqueConfig, option
+from shared_core.config.options import option
+from shared_core.config.overrides import OverridableConfig
 from shared_core.config.training_time import Position
 
 Scheme = Literal[
@@ -22,12 +22,10 @@ Scheme = Literal[
     "binary",
 ]
 Range = Literal["ema", "minmax", "percentile", "kl", "mse", "lsq", "lsq_plus", "pact"]
-OVERRIDABLE = ("scheme", "weight_bits", "activation_bits", "group_size")
-"""What ``overrides`` may set for single modules."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QatConfig(TechniqueConfig):
+class QatConfig(OverridableConfig):
     """How a model learns to live with quantised weights and activations.
 
     Example:
@@ -37,6 +35,7 @@ class QatConfig(TechniqueConfig):
 
     key: ClassVar[str] = "qat"
     switch: ClassVar[str] = "scheme"
+    overridable: ClassVar[tuple[str, ...]] = ("scheme", "weight_bits", "activation_bits", "group_size")
 
     scheme: Scheme = option(
         help="what is quantised how; int8: weights per channel, activations per tensor; int8_weight, int4_weight: "
@@ -96,17 +95,6 @@ class QatConfig(TechniqueConfig):
     )
     keep: bool = option(False, help="leave the fake-quantising modules in the model at the end of training")
 
-    def __post_init__(self) -> None:
-        """Write a mapping of overrides as the list that flags give, then check every option."""
-        if isinstance(self.overrides, Mapping):
-            pairs = [
-                f"{pattern}:{name}={value}"
-                for pattern, options in self.overrides.items()
-                for name, value in (options.items() if isinstance(options, Mapping) else [(options, "")])
-            ]
-            object.__setattr__(self, "overrides", tuple(pairs))
-        super().__post_init__()
-
     def validate(self) -> None:
         """Refuse options that the scheme has no use for."""
         self.override_options()
@@ -131,23 +119,6 @@ class QatConfig(TechniqueConfig):
         has_bits = self.activation_bits is not None or any(name == "activation_bits" for _, name, _ in others)
         schemes = {self.scheme, *(value for _, name, value in others if name == "scheme")}
         return any(_is_static(scheme, has_bits) for scheme in schemes)
-
-    def override_options(self) -> list[tuple[str, str, str]]:
-        """Return (pattern, option, value) of every override.
-
-        Raises:
-            ConfigError: If one is not of that form, or names an option that modules cannot differ in.
-        """
-        found = []
-        for entry in self.overrides:
-            pattern, colon, rest = entry.rpartition(":")
-            name, equals, value = rest.partition("=")
-            if not (colon and equals and pattern and value) or name not in OVERRIDABLE:
-                raise self._error(
-                    "overrides", f"must be PATTERN:OPTION=VALUE with an option of {', '.join(OVERRIDABLE)}"
-                )
-            found.append((pattern, name, value))
-        return found
 
 
 def _is_static(scheme: str, has_activation_bits: bool) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import math
 from typing import Any, Literal
 
 from torch import nn
 
-from shared_core.errors import ConfigError, MatchError, nearest
+from shared_core.errors import ConfigError
+from shared_core.modules.matching import options_by_module
 from shared_core.modules.weight_views import as_rows, weights_of
 from shared_core.quantization.config import QatConfig
 
@@ -88,13 +88,7 @@ def layer_schemes(config: QatConfig, layers: dict[str, nn.Module]) -> dict[str, 
         >>> schemes["0"].weight_bits, schemes["1"].weight_bits
         (4, 8)
     """
-    options: dict[str, dict[str, str]] = {name: {} for name in layers}
-    for pattern, option, value in config.override_options():
-        hit = [name for name in layers if fnmatch.fnmatchcase(name, pattern)]
-        if not hit:
-            raise MatchError(f"qat: override pattern {pattern!r} matches no quantised layer{nearest(pattern, layers)}")
-        for name in hit:
-            options[name][option] = value
+    options = options_by_module("qat", config.override_options(), layers, "quantised layer")
     resolved = {}
     for name, layer in layers.items():
         own = config

@@ -59,6 +59,7 @@ FLAGS = [
     "prune_include",
     "prune_skip",
     "prune_min_size",
+    "prune_overrides",
     "lottery_out",
     "lottery_ticket",
     "lottery_rewind_to",

@@ -73,6 +73,7 @@ SPECIAL = {
     "activations.pack": ["bf16", "int8", "exact"], "activations.offload": [False],
     "checkpointing.policy": ["block", "every_k", "sqrt", "full", "auto", "none", "selective", "budget:0.5"],
     "prune.n_m": ["2:4", "1:4", "4:2", "0:0"], "prune.block": ["4x4", "1x8", "0x1", "99x99"],
+    "prune.overrides": [["last:sparsity=0.5"], ["*:sparsity=0"], ["last:sparsity=1"], ["a:b"]],
     "share.bits_of": [["a=4"], ["*=2", "b=3"], ["a=9"]], "lora.base": ["int8", "none"],
     "qat.overrides": [["a:weight_bits=4"], ["*:scheme=int8"], ["a:b"]], "distill.teacher": [TEACHER, "ema", "mutual"],
     "distill.hidden": [["a=a"], ["blocks.*=blocks.*"]], "distill.peers": [2, 3], "dp.noise_multiplier": [0.5, 1.0],

@@ -105,6 +105,10 @@ VARIANTS = {
     "prune-2:4": Row("prune", {"granularity": "n_m", "sr_ste": 2e-4, **GROWING, "schedule": "one_shot", "every": 1}),
     "prune-rigl": Row("prune", {"dynamic": "rigl", "criterion": "random", **GROWING, "schedule": "one_shot"}),
     "prune-neuron": Row("prune", {"granularity": "neuron", "criterion": "fisher", **GROWING}),
+    "prune-overrides": Row(
+        "prune",
+        {"criterion": "movement", "overrides": {"last": {"sparsity": 0.25}, "first": {"sparsity": 0}}, **GROWING},
+    ),
     "distill-ema": Row("distill", {"teacher": "ema", "ema_decay": 0.5, "divergence": "jsd", "alpha_end": 0.1}),
     "distill-mutual": Row("distill", {"teacher": "mutual", "peers": 3, "divergence": "jsd"}),
     "distill-hidden": Row("distill", {"hidden": ["*hidden=hidden"], "confidence": 0.1}, needs_teacher=True),
