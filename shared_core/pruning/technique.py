@@ -169,7 +169,9 @@ class Pruning(Technique):
         short = [name for name, share in self._targets.own.items() if self._own.get(name, 0.0) < share]
         if self._last_update >= 0 and self._sparsity >= self.config.sparsity and not short:
             return None
-        return f"sparsity {self._sparsity:.4g} of {self.config.sparsity:.4g}, complete at step {self._end}"
+        told = [f"sparsity {self._sparsity:.4g} of {self.config.sparsity:.4g}"]
+        told += [f"{name} {self._own.get(name, 0.0):.4g} of {self._targets.own[name]:.4g}" for name in short]
+        return f"{', '.join(told)}, complete at step {self._end}"
 
     def begin(self, context: Context) -> None:
         """Resolve the schedule; put saved masks back, or make the first ones if they are due."""
