@@ -36,11 +36,12 @@ from hf_eff._wrapped import Wrapped
 from shared_core.distributed.collectives import from_main
 from shared_core.engine import compatibility
 from shared_core.engine.claims import Where
+from shared_core.engine.hooks import overrides
 from shared_core.engine.receipt import RECEIPT_FILE, Receipt
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session, fit_to, loading
 from shared_core.engine.state_file import load_state, save_state
-from shared_core.engine.technique import overrides
+from shared_core.engine.technique import Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ReceiptError, TrainingError
 from shared_core.files.atomic import atomic_write
 from shared_core.reports.receipt_page import card_section
@@ -147,7 +148,9 @@ class SessionCallback(TrainerCallback):
         soup = recipe["soup"].to_dict() if "soup" in recipe else {}
         self._services.metric, self._services.searches = soup.get("metric"), soup.get("kind") == "greedy"
         self._unlabelled.session = self._poisson.session = self._task.session = self.session
-        self._adds_loss = any(overrides(technique, "loss") for technique in self.session.techniques.values())
+        self._adds_loss = any(
+            overrides(technique.loss, Technique.loss) for technique in self.session.techniques.values()
+        )
         for callback in self.given.callbacks:
             callback.session = self.session
         self._attach()

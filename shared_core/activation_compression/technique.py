@@ -121,7 +121,7 @@ class ActivationCompression(Technique):
                 f"activations: the first step must have packed a tensor, got none with pack={pack}; {left}; lower "
                 "min_size, pack bf16 or int8, or recompute fewer blocks: under checkpointing they keep inputs alone"
             )
-        context.done_with(self.key, "before_optimizer_step")
+        context.done_with(self.before_optimizer_step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far into its step the run is, and what was counted."""

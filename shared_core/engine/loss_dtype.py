@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -62,11 +62,11 @@ class LossDtype:
                 nodes += found[: max(_MAX_NODES - len(nodes), 0)]
         return self.is_narrow
 
-    def tell(self, loss: Tensor, context: Context, key: str) -> None:
-        """Note the dtypes behind the first loss, warn of 16 bits, and have technique `key` asked for losses no more."""
+    def tell(self, loss: Tensor, context: Context, hook: Callable[..., Any]) -> None:
+        """Note the dtypes behind the first loss, warn of 16 bits, and have `hook` called no more."""
         if self.see(loss):
             context.services.say(self.warning())
-        context.done_with(key, "loss")
+        context.done_with(hook)
 
     @property
     def is_narrow(self) -> bool:

@@ -19,9 +19,6 @@ from shared_core.errors import TrainingError
 
 _Held = tuple[str, str, nn.Module | Tensor]
 
-LOOKS = ("before_eval", "before_save")
-"""The verbs before which it is asked; not in every step: to go through a model takes long."""
-
 
 def refuse_changed(techniques: Mapping[str, Technique], context: Context) -> None:
     """Refuse a model of which something was replaced or unfrozen: a technique would work on what is left over.

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Concatenate
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,14 @@ from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine import compatibility, coverage, endings, live_sessions, preview
 from shared_core.engine import model_guards as held
 from shared_core.engine.claims import Where
+from shared_core.engine.hooks import Calls, Hooks, P
 from shared_core.engine.metrics import History
 from shared_core.engine.micro_batches import MicroBatchMeans
 from shared_core.engine.preflight import check_all, reported_names
 from shared_core.engine.receipt import Receipt, environment, figures
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import ROOMS
-from shared_core.engine.technique import BareServices, Context, Services, Technique, driven, leave_out, to_finish
+from shared_core.engine.technique import BareServices, Context, Services, Technique, to_finish
 from shared_core.errors import CheckpointError, EffError, ReceiptError, TrainingError
 
 
@@ -194,7 +195,7 @@ class Session:
         self._tells_of_best = self._is_on_plan = True
         self._history, self._steps, self._means = History(), StepWatch(), MicroBatchMeans()
         self._claims: endings.Claims = {}
-        self._started, self._driven = time.perf_counter(), driven(self.techniques)
+        self._started, self._hooks = time.perf_counter(), Hooks(self.techniques)
 
     @property
     def front_end(self) -> str:
@@ -259,10 +260,10 @@ class Session:
         context = Context(model, self._front_end, self._services, resumed=resumed or {})
         context.restructured = functools.partial(self._plain.read, model)
         context.note = self.note
-        context.done_with = functools.partial(leave_out, self._driven)
+        context.done_with = self._hooks.leave_out
         context.generator.manual_seed(self._seed)
-        context.weights_replaced = functools.partial(self._tell_all, "weights_replaced", context)
-        context.constrain = functools.partial(self._tell_all, "constrain") if self._driven["constrain"] else None
+        context.weights_replaced = functools.partial(self._weights_replaced, context)
+        context.constrain = self._constrain if self._hooks.constrain else None
         attached: list[Technique] = []
         counted = coverage.count(model) if self.techniques else coverage.Counted()
         for technique in self.techniques.values():
@@ -284,7 +285,8 @@ class Session:
         """Show the optimizers to the techniques before their saved state is loaded; needed for a resume alone."""
         context = self._attached("prepare_optimizers")
         context.optimizers = tuple(optimizers)
-        self._tell_all("prepare_optimizers", context)
+        for technique in self.techniques.values():
+            technique.prepare_optimizers(context)
 
     def begin(
         self,
@@ -333,14 +335,14 @@ class Session:
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Return what surrounds the forward and the loss of a training micro-batch; nothing before `begin`."""
-        driven, context = self._driven["forward"], self.context
-        if not driven or context is None or not self._begun or self._finished:
+        hooks, context = self._hooks.forward, self.context
+        if not hooks or context is None or not self._begun or self._finished:
             return contextlib.nullcontext()
-        if len(driven) == 1:
-            return driven[0][1].forward(context)
+        if len(hooks) == 1:
+            return hooks[0][1](context)
         with contextlib.ExitStack() as stack:
-            for _, technique in driven:
-                stack.enter_context(technique.forward(context))
+            for _, forward in hooks:
+                stack.enter_context(forward(context))
             return stack.pop_all()
 
     def loss(self, task_loss: Tensor, normalise: Callable[[Tensor, Tensor | int], Tensor] | None = None) -> Tensor:
@@ -351,15 +353,15 @@ class Session:
             normalise: ``normalise(total, count)`` averages a sum as the trainer averages the task loss; by default
                 over the micro-batch, so that each of a step's micro-batches weighs the same.
         """
-        driven = self._driven["loss"]
-        if not driven or not self._begun:
+        hooks = self._hooks.loss
+        if not hooks or not self._begun:
             return task_loss
         context = self._attached("loss")
         self._means.open()
         context.normalise = normalise or self._means.normalise
-        for key, technique in driven:
-            start = time.perf_counter()  # not `_timed`: a generator costs more than some verbs
-            task_loss = technique.loss(task_loss, context)
+        for key, loss in hooks:
+            start = time.perf_counter()  # not `_timed`: a generator costs more than some hooks
+            task_loss = loss(task_loss, context)
             self._seconds[key] += time.perf_counter() - start
         return task_loss
 
@@ -371,7 +373,7 @@ class Session:
                 f"the micro-batches of a step counted {counts[0]} to {counts[1]} positions: each is averaged by itself "
                 f"and weighs the same, in what is added to the loss as in a task loss that is a mean{other}"
             )
-        self._drive("before_optimizer_step")
+        self._call(self._hooks.before_optimizer_step)
         context = self._attached("before_optimizer_step")
         if context.discard_step:
             for optimizer in context.optimizers:
@@ -387,7 +389,7 @@ class Session:
         context.step += 1
         if context.is_beyond_plan:
             self._tell_beyond_plan(context)
-        self._drive("after_optimizer_step")
+        self._call(self._hooks.after_optimizer_step)
         return True
 
     def _tell_beyond_plan(self, context: Context) -> None:
@@ -399,7 +401,7 @@ class Session:
     def skipped_optimizer_step(self) -> None:
         """An optimizer step was skipped (overflow): nothing advances."""
         self.skipped += 1
-        self._drive("skipped_optimizer_step")
+        self._call(self._hooks.skipped_optimizer_step)
         self._attached("skipped_optimizer_step").discard_step = False
 
     @contextlib.contextmanager
@@ -415,7 +417,8 @@ class Session:
         """Validation starts. Only the outermost of nested calls counts, and none before `begin`."""
         self._eval_depth += 1
         if self._eval_depth == 1:
-            self._drive("before_eval")
+            self._refuse_changed()
+            self._call(self._hooks.before_eval)
 
     def after_eval(self) -> None:
         """Validation ended; without a matching `before_eval` nothing happens."""
@@ -423,7 +426,7 @@ class Session:
             return
         self._eval_depth -= 1
         if self._eval_depth == 0:
-            self._drive("after_eval")
+            self._call(self._hooks.after_eval)
 
     @contextlib.contextmanager
     def saving(self, *, baked: bool = False) -> Iterator[None]:
@@ -431,12 +434,13 @@ class Session:
         is_outermost, self._is_saving = not self._is_saving, True
         try:
             if is_outermost:
-                self._drive("before_save", baked)
+                self._refuse_changed()
+                self._call(self._hooks.before_save, baked)
             yield
         finally:
             if is_outermost:
                 self._is_saving = False
-                self._drive("after_save")
+                self._call(self._hooks.after_save)
 
     def look_ahead(self, done: float, *, stops_as_planned: bool = True) -> None:
         """Say once, as soon as it is clear, that optimizer steps come at another rate than positions were planned for.
@@ -474,7 +478,7 @@ class Session:
         if self.context is not None and self._begun and not self._finished:
             before = self._validated[1] if self._validated and self._validated[0] == self.step else {}
             self._validated, self.context.unvalidated = (self.step, before | figures(metrics)), False
-        self._drive("evaluated", metrics)
+        self._call(self._hooks.evaluated, metrics)
 
     def preflight(self, evaluate: Callable[[], Iterable[str]], also: Mapping[str, str] | None = None) -> None:
         """Check at the start, by one evaluated batch, that evaluation will report what is needed.
@@ -710,22 +714,29 @@ class Session:
     def _reports(self) -> dict[str, Any]:
         return {key: technique.report() for key, technique in self.techniques.items()}
 
-    def _tell_all(self, verb: str, told: Any) -> None:
-        for technique in self.techniques.values():
-            getattr(technique, verb)(told)
+    def _weights_replaced(self, context: Context) -> None:
+        for _, weights_replaced in self._hooks.weights_replaced:
+            weights_replaced(context)
+
+    def _constrain(self, values: Mapping[Tensor, Tensor]) -> None:
+        for _, constrain in self._hooks.constrain:
+            constrain(values)
 
     def _attached(self, verb: str) -> Context:
         if self.context is None:
             raise TrainingError(f"session: attach must come before {verb}; call session.attach(model) first")
         return self.context
 
-    def _drive(self, verb: str, *told: Any) -> None:
+    def _refuse_changed(self) -> None:
+        # not in every step: to go through a model takes long
         if self._begun and not self._finished:
-            if verb in held.LOOKS:
-                held.refuse_changed(self.techniques, self._attached(verb))
-            for key, technique in self._driven[verb]:
+            held.refuse_changed(self.techniques, self._attached("begin"))
+
+    def _call(self, hooks: Calls[Concatenate[Context, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
+        if self._begun and not self._finished and self.context is not None:
+            for key, hook in hooks:
                 start = time.perf_counter()
-                getattr(technique, verb)(self.context, *told)
+                hook(self.context, *args, **kwargs)
                 self._seconds[key] += time.perf_counter() - start
 
     @contextlib.contextmanager

@@ -1,7 +1,4 @@
-"""The verbs of a technique, what it is told when they are called, and the order in which techniques compose.
-
-Whose turn it is: for each verb of a step, the techniques that do something then.
-"""
+"""The verbs of a technique, what it is told when they are called, and the order in which techniques compose."""
 
 from __future__ import annotations
 
@@ -205,8 +202,8 @@ class Context:
     """The techniques' states in a checkpoint whose weights are loaded next, where they decide how to attach."""
     note: Callable[[str], None] = lambda text: None
     """Tells the user one line, and keeps it among the notes of the receipt; the same line only once."""
-    done_with: Callable[[str, str], None] = lambda key, verb: None
-    """``done_with(key, verb)``: a technique needs a verb no more in this run."""
+    done_with: Callable[[Callable[..., Any]], None] = lambda method: None
+    """``done_with(self.forward)``: the session calls this method of a technique no more in this run."""
     restructured: Callable[[], None] = lambda: None
     """Tells that the model, as it is now, is what saved models are to be loaded in: its layers changed for good."""
     constrain: Callable[[Mapping[Tensor, Tensor]], None] | None = None
@@ -280,6 +277,8 @@ class Technique:
     key: ClassVar[str] = ""
     weighs_loss: ClassVar[bool] = False
     """Whether `loss` needs a task loss that is averaged over the whole accumulation window, however it is cut."""
+    makes_gradients_private: ClassVar[bool] = False
+    """Whether `before_optimizer_step` is called before that of every other technique."""
 
     def __init__(self, config: TechniqueConfig) -> None:
         self.config = config
@@ -422,45 +421,6 @@ class Technique:
     def report(self) -> dict[str, Any]:
         """Return what was touched, what ran and what it cost, for the receipt. Counts are recounted, not remembered."""
         return {}
-
-
-def overrides(technique: Technique, verb: str) -> bool:
-    """Return whether a technique has its own version of a verb, so that a session can leave out the others.
-
-    Args:
-        technique: Of any class.
-        verb: The name of a method of `Technique`.
-    """
-    return getattr(type(technique), verb) is not getattr(Technique, verb)
-
-
-_STEP = ("before_optimizer_step", "after_optimizer_step", "skipped_optimizer_step")
-_VERBS = (
-    "forward", "loss", *_STEP, "before_eval", "after_eval", "before_save", "after_save", "evaluated", "constrain",
-)  # fmt: skip
-
-
-Turns = dict[str, list[tuple[str, Technique]]]
-
-
-def driven(techniques: Mapping[str, Technique]) -> Turns:
-    """Return, for each verb of every step or so, the techniques that do something then, in the order of their turns.
-
-    Args:
-        techniques: Recipe key → technique, in the order of composition.
-    """
-    turns = {
-        verb: [(key, technique) for key, technique in techniques.items() if overrides(technique, verb)]
-        for verb in _VERBS
-    }
-    # Gradients are made private before another technique reads them: what it makes of them then gives nothing away.
-    turns["before_optimizer_step"].sort(key=lambda turn: turn[0] != "dp")
-    return turns
-
-
-def leave_out(turns: Turns, key: str, verb: str) -> None:
-    """Ask a technique no more for one verb; a round that is under way goes on as it began."""
-    turns[verb] = [turn for turn in turns[verb] if turn[0] != key]
 
 
 def to_finish(techniques: Mapping[str, Technique]) -> list[str]:

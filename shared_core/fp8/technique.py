@@ -134,7 +134,7 @@ class Fp8(Technique):
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
         """Return the loss as it is; the first one tells what it was computed in."""
-        self._loss_dtype.tell(task_loss, context, self.key)
+        self._loss_dtype.tell(task_loss, context, self.loss)
         return task_loss
 
     def before_optimizer_step(self, context: Context) -> None:

@@ -84,7 +84,7 @@ class LossScaling(Technique):
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
         """Return the loss as it is; the first one tells what it was computed in."""
-        self.loss_dtype.tell(task_loss, context, self.key)
+        self.loss_dtype.tell(task_loss, context, self.loss)
         return task_loss
 
     def before_optimizer_step(self, context: Context) -> None:

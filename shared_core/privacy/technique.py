@@ -58,6 +58,7 @@ class DifferentialPrivacy(Technique):
     """
 
     key: ClassVar[str] = "dp"
+    makes_gradients_private: ClassVar[bool] = True
     weighs_loss: ClassVar[bool] = True
     config: PrivacyConfig
 

@@ -186,7 +186,7 @@ class Pruning(Technique):
             if self._units:
                 self._units.listen(context.model)
         if self.config.criterion != "shapley":
-            context.done_with(self.key, "forward")
+            context.done_with(self.forward)
         if context.gradients_mix and any(map(is_slow_on_zeros, context.optimizers)):
             context.services.say(SLOW_ON_ZEROS)
         if self._last_update < 0 and context.step >= self._begin and not self.config.needs_a_step:

@@ -13,10 +13,11 @@ from torch import nn
 
 from shared_core.config.training_time import Position
 from shared_core.engine import compatibility, coverage
+from shared_core.engine.hooks import overrides
 from shared_core.engine.preview import Ability, Touched
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.registry import ROOMS
-from shared_core.engine.technique import Context, Technique, overrides
+from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, ConfigError, EffError, UnknownLengthError
 from shared_core.hardware import default_device
 
@@ -24,19 +25,10 @@ NEEDS_VALUES = frozenset({"low_rank", "lora"})
 """Techniques that look at the weights when they attach, for which a model without values is not enough."""
 AFTER = "after training"
 _POSITIONS = (Position, Position | None)
-_SAVED = {
-    "hf": {
-        "state_dict": "its state in eff_state.safetensors, for an exact resume",
-        "deployment": "what deployment needs in eff_deployment.json",
-    },
-    "lightning": {
-        "state_dict": "its state in the .ckpt under eff_state, for an exact resume",
-        "deployment": "what deployment needs in the .ckpt under eff_deployment",
-    },
-}
-_SAVED_ALIKE = {
-    "bake": "weights as the user's plain model loads them, with its work in them",
-    "write": "files of its own beside the finished model",
+# trainer → where state and what deployment needs are saved
+_PLACES = {
+    "hf": ("eff_state.safetensors", "eff_deployment.json"),
+    "lightning": ("the .ckpt under eff_state", "the .ckpt under eff_deployment"),
 }
 
 
@@ -156,5 +148,13 @@ def _written(technique: Technique) -> dict[str, str]:
 
 
 def _saved(technique: Technique, trainer: str) -> list[str]:
-    lines = {**_SAVED[trainer], **_SAVED_ALIKE}
-    return [line for verb, line in lines.items() if overrides(technique, verb)] or ["nothing"]
+    state, deployment = _PLACES[trainer]
+    lines = {
+        f"its state in {state}, for an exact resume": overrides(technique.state_dict, Technique.state_dict),
+        f"what deployment needs in {deployment}": overrides(technique.deployment, Technique.deployment),
+        "weights as the user's plain model loads them, with its work in them": overrides(
+            technique.bake, Technique.bake
+        ),
+        "files of its own beside the finished model": overrides(technique.write, Technique.write),
+    }
+    return [line for line, is_saved in lines.items() if is_saved] or ["nothing"]

@@ -13,11 +13,13 @@ from typer.testing import CliRunner
 from shared_core import Recipe, Session
 from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.cli import app
+from shared_core.config.options import TechniqueConfig
 from shared_core.config.training_time import parse_position
 from shared_core.engine import compatibility
+from shared_core.engine.hooks import Hooks
 from shared_core.engine.registry import ROOMS
 from shared_core.engine.state_file import STATE_FILE, load_state, rng_state, save_state, set_rng_state
-from shared_core.engine.technique import FINISH_ORDER, ORDER
+from shared_core.engine.technique import FINISH_ORDER, ORDER, Context, Technique
 from shared_core.errors import (
     CheckpointError,
     CompatibilityError,
@@ -89,6 +91,35 @@ def test_recipe_order_is_the_order_of_composition():
     assert list(Recipe.from_dict(given)) == ["prune", "qat", "soup"]
     assert set(ORDER) == set(FINISH_ORDER)
     assert set(ROOMS) <= set(ORDER)
+
+
+class Steps(Technique):
+    def before_optimizer_step(self, context):
+        context.done_with(self.before_optimizer_step)
+
+
+class PrivateSteps(Steps):
+    makes_gradients_private = True
+
+
+def test_hooks_are_bound_methods_of_what_has_its_own_private_gradients_first():
+    techniques = {
+        key: make(TechniqueConfig()) for key, make in (("a", Steps), ("none", Technique), ("b", PrivateSteps))
+    }
+    hooks = Hooks(techniques)
+    first = [("b", techniques["b"].before_optimizer_step), ("a", techniques["a"].before_optimizer_step)]
+    assert hooks.before_optimizer_step == first
+    assert all(calls == [] for name, calls in vars(hooks).items() if name != "before_optimizer_step")
+
+
+def test_a_round_of_hooks_ends_as_it_began_and_is_shorter_the_next_time():
+    hooks = Hooks({key: Steps(TechniqueConfig()) for key in "ab"})
+    context, called = Context(nn.Linear(1, 1), done_with=hooks.leave_out), []
+    for key, hook in hooks.before_optimizer_step:
+        hook(context)
+        called.append(key)
+    assert called == ["a", "b"]
+    assert hooks.before_optimizer_step == []
 
 
 @pytest.mark.parametrize(

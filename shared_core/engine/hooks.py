@@ -1,0 +1,96 @@
+"""The hooks that a run calls again and again, as typed lists of bound methods: who is called, in which order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any, ParamSpec, TypeVar
+
+from torch import Tensor
+
+from shared_core.engine.technique import Context, Technique
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+Calls = list[tuple[str, Callable[P, R]]]
+"""The recipe key of a technique, for its time in the receipt, and its bound method."""
+
+
+def overrides(method: Callable[..., Any], stock: Callable[..., Any]) -> bool:
+    """Return whether a technique has its own version of a hook.
+
+    Args:
+        method: The bound method of a technique.
+        stock: The function of `Technique` that it overrides or not.
+    """
+    return not (isinstance(method, MethodType) and method.__func__ is stock)
+
+
+def _own(calls: list[tuple[str, _Method]], stock: Callable[..., Any]) -> list[tuple[str, _Method]]:
+    return [(key, method) for key, method in calls if overrides(method, stock)]
+
+
+class Hooks:
+    """For each hook of every step or so the methods that do something then; a technique without its own is left out.
+
+    Args:
+        techniques: Recipe key → technique, in the order of composition.
+    """
+
+    def __init__(self, techniques: Mapping[str, Technique]) -> None:
+        pairs = list(techniques.items())
+        self.forward: Calls[[Context], contextlib.AbstractContextManager[None]] = _own(
+            [(key, one.forward) for key, one in pairs], Technique.forward
+        )
+        self.loss: Calls[[Tensor, Context], Tensor] = _own([(key, one.loss) for key, one in pairs], Technique.loss)
+        # Gradients are made private before another technique reads them: what it makes of them then gives nothing away.
+        self.before_optimizer_step: Calls[[Context], None] = _own(
+            [
+                (key, one.before_optimizer_step)
+                for key, one in sorted(pairs, key=lambda pair: not pair[1].makes_gradients_private)
+            ],
+            Technique.before_optimizer_step,
+        )
+        self.after_optimizer_step: Calls[[Context], None] = _own(
+            [(key, one.after_optimizer_step) for key, one in pairs], Technique.after_optimizer_step
+        )
+        self.skipped_optimizer_step: Calls[[Context], None] = _own(
+            [(key, one.skipped_optimizer_step) for key, one in pairs], Technique.skipped_optimizer_step
+        )
+        self.before_eval: Calls[[Context], None] = _own(
+            [(key, one.before_eval) for key, one in pairs], Technique.before_eval
+        )
+        self.after_eval: Calls[[Context], None] = _own(
+            [(key, one.after_eval) for key, one in pairs], Technique.after_eval
+        )
+        self.evaluated: Calls[[Context, Mapping[str, float | Tensor]], None] = _own(
+            [(key, one.evaluated) for key, one in pairs], Technique.evaluated
+        )
+        self.before_save: Calls[[Context, bool], None] = _own(
+            [(key, one.before_save) for key, one in pairs], Technique.before_save
+        )
+        self.after_save: Calls[[Context], None] = _own(
+            [(key, one.after_save) for key, one in pairs], Technique.after_save
+        )
+        self.constrain: Calls[[Mapping[Tensor, Tensor]], None] = _own(
+            [(key, one.constrain) for key, one in pairs], Technique.constrain
+        )
+        self.weights_replaced: Calls[[Context], None] = _own(
+            [(key, one.weights_replaced) for key, one in pairs], Technique.weights_replaced
+        )
+
+    def leave_out(self, method: Callable[..., Any]) -> None:
+        """Call a method no more in this run; a round that is under way goes on as it began."""
+        self.forward = [call for call in self.forward if call[1] != method]
+        self.loss = [call for call in self.loss if call[1] != method]
+        self.before_optimizer_step = [call for call in self.before_optimizer_step if call[1] != method]
+        self.after_optimizer_step = [call for call in self.after_optimizer_step if call[1] != method]
+        self.skipped_optimizer_step = [call for call in self.skipped_optimizer_step if call[1] != method]
+        self.before_eval = [call for call in self.before_eval if call[1] != method]
+        self.after_eval = [call for call in self.after_eval if call[1] != method]
+        self.evaluated = [call for call in self.evaluated if call[1] != method]
+        self.before_save = [call for call in self.before_save if call[1] != method]
+        self.after_save = [call for call in self.after_save if call[1] != method]
