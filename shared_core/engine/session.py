@@ -331,7 +331,7 @@ class Session:
     @property
     def needs_forward(self) -> bool:
         """Whether a technique still works in the forward or the loss of micro-batches."""
-        return bool(self._driven["forward"] or self._driven["loss"])
+        return bool(self._hooks.forward or self._hooks.loss)
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
         """Return what surrounds the forward and the loss of a training micro-batch; nothing before `begin`."""
