@@ -30,7 +30,7 @@ from shared_core.checkpoint_formats.plain import DEPLOYMENT_KEY
 from shared_core.distributed.collectives import world_size
 from shared_core.engine.compatibility import check
 from shared_core.engine.metrics import is_in_bar
-from shared_core.engine.receipt import Receipt
+from shared_core.engine.receipt import RECEIPT_KEY, Receipt
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session, fit_to
 from shared_core.errors import CompatibilityError, EffError, TrainingError
@@ -150,6 +150,7 @@ class EffCallback(Callback):
         self._tries_first = False
         self._best: BestCheckpoints | None = None
         self._validated_at = -1
+        self._keeps_receipt = False
         self._seen: set[str] = set()
 
     def __repr__(self) -> str:
@@ -265,6 +266,7 @@ class EffCallback(Callback):
         if self.session is None or self._resume is None:
             return
         self._resume.mark_train_start()
+        self._keeps_receipt = _receipt_place(trainer)[1]
         soup: Any = self.session.recipe.get("soup")
         if soup is not None and soup.kind == "greedy":
             self._services.check_validation()
@@ -411,6 +413,8 @@ class EffCallback(Callback):
             checkpoint[DEPLOYMENT_KEY] = self.session.deployment()
         skipped = bool(self._steps and self._steps.skipped)
         checkpoint[_RESUME_KEY] = self._resume.state_dict(checkpoint[_STATE_KEY], skipped)
+        if self._keeps_receipt:
+            checkpoint[RECEIPT_KEY] = self.session.receipt().json()
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the saved state until training starts; an evaluation after `fit` loads weights alone."""
@@ -461,11 +465,17 @@ class EffCallback(Callback):
 
     def _write_receipt(self) -> None:
         trainer, receipt = self._trainer, self._session.receipt()
-        folder = trainer.log_dir or trainer.default_root_dir  # every process must ask
-        if trainer.is_global_zero:
-            if not trainer.fast_dev_run:
-                receipt.write(Path(folder))
-            self._services.say(receipt.text())
+        folder, is_listed = _receipt_place(trainer)
+        if not trainer.is_global_zero:
+            return
+        if not trainer.fast_dev_run:
+            if folder is None:
+                receipt.write_where_asked()
+            else:
+                receipt.write(folder, itself=not is_listed)
+        self._services.say(receipt.text())
+        if is_listed and not trainer.fast_dev_run:
+            self._services.say("all of it: in each checkpoint, as of its step; as a page: eff report CHECKPOINT.ckpt")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave a plain model behind, whatever was interrupted; but first other callbacks may save the run."""
@@ -541,3 +551,15 @@ class EffCallback(Callback):
 
 def _callbacks(trainer: Any) -> list[EffCallback]:
     return [callback for callback in trainer.callbacks if isinstance(callback, EffCallback)]
+
+
+def _receipt_place(trainer: Any) -> tuple[Path | None, bool]:
+    """Return a run's folder, None if it is a URL, and whether others list what lies there; every process must ask.
+
+    A file of ours among checkpoints would be taken for one of theirs: the checkpoints hold the receipt instead.
+    """
+    folder = str(trainer.log_dir or trainer.default_root_dir)
+    if "://" in folder:
+        return None, True
+    listed = [str(found) for each in trainer.checkpoint_callbacks if (found := getattr(each, "dirpath", None))]
+    return Path(folder), Path(folder).resolve() in {Path(one).resolve() for one in listed if "://" not in one}

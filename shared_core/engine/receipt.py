@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 RECEIPT_FILE = "eff_receipt.json"
+RECEIPT_KEY = "eff_receipt"
+"""Of a Lightning checkpoint where a run leaves no file: the text of one."""
 VARIABLE = "EFF_RECEIPT"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that a terminal would obey: a receipt may come from a stranger."""
@@ -63,20 +65,37 @@ class Receipt:
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
 
-    def write(self, folder: Path | str) -> Path:
+    def write(self, folder: Path | str, *, itself: bool = True) -> Path:
         """Write ``eff_receipt.json`` into `folder`, made if need be, and what belongs beside it; return its path.
 
         The file that the environment variable ``EFF_RECEIPT`` names gets the same: whoever runs a script that nobody
         edits need not know where it writes.
+
+        Args:
+            folder: Of the run.
+            itself: Whether the file is written, or only what belongs beside it.
         """
         path = make_folder(folder) / RECEIPT_FILE
-        for file in (path, *map(Path, filter(None, [os.environ.get(VARIABLE)]))):
-            with atomic_write(file) as temporary:
-                temporary.write_text(json_text(self.values) + "\n", encoding="utf-8")
-        self._folder = path.parent
+        self.write_where_asked()
+        if itself:
+            self._write(path)
+            self._folder = path.parent
         for write in self._writers:
-            write(self._folder)
+            write(path.parent)
         return path
+
+    def write_where_asked(self) -> None:
+        """Write the file that the environment variable ``EFF_RECEIPT`` names, if any."""
+        if file := os.environ.get(VARIABLE):
+            self._write(Path(file))
+
+    def _write(self, file: Path) -> None:
+        with atomic_write(file) as temporary:
+            temporary.write_text(self.json() + "\n", encoding="utf-8")
+
+    def json(self) -> str:
+        """Return all of it as a text."""
+        return json_text(self.values)
 
     @classmethod
     def read(cls, folder: Path | str) -> Receipt:

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shared_core.engine.receipt import RECEIPT_FILE
+from shared_core.checkpoint_formats import load_checkpoint
+from shared_core.engine.receipt import RECEIPT_FILE, RECEIPT_KEY
 from shared_core.errors import CheckpointError
 from shared_core.files.journal import read_object
+from shared_core.files.json_yaml import parse_json
 
 EVENTS = "events.out.tfevents.*"
 
@@ -106,12 +108,14 @@ def read_run(path: Path) -> RunFolder:
     with of_ours(run):
         if path.is_dir():
             _read_folder(run)
+        elif path.suffix == ".ckpt":
+            _read_checkpoint(run)
         _read_beside(run)
     if not run.files:
         raise CheckpointError(
             f"report: {path} must hold what a run leaves, got none of {RECEIPT_FILE} (also looked for in */version_*), "
             f"{_STATE} (also in checkpoint-*), {_LOG}, {EVENTS}, *{_SOUP}, *{_COMMAND}, {', '.join(REPORTS.values())}; "
-            "give the output folder of a run, a logger's folder, or what a command wrote"
+            "give the output folder of a run, a logger's folder, a .ckpt that holds a receipt, or what a command wrote"
         )
     return run
 
@@ -139,9 +143,7 @@ def _read_folder(run: RunFolder) -> None:
             f"{home.relative_to(run.path)} is the newest of {len(versions)} versions with a logger's files"
         )
     if (receipt := _json(run, home / RECEIPT_FILE)) is not None:
-        run.receipt = receipt
-        for points in receipt.get("history", {}).values():
-            _add(run, _curves(points))
+        _take(run, receipt)
     states = [folder / _STATE for folder in (run.path, *_newest(run.path, "checkpoint-*"))]
     state = next((file for file in states if file.is_file()), None)
     _read_events(run, home, of_hugging_face=state is not None or (receipt or {}).get("front_end") == "hf")
@@ -155,6 +157,20 @@ def _read_folder(run: RunFolder) -> None:
         is_foreign = name == "curve" and not (run.path / _SEARCH).is_file()
         if not is_foreign and (found := _json(run, run.path / file)) is not None:
             run.reports[name] = found
+
+
+def _read_checkpoint(run: RunFolder) -> None:
+    text = load_checkpoint(run.path).get(RECEIPT_KEY)
+    if text is not None:
+        run.files.append(run.path.name)
+        _take(run, dict(parse_json(text)))
+        run.notes.append("the receipt is as of the step at which this checkpoint was saved")
+
+
+def _take(run: RunFolder, receipt: Values) -> None:
+    run.receipt = receipt
+    for points in receipt.get("history", {}).values():
+        _add(run, _curves(points))
 
 
 def _read_events(run: RunFolder, home: Path, *, of_hugging_face: bool) -> None:

@@ -1,8 +1,10 @@
 import copy
+import importlib
 import pickle
 
 import pytest
 import torch
+from fsspec.core import url_to_fs
 from lightning_world import (
     BOTH,
     difference,
@@ -23,6 +25,7 @@ from lightning_eff import Distillation, EffCallback, ModelSoup, Pruning, Quantiz
 from lightning_eff._wrapped import Wrapped
 from shared_core.engine.receipt import Receipt
 from shared_core.errors import CompatibilityError, ConfigError, EffError, MatchError, TrainingError
+from shared_core.reports.run_folder import read_run
 
 PRUNE = {"sparsity": 0.5, "end": 0.5, "every": 2}
 QAT = {"scheme": "int8", "begin": 0.2}
@@ -430,3 +433,26 @@ def test_a_technique_may_reach_little_where_a_callback_says_so(tmp_path):
     )
     assert callback.receipt["coverage"]["prune"]["share"] < 0.5
     assert "within reach" in callback.receipt["notes"][0]
+
+
+@pytest.mark.parametrize("namespace", BOTH)
+def test_among_checkpoints_and_behind_a_url_the_receipt_lies_in_each_checkpoint(namespace, tmp_path, capsys):
+    checkpoints = importlib.import_module(f"{namespace}.callbacks")
+    for place in (tmp_path / "local", f"memory://{tmp_path.name}"):
+        keeper = checkpoints.ModelCheckpoint(dirpath=place, save_last="link" if place == tmp_path / "local" else True)
+        run(place, namespace=namespace, callbacks=[keeper], enable_checkpointing=True)
+        assert "all of it: in each checkpoint" in capsys.readouterr().out
+        files, _ = url_to_fs(str(place))
+        names = {name.rpartition("/")[2] for name in files.ls(str(place), detail=False)}
+        assert names == {"epoch=2-step=18.ckpt", "last.ckpt"}
+        local = tmp_path / "found.ckpt"
+        files.get(keeper.best_model_path, str(local))
+        read = read_run(local)
+        assert read.receipt["steps"]["applied"] == 18
+        assert read.receipt["techniques"].keys() == RECIPE.keys()
+        module = make_module(namespace)
+        resumed = make_trainer(tmp_path / "again", namespace, callbacks=[EffCallback(RECIPE)], max_epochs=4)
+        fit(resumed, module, ckpt_path=keeper.last_model_path)
+        assert resumed.global_step == 24
+    assert not (tmp_path / "local" / "eff_receipt.json").exists()
+    assert (tmp_path / "again" / "eff_receipt.json").exists()
