@@ -14,6 +14,7 @@ from shared_core.activation_checkpointing.config import CheckpointingConfig
 from shared_core.activation_checkpointing.memory_budget import LazyBudget
 from shared_core.activation_checkpointing.policies import apply_policy, chosen_blocks
 from shared_core.activation_checkpointing.segments import Handle, apply_segments
+from shared_core.engine.model_guards import refuse_scripted
 from shared_core.engine.preview import Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import TrainingError
@@ -54,6 +55,8 @@ class ActivationCheckpointing(Technique):
     def attach(self, model: nn.Module, context: Context) -> None:
         """Wrap the blocks; a budget looks at the first micro-batches of training for that."""
         config = self.config
+        for name in chosen_blocks(model, config.include):
+            refuse_scripted(model.get_submodule(name), f"checkpointing: {name}")
         if config.has_budget:
             self._model = model
             self._budget = LazyBudget(model, config.policy, chosen_blocks(model, config.include), self._wrap)

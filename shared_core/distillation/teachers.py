@@ -20,7 +20,7 @@ from shared_core.distillation.forward_capture import Forward, ask_teacher, first
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, reshard_, whole
 from shared_core.engine.model_guards import copied
-from shared_core.errors import CheckpointError, CompatibilityError, MatchError, MissingExtraError
+from shared_core.errors import CheckpointError, CompatibilityError, MatchError, MissingExtraError, TrainingError
 
 TeacherDtype = Literal["as_saved", "float32", "bfloat16", "float16", "int8", "nf4"]
 
@@ -240,7 +240,13 @@ class StudentAverage(Teachers):
     def after_step(self, student: nn.Module) -> None:
         """Move the average one step towards the student."""
         (average,) = self.modules
-        for mean, now in zip(average.parameters(), student.parameters(), strict=True):
+        means, values = list(average.parameters()), list(student.parameters())
+        if len(means) != len(values):
+            raise TrainingError(
+                f"distill: the student of teacher: ema must keep its parameters, got {len(values)} where {len(means)} "
+                "were copied; add or remove layers before training starts"
+            )
+        for mean, now in zip(means, values, strict=True):
             if not _is_codes(mean):
                 local_part(mean).lerp_(local_part(now.detach()).to(mean.dtype), 1 - self._decay)
         for its, buffer in zip(average.buffers(), student.buffers(), strict=True):

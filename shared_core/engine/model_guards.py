@@ -1,7 +1,4 @@
-"""Whether what techniques work on is still part of the model, and frozen where it must be.
-
-What a user wrapped or sharded himself before a trainer got the model.
-"""
+"""Checks of the user's model: what techniques hold is still part of it, and it can be copied, hooked and sharded."""
 
 from __future__ import annotations
 
@@ -9,13 +6,14 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine.technique import Context, Technique
-from shared_core.errors import TrainingError
+from shared_core.errors import CompatibilityError, TrainingError
 
 _Held = tuple[str, str, nn.Module | Tensor]
 
@@ -75,6 +73,20 @@ def wrapped_by_user(model: nn.Module) -> set[str]:
     return found
 
 
+def refuse_scripted(model: nn.Module, where: str) -> None:
+    """Refuse modules of `torch.jit.script` where a technique reads parameters, copies or runs a forward again.
+
+    Raises:
+        CompatibilityError: Names the first one.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CompatibilityError(
+                f"{where}: model must consist of Python modules, got a torch.jit module ({name or 'the model itself'})"
+                "; train the module that it was made of, and script the trained model"
+            )
+
+
 def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Return a deep copy that computes with its own weights.
 
@@ -85,6 +97,9 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
         model: Compiled or not.
         memo: As `copy.deepcopy` takes it.
 
+    Raises:
+        CompatibilityError: If a module of it is scripted, or holds a tensor that was computed from its parameters.
+
     Example:
         >>> import torch
         >>> model = nn.Linear(2, 2)
@@ -92,6 +107,14 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
         >>> "forward" in vars(copied(model))
         False
     """
+    refuse_scripted(model, "distill")
+    for name, module in model.named_modules():
+        if any(isinstance(value, Tensor) and not value.is_leaf for value in vars(module).values()):
+            raise CompatibilityError(
+                f"distill: a student that is copied must hold parameters alone, got {name or 'a model'} with a tensor "
+                "that is computed from them (torch.nn.utils.weight_norm or spectral_norm); use the functions of "
+                "torch.nn.utils.parametrizations"
+            )
     other = copy.deepcopy(model, memo)
     for module in other.modules():
         if hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):

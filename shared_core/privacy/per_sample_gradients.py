@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from shared_core.distributed.sharded_tensors import shards, whole
+from shared_core.engine.model_guards import refuse_scripted
 from shared_core.errors import CompatibilityError, MatchError, TrainingError
 from shared_core.modules.matching import own_class
 from shared_core.privacy.accountant import opacus
@@ -229,6 +230,7 @@ def check_model(model: nn.Module, functorch: bool = False) -> None:
         CompatibilityError: Naming such modules and what to put in their place.
         MatchError: If nothing is trained.
     """
+    refuse_scripted(model, "dp")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise MatchError("dp: model must have a trainable parameter, got none; unfreeze what is to be trained")
     validators = opacus("validators").ModuleValidator.VALIDATORS

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import all_reduce_, broadcast_, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, part_of, reshard_, whole, whole_of
 from shared_core.engine.claims import Claim, Same
+from shared_core.engine.model_guards import refuse_scripted
 from shared_core.engine.preview import Event, Touched, every, trained
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
@@ -229,6 +230,7 @@ class WeightAverage(Technique):
         Raises:
             MatchError: If no parameter is trained, or `bn_batches` is given without BatchNorm.
         """
+        refuse_scripted(model, "average")
         if not any(map(is_trained, model.parameters())):
             raise MatchError("average: model must have a trainable parameter, got none; unfreeze what is to be trained")
         if self.config.bn_batches and not batch_norms(model):
