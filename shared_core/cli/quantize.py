@@ -122,7 +122,7 @@ def quantize(
     that of torchao's kernels.
     """
     asked = {_FLAGS.get(name, name): value for name, value in locals().items() if name not in _PLACES}
-    from shared_core.tools.quantize.study import QuantizationStudy, check_needs_no_calibration, model_bytes
+    from shared_core.tools.quantize.study import QuantizationStudy, model_bytes, static_input
 
     check_new(out, "eff quantize")
     if report is not None:
@@ -168,8 +168,11 @@ def quantize(
     if qat is not None:
         study.qat_model = copy.deepcopy(network)
         load_quantized(study.qat_model, qat, "eff quantize: --qat")
-    if by_torchao is None and calibration is None:
-        check_needs_no_calibration(network, config)
+    if by_torchao is None and calibration is None and (static := static_input(network, config)) is not None:
+        raise ConfigError(
+            f"eff quantize: --calibration must be given with {config.scheme}, whose inputs have ranges ({static}), got "
+            "none; name a function that returns batches, or choose --scheme int8_weight or int8_dynamic, without ranges"
+        )
     if evaluate is not None:
         study.judge = functools.partial(
             score, function(evaluate, "eff quantize: --eval", "model"), where="eff quantize"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shared_core.distillation.outputs import EMBEDDINGS, holds
 from shared_core.distillation.unlabelled import rows_that_count
-from shared_core.errors import ConfigError, EffError, TrainingError
+from shared_core.errors import ConfigError, TrainingError
 
 # A teacher that saw the labels would compute a loss nobody wants, or reject the trainers' own arguments.
 _FOR_THE_LOSS = ("labels", "num_items_in_batch")
@@ -106,15 +106,6 @@ def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any
         raise TrainingError(
             f"distill: teacher must know every number in the student's inputs, got {type(teacher).__name__}: {error}; "
             "take a teacher of the student's tokenizer, with as many tokens (resize_token_embeddings)"
-        ) from error
-    except (RuntimeError, ValueError) as error:
-        if isinstance(error, EffError | torch.OutOfMemoryError):
-            raise
-        shapes = [tuple(value.shape) for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        raise TrainingError(
-            f"distill: teacher must compute from the student's inputs, of shapes {shapes}, got "
-            f"{type(teacher).__name__}: {error}; give a teacher of these inputs, or name as distill.student the part "
-            "of the model that has the teacher's"
         ) from error
 
 

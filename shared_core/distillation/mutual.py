@@ -156,7 +156,8 @@ class Peers(Teachers):
         """
         self._micro_batches += 1
         now = torch.stack([loss.detach().to(share.device, torch.float32) for loss in losses]) / share
-        now = torch.where(share > 0, now, self.losses.to(now.device))
+        # a loss that is not finite, whose step is skipped, would stay in the average for good
+        now = torch.where((share > 0) & now.isfinite(), now, self.losses.to(now.device))
         all_reduce_(now, "sum").div_(world_size())
         self.losses = self.losses.to(now.device).lerp(now, max(_LEAST_SHARE, 1 / self._micro_batches))
 

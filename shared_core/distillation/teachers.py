@@ -20,7 +20,14 @@ from shared_core.distillation.forward_capture import Forward, ask_teacher, first
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, reshard_, whole
 from shared_core.engine.model_guards import copied
-from shared_core.errors import CheckpointError, CompatibilityError, MatchError, MissingExtraError, TrainingError
+from shared_core.errors import (
+    CheckpointError,
+    CompatibilityError,
+    EffError,
+    MatchError,
+    MissingExtraError,
+    TrainingError,
+)
 
 TeacherDtype = Literal["as_saved", "float32", "bfloat16", "float16", "int8", "nf4"]
 
@@ -173,7 +180,21 @@ class Teachers:
         if any(map(_TRAINING, self._parts)):  # `eval` goes through all of a model, slowly
             for module in self.modules:
                 module.eval()
-        return [ask_teacher(module, student, forward) for module in self.modules]
+        return [self._ask(module, student, forward) for module in self.modules]
+
+    def _ask(self, module: nn.Module, student: nn.Module, forward: Forward) -> Any:
+        try:
+            return ask_teacher(module, student, forward)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, EffError | torch.OutOfMemoryError):
+                raise
+            values = (*forward.args, *forward.kwargs.values())
+            shapes = [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)]
+            raise TrainingError(
+                f"distill: teacher must compute from the student's inputs, of shapes {shapes}, got "
+                f"{type(module).__name__}: {error}; give a teacher of these inputs, or name as distill.student the "
+                "part of the model that has the teacher's"
+            ) from error
 
     def shard_like(self, student: nn.Module) -> None:
         """Give every process the parts of each teacher that it has of a sharded student."""

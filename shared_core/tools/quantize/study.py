@@ -251,19 +251,10 @@ class QuantizationStudy:
         return {"bytes": {"float": in_float, "quantized": in_float - saved}, "layer_bytes": layers}
 
 
-def check_needs_no_calibration(network: nn.Module, config: QatConfig) -> None:
-    """Refuse ranges of inputs where no batches show them, before quality is measured.
-
-    Raises:
-        ConfigError: If a layer's inputs have ranges.
-    """
+def static_input(network: nn.Module, config: QatConfig) -> str | None:
+    """Return the first layer whose inputs have ranges, which only calibration batches show; None: no layer has."""
     schemes = layer_schemes(config, select_layers(network, config.include, config.skip)[0])
-    static = next((name for name, scheme in schemes.items() if scheme.input == "static"), None)
-    if static is not None:
-        raise ConfigError(
-            f"quantize: calibration must be given with {config.scheme}, whose inputs have ranges ({static}), got none; "
-            "give batches of inputs, or choose the scheme int8_weight or int8_dynamic, without ranges"
-        )
+    return next((name for name, scheme in schemes.items() if scheme.input == "static"), None)
 
 
 def model_bytes(model: nn.Module) -> int:
