@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from promise_table import BATCH, NUM_STEPS, DigitsNet, eval_examples, make_net, train_examples
 from safetensors.torch import load_file
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shared_core import Recipe, Session
+from shared_core.engine.receipt import VARIABLE
 from shared_core.engine.technique import BareServices
 
 LEARNING_RATE = 0.01
@@ -311,9 +313,10 @@ def run_lightning(
         data = [data[i] for i in ours]
     train = DataLoader(data, batch_size=batch // accumulate, shuffle=shuffle)
     validate = DataLoader(eval_examples(), batch_size=BATCH)  # type: ignore[arg-type]
-    with contextlib.suppress(FileNotFoundError):
-        trainer.fit(module, train, validate, ckpt_path=str(resume) if resume else None)
     receipt_file = Path(folder) / "eff_receipt.json"
+    with contextlib.suppress(FileNotFoundError), pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, str(receipt_file))  # a run leaves none of itself among checkpoints
+        trainer.fit(module, train, validate, ckpt_path=str(resume) if resume else None)
     receipt = json.loads(receipt_file.read_text()) if receipt_file.is_file() else {}
     saved |= {int(path.stem.split("=")[1]): path for path in Path(folder).glob("step=*.ckpt")}
     return Result(dict(module.net.state_dict()), receipt, saved, module.net)
