@@ -7,7 +7,7 @@ so that no process holds a whole one.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -260,19 +260,36 @@ class StudentAverage(Teachers):
     @torch.no_grad()
     def after_step(self, student: nn.Module) -> None:
         """Move the average one step towards the student."""
+        self.check_same(student)
         (average,) = self.modules
-        means, values = list(average.parameters()), list(student.parameters())
-        if len(means) != len(values):
-            raise TrainingError(
-                f"distill: the student of teacher: ema must keep its parameters, got {len(values)} where {len(means)} "
-                "were copied; add or remove layers before training starts"
-            )
-        for mean, now in zip(means, values, strict=True):
+        for mean, now in zip(average.parameters(), student.parameters(), strict=True):
             if not _is_codes(mean):
                 local_part(mean).lerp_(local_part(now.detach()).to(mean.dtype), 1 - self._decay)
         for its, buffer in zip(average.buffers(), student.buffers(), strict=True):
             its.copy_(buffer)
         reshard_(average)
+
+    def follow(self, student: nn.Module) -> None:
+        """Bring the average to the student's device, before the first step."""
+        self.check_same(student)
+        super().follow(student)
+
+    def check_same(self, student: nn.Module) -> None:
+        """Refuse a student of which a layer was added, removed or replaced by one of another shape.
+
+        Raises:
+            TrainingError: Names the first such tensor.
+        """
+        (average,) = self.modules
+        here, there = ([*module.parameters(), *module.buffers()] for module in (average, student))
+        if len(here) == len(there) and all(mine.shape == its.shape for mine, its in zip(here, there, strict=True)):
+            return
+        kept, now = ({name: tuple(value.shape) for name, value in _named(module)} for module in (average, student))
+        name = next((name for name in [*now, *kept] if now.get(name) != kept.get(name)), "the order of its tensors")
+        raise TrainingError(
+            f"distill: the student of teacher: ema must keep its layers, got a difference at {name}; add, remove or "
+            "replace layers before techniques attach (in Lightning in __init__ or configure_model)"
+        )
 
     @property
     def is_readable(self) -> bool:
@@ -325,6 +342,11 @@ def _copied(module: nn.Module) -> nn.Module:
     """Return a copy that shares the codes of a frozen base, which no training changes."""
     codes = [parameter for parameter in module.parameters() if _is_codes(parameter)]
     return copied(module, {id(parameter): parameter for parameter in codes})
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 def _is_codes(parameter: Tensor | None) -> bool:

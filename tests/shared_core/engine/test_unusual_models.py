@@ -42,16 +42,30 @@ def test_models_that_a_technique_cannot_copy_or_hook_are_refused_at_the_start(mo
     assert [type(module) for module in model.modules()] == kinds
 
 
-def test_layers_added_under_an_average_that_teaches_are_refused():
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, inputs):
+        return inputs
+
+
+@pytest.mark.parametrize("when", ["attached", "begun"])
+@pytest.mark.parametrize(
+    ("name", "layer", "told"),
+    [
+        ("more", lambda: nn.Linear(4, 4), "more.weight"),
+        ("more", Counter, "more.seen"),
+        ("2", lambda: nn.Linear(16, 2), "2.weight"),
+    ],
+)
+def test_layers_added_or_replaced_under_an_average_that_teaches_are_refused(name, layer, told, when):
     model, session = net(), Session({"distill": {"teacher": "ema"}})
     session.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session.begin([optimizer], total_steps=2)
-    model.add_module("more", nn.Linear(4, 4))
-    with session.forward():
-        loss = session.loss(nn.functional.cross_entropy(model(torch.ones(2, 8)), torch.arange(2)))
-    loss.backward()
-    session.before_optimizer_step()
-    optimizer.step()
-    with pytest.raises(TrainingError, match="must keep its parameters, got 6 where 4 were copied"):
-        session.after_optimizer_step()
+    if when == "begun":
+        session.begin([optimizer], total_steps=2)
+    setattr(model, name, layer())
+    with pytest.raises(TrainingError, match=f"must keep its layers, got a difference at {told}"):
+        session.begin([optimizer], total_steps=2) if when == "attached" else session.after_optimizer_step()
