@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -95,14 +97,24 @@ def _cut(batch: Any, rows: slice, count: int) -> Any:
     if isinstance(batch, PackedSequence):
         padded, lengths = pad_packed_sequence(batch, batch_first=True)
         return pack_padded_sequence(padded[rows], lengths[rows], batch_first=True, enforce_sorted=False)
-    if isinstance(batch, Mapping):
-        return type(batch)({name: _cut(value, rows, count) for name, value in batch.items()})  # type: ignore[call-arg]
     if isinstance(batch, list | tuple):
         if len(batch) == count and not any(isinstance(value, Tensor) and value.dim() for value in batch):
             return batch[rows]
-        parts = [_cut(value, rows, count) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
+        values = [_cut(value, rows, count) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    parts = {name: _cut(value, rows, count) for name, value in _fields(batch).items()}
+    if not isinstance(batch, MutableMapping) and not dataclasses.is_dataclass(batch):
+        return parts or batch
+    other = copy.copy(batch)  # not its class, which may take other arguments, as defaultdict does
+    (other if isinstance(batch, MutableMapping) else vars(other)).update(parts)
+    return other
+
+
+def _fields(batch: Any) -> Mapping[Any, Any]:
+    """Return the values of a mapping or a dataclass by name, of anything else nothing."""
+    if dataclasses.is_dataclass(batch):
+        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return batch if isinstance(batch, Mapping) else {}
 
 
 def _is_state(value: Tensor, count: int) -> bool:
@@ -114,9 +126,8 @@ def _is_unclear(batch: Any, count: int) -> bool:
     """Return whether both dimensions of a tensor could be the examples'; Poisson sampling soon draws another number."""
     if isinstance(batch, Tensor):
         return _is_state(batch, count) and len(batch) == count
-    if isinstance(batch, Mapping):
-        return any(_is_unclear(value, count) for value in batch.values())
-    return isinstance(batch, list | tuple) and any(_is_unclear(value, count) for value in batch)
+    values = batch if isinstance(batch, list | tuple) else _fields(batch).values()
+    return any(_is_unclear(value, count) for value in values)
 
 
 def replay(loaders: list[Any], batches: int) -> None:

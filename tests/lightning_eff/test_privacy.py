@@ -1,6 +1,9 @@
 """DP-SGD in Lightning: the loss's check, resume inside a step, limits, refusals."""
 
+import collections
+import dataclasses
 import importlib
+import types
 
 import pytest
 import pytorch_lightning as pl
@@ -8,7 +11,7 @@ import torch
 from promise_drivers import difference, run_lightning, saved_state
 from promise_table import recipe_of
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from lightning_eff import DifferentialPrivacy
 from shared_core.errors import CompatibilityError, ConfigError
@@ -53,6 +56,38 @@ def test_a_mean_over_tokens_is_refused_and_one_over_rows_is_not(tmp_path):
     assert private.receipt.values["techniques"]["dp"]["steps"] == 3
     assert float(trainer.callback_metrics.get("dp/epsilon", 1.0)) > 0
     fit(Tokens(by_row=False), tmp_path, private={"check_loss": False})
+
+
+@dataclasses.dataclass
+class Rows:
+    x: torch.Tensor
+    counted: torch.Tensor
+
+
+class Named(Tokens):
+    """Takes its two tensors out of batches of any class."""
+
+    def training_step(self, batch, index):
+        values = vars(batch) if dataclasses.is_dataclass(batch) else batch
+        return super().training_step(list(values.values()), index)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x, c: collections.defaultdict(list, x=x, c=c),
+        lambda x, c: types.MappingProxyType({"x": x, "c": c}),
+        Rows,
+    ],
+    ids=["defaultdict", "read_only", "dataclass"],
+)
+def test_batches_of_any_class_are_halved(make, tmp_path):
+    data = [(torch.randn(5, 3), (torch.arange(5) < 1 + i % 5).float()) for i in range(40)]
+    loader = DataLoader(data, batch_size=10, collate_fn=lambda rows: make(*default_collate(rows)))
+    _, private = fit(Named(by_row=True), tmp_path, data=loader)
+    assert not private.session.techniques["dp"].checks_loss
+    with pytest.raises(CompatibilityError, match="mean over the examples of each one's own loss"):
+        fit(Named(by_row=False), tmp_path, data=loader)
 
 
 class Recurrent(pl.LightningModule):
