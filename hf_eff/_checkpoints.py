@@ -41,7 +41,7 @@ from shared_core.distributed.collectives import (
 from shared_core.engine.session import Session
 from shared_core.engine.state_file import STATE_FILE, load_state
 from shared_core.errors import CheckpointError
-from shared_core.files.atomic import clean_strays, named_failure
+from shared_core.files.atomic import clean_strays, is_stray, named_failure
 from shared_core.files.journal import begin_list, damage_by_list, finish_list, is_unfinished
 
 _STATE = "trainer_state.json"
@@ -190,6 +190,8 @@ def newest_whole(run: Path | str) -> tuple[Path | None, dict[Path, str]]:
 
 def _was_cut_short(folder: Path) -> bool:
     """Return whether a checkpoint's writer was stopped, which is no damage to what was saved before."""
+    if folder.is_dir() and all(is_stray(Path(path.name)) for path in folder.iterdir()):
+        return True  # before its list was begun
     with contextlib.suppress(CheckpointError):
         return is_unfinished(folder)
     return False

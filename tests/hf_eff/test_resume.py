@@ -127,17 +127,23 @@ def test_a_damaged_newest_checkpoint_falls_back_and_an_explicit_one_is_refused(s
     assert "checkpoint-2 instead" in note
 
 
+def _made_only(folder):
+    (folder / ".eff-tmp-0-x").mkdir(parents=True)  # killed before its list was begun
+
+
 @pytest.mark.parametrize("named", [True, False])
-def test_a_checkpoint_that_was_being_written_needs_nobody_on_restart(stopped, named):
+@pytest.mark.parametrize("begun", [begin_list, _made_only])
+def test_a_checkpoint_that_was_being_written_needs_nobody_on_restart(stopped, begun, named):
     run, fresh = stopped
-    begin_list(run / "checkpoint-4")
+    if begun is _made_only:
+        shutil.rmtree(run / "checkpoint-4")
+    begun(run / "checkpoint-4")
     trainer, session = fresh()
     trainer.train(resume_from_checkpoint=str(run / "checkpoint-4") if named else True)
     assert any("checkpoint-2 instead" in note for note in session.notes)
     for folder in run.glob("checkpoint-*"):
         shutil.rmtree(folder)
-    (run / "checkpoint-2").mkdir()
-    begin_list(run / "checkpoint-2")  # its very first
+    begun(run / "checkpoint-2")  # its very first
     trainer, session = fresh()
     trainer.train(resume_from_checkpoint=str(run / "checkpoint-2") if named else True)
     assert trainer.state.global_step == session.step == 8
