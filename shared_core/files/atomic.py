@@ -21,6 +21,7 @@ from shared_core.errors import CheckpointError, EffError
 
 _MARK = ".eff-tmp-"
 _DAY = 86400.0
+_PRIVATE = 0o600
 _locks: dict[Path, int] = {}
 """Descriptors of folders that this process writes."""
 # torch 2.13: of its stream, or of the file that is not as long as it should be when it is closed
@@ -28,11 +29,15 @@ _OF_TORCH_SAVE = ("iostream error", "inline_container")
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path | str) -> Iterator[Path]:
+def atomic_write(path: Path | str, *, private: bool = False) -> Iterator[Path]:
     """Yield a temporary path of the same name; on success it takes `path`'s place, on an exception it disappears.
 
     It lies in a folder of its own beside `path`: a rename from another filesystem is a copy that destroys the old file
     when interrupted, and a library that writes a temporary file of its own leaves it in there when it is killed.
+
+    Args:
+        path: Of the file; a new one has the mode that the user's umask gives, another the mode of the old one.
+        private: Whether its owner alone may read it.
 
     Raises:
         CheckpointError: If the folder cannot be written or the disk is full; the old file is untouched.
@@ -46,10 +51,11 @@ def atomic_write(path: Path | str) -> Iterator[Path]:
     """
     path = Path(os.path.realpath(path))  # what a link leads to is written
     with named_failure(path, "nothing was replaced"), _aside(path.parent) as folder:
-        temporary = folder / path.name
+        temporary, mode = folder / path.name, _mode_of_new_file(folder)
         yield temporary
+        temporary.chmod(_PRIVATE if private else mode)
         fsync(temporary)
-        _replace(temporary, path)
+        _replace(temporary, path, keeps_mode=not private)
 
 
 @contextlib.contextmanager
@@ -66,10 +72,12 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
         raise CheckpointError(f"write: {path} must not exist or be an empty folder; choose another one")
     make_folder(path.parent)
     with named_failure(path, "nothing was written"), _aside(path.parent) as folder:
-        temporary = folder / path.name
+        temporary, mode = folder / path.name, _mode_of_new_file(folder)
         temporary.mkdir()
         yield temporary
         for inner in (*temporary.rglob("*"), temporary):
+            if inner.is_file():
+                inner.chmod(mode)
             fsync(inner)
         _replace(temporary, path)
 
@@ -172,8 +180,17 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _replace(temporary: Path, path: Path) -> None:
-    if path.exists():
+def _mode_of_new_file(folder: Path) -> int:
+    """Return the mode that the umask gives a file: safetensors (0.8) writes what its owner alone can read."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    return mode
+
+
+def _replace(temporary: Path, path: Path, *, keeps_mode: bool = True) -> None:
+    if keeps_mode and path.exists():
         os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
     os.replace(temporary, path)
     with named_failure(path.parent, f"{path.name} is in place, but would not survive a loss of power"):

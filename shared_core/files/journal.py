@@ -43,12 +43,8 @@ def read_object(file: Path, advice: str = "remove it") -> dict[str, Any]:
 
 def write_object(file: Path, values: Mapping[str, Any], *, private: bool = False) -> None:
     """Write a JSON file, whole or not at all; a private one can be read by its owner alone."""
-    if private and file.exists():
-        file.chmod(0o600)  # the file that takes its place has its mode
-    with atomic_write(file) as temporary:
+    with atomic_write(file, private=private) as temporary:
         temporary.write_text(json.dumps(values, indent=1), encoding="utf-8")
-        if private:
-            temporary.chmod(0o600)
 
 
 def check_same(file: Path, known: Mapping[str, Any], plan: Mapping[str, Any], what: str) -> None:

@@ -29,17 +29,24 @@ def without_secrets(command: Sequence[str]) -> list[str]:
     """Return a command as it may be written into a file: values of what is named like a secret are left out.
 
     Example:
-        >>> without_secrets(["python", "train.py", "--hub_token", "hf_a", "--api-key=b", "--max_tokens", "9"])
-        ['python', 'train.py', '--hub_token', '***', '--api-key=***', '--max_tokens', '9']
+        >>> without_secrets(["python", "train.py", "--hub_token", "hf_a", "--password=1", "--max_tokens", "9"])
+        ['python', 'train.py', '--hub_token', '***', '--password=***', '--max_tokens', '9']
     """
-    shown, hides_next = [], False
+    shown, before = [], ""
     for part in command:
         name, sign, value = part.partition("=")
-        hidden = hides_next and not part.startswith("--") and not part.isdecimal()
-        is_secret = bool(_SECRET.search(name)) and (bool(sign) or name.startswith("-"))
-        shown.append("***" if hidden else f"{name}=***" if is_secret and sign and not value.isdecimal() else part)
-        hides_next = is_secret and not sign
+        if before and not part.startswith("--") and _is_secret(before, part):
+            shown.append("***")
+        else:
+            shown.append(f"{name}=***" if sign and _is_secret(name, value) else part)
+        before = name if name.startswith("-") and not sign else ""
     return shown
+
+
+def _is_secret(name: str, value: str) -> bool:
+    # of tokens and keys there may be a number: --max_tokens 9, --num_key_value_heads 8
+    found = {word.lower() for word in _SECRET.findall(name)}
+    return bool(found) and not (value.isdecimal() and found <= {"token", "key"})
 
 
 @dataclass(frozen=True)

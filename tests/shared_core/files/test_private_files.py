@@ -40,6 +40,10 @@ def test_files_and_folders_have_the_mode_of_the_user_or_of_what_they_replace(tmp
     with atomic_folder(tmp_path / "new") as folder:
         save_file({"w": ones(1)}, folder / "w.safetensors")
     assert mode(tmp_path / "new") == "0o750"
+    assert mode(tmp_path / "new" / "w.safetensors") == "0o640"  # safetensors' own is 0o600
+    with atomic_write(tmp_path / "alone.safetensors") as temporary:
+        save_file({"w": ones(1)}, temporary)
+    assert mode(tmp_path / "alone.safetensors") == "0o640"
     (tmp_path / "empty").mkdir(mode=0o700)
     with atomic_folder(tmp_path / "empty") as folder:
         (folder / "a").write_text("a")
@@ -57,12 +61,38 @@ def test_a_link_stays_one_and_what_it_leads_to_is_written(tmp_path):
 
 
 def test_a_journal_is_for_its_owner_and_holds_no_secrets(tmp_path):
-    command = ["python", "train.py", "--hub_token", "hf_abc", "--password=x", "API_KEY=y", "--tokenizer", "t"]
+    command = [
+        "python",
+        "train.py",
+        "--hub_token",
+        "hf_abc",
+        "--password=x",
+        "API_KEY=y",
+        "--tokenizer",
+        "t",
+        "--pass_key_password",
+        "1234",
+        "--max_tokens",
+        "9",
+    ]
     Journal(tmp_path / "search", {"command": without_secrets(command)})
     file = tmp_path / "search" / "lottery.json"
     assert mode(file) == "0o600"
     kept = json.loads(file.read_text())["command"]
-    assert kept == ["python", "train.py", "--hub_token", "***", "--password=***", "API_KEY=***", "--tokenizer", "t"]
+    assert kept == [
+        "python",
+        "train.py",
+        "--hub_token",
+        "***",
+        "--password=***",
+        "API_KEY=***",
+        "--tokenizer",
+        "t",
+        "--pass_key_password",
+        "***",
+        "--max_tokens",
+        "9",
+    ]
     Journal(tmp_path / "search", {"command": without_secrets([*command[:3], "hf_other", *command[4:]])})
     file.chmod(0o644)
     write_object(file, {}, private=True)
