@@ -31,7 +31,7 @@ def report(
 
     The page is one file that loads nothing; plots need matplotlib. What a run's folder does not hold is not shown.
     """
-    from shared_core.engine.receipt import Receipt
+    from shared_core.engine.receipt import Receipt, printable
     from shared_core.errors import ConfigError
     from shared_core.files.json_yaml import json_text
     from shared_core.reports.page import check_place, write_page
@@ -57,4 +57,4 @@ def report(
         return
     for text in receipts:
         typer.echo(text)
-    typer.echo(f"wrote {out}, and .md with the same words beside it")
+    typer.echo(f"wrote {printable(str(out))}, and .md with the same words beside it")

@@ -32,6 +32,16 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _TIMINGS = ("_runtime", "_per_second", "_time")
 
 
+def printable(text: str) -> str:
+    r"""Return a text without the characters that a terminal would obey.
+
+    Example:
+        >>> printable("run\x1b[31m")
+        'run[31m'
+    """
+    return _CONTROL.sub("", text)
+
+
 def _version(distribution: str) -> str | None:
     try:
         return version(distribution)
@@ -128,7 +138,7 @@ class Receipt:
         if self._folder is not None:
             told = f"all of it: {self._folder / RECEIPT_FILE}; as a page: eff report {self._folder}"
             console.print(told, markup=False, highlight=False, soft_wrap=True)
-        return _CONTROL.sub("", console.export_text()).rstrip()
+        return printable(console.export_text()).rstrip()
 
 
 def figures(metrics: Mapping[str, Any]) -> dict[str, float]:

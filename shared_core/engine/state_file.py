@@ -79,10 +79,9 @@ def load_state(folder: Path | str) -> dict[str, Any]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if int(metadata["eff_format"]) > _FORMAT:
             raise CheckpointError(f"state: {path} was written by a newer efftrain; update it to read this file")
-        state = _join(parse_json(metadata["state"]), tensors)
+        return dict(_join(parse_json(metadata["state"]), tensors))
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"state: {path} must be a whole state file, got {error}; the file is damaged") from error
-    return dict(state)
 
 
 def packed(state: Mapping[str, Any]) -> bytes:

@@ -7,9 +7,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 
 from shared_core import Session
+from shared_core.engine.state_file import STATE_FILE, load_state
 from shared_core.errors import CheckpointError
 
 RECIPES = {
@@ -110,3 +112,10 @@ def test_the_first_error_stays_the_cause(value):
     cause = error.value.__cause__
     assert cause is not None
     assert repr(cause) in str(error.value)
+
+
+@pytest.mark.parametrize("tree", ["5", "null", '"step"', "[1]", "true"])
+def test_a_state_file_holds_an_object(tree, tmp_path):
+    save_file({}, tmp_path / STATE_FILE, metadata={"eff_format": "1", "state": tree})
+    with pytest.raises(CheckpointError, match="must be a whole state file, got "):
+        load_state(tmp_path)

@@ -237,5 +237,11 @@ def test_a_written_receipt_says_where_it_lies(tmp_path):
     assert receipt.text().endswith(f"{tmp_path / 'run' / RECEIPT_FILE}; as a page: eff report {tmp_path / 'run'}")
 
 
+def test_a_folders_name_commands_no_terminal(tmp_path):
+    output = eff(write(tmp_path / "run\x1b[31m")).output
+    assert "run[31m" in output
+    assert "\x1b" not in output
+
+
 def test_a_headline_leaves_out_empty_lists_and_what_is_per_layer():
     assert headline({"layers": 2, "left_out": {}, "per_layer": [1, 2], "tensors": ["a"]}) == "layers 2, tensors 1"
