@@ -105,8 +105,8 @@ def _cut(batch: Any, rows: slice, count: int) -> Any:
     parts = {name: _cut(value, rows, count) for name, value in _fields(batch).items()}
     if not isinstance(batch, MutableMapping) and not dataclasses.is_dataclass(batch):
         return parts or batch
-    other = copy.copy(batch)  # not its class, which may take other arguments, as defaultdict does
-    (other if isinstance(batch, MutableMapping) else vars(other)).update(parts)
+    other: Any = copy.copy(batch)  # not its class, which may take other arguments, as defaultdict does
+    (vars(other) if dataclasses.is_dataclass(batch) else other).update(parts)
     return other
 
 
