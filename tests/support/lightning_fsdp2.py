@@ -133,7 +133,11 @@ class Validated(Plain):
     """Saved after every step, and validated."""
 
     def configure_callbacks(self):
-        return [pl.callbacks.ModelCheckpoint(self.trainer.default_root_dir, save_top_k=-1, every_n_train_steps=1)]
+        return [
+            pl.callbacks.ModelCheckpoint(
+                Path(self.trainer.default_root_dir) / "own", save_top_k=-1, every_n_train_steps=1
+            )
+        ]
 
     def validation_step(self, batch, index):
         self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]), sync_dist=True)
