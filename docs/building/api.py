@@ -89,9 +89,10 @@ def _exports(module: str) -> dict[str, str]:
     """Return the module that each name is imported from which the module's ``__init__`` passes on."""
     if (file := _file(module)).name != "__init__.py":
         return {}
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname == alias.name}
+    if not (stub := file.with_suffix(".pyi")).is_file():
+        return {}
+    imports = [node for node in ast.parse(stub.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: f"{module}.{node.module}" for node in imports for alias in node.names}
 
 
 def _home(module: str, name: str) -> str:
