@@ -27,8 +27,8 @@ from shared_core.engine.micro_batches import MicroBatchMeans
 from shared_core.engine.preflight import check_all, reported_names
 from shared_core.engine.receipt import Receipt, environment, figures
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.registry import ROOMS
-from shared_core.engine.technique import BareServices, Context, Services, Technique, to_finish
+from shared_core.engine.registry import REGISTRY, in_order
+from shared_core.engine.technique import BareServices, Context, Services, Technique
 from shared_core.errors import CheckpointError, EffError, ReceiptError, TrainingError
 
 
@@ -174,7 +174,7 @@ class Session:
 
     def _reset(self) -> None:
         self.techniques: dict[str, Technique] = {
-            key: ROOMS[key].technique_class(config) for key, config in self.recipe.items()
+            key: REGISTRY[key].technique_class(config) for key, config in self.recipe.items()
         }
         self.context: Context | None = None
         self.skipped, self._eval_depth, self._seconds = 0, 0, dict.fromkeys(self.techniques, 0.0)
@@ -240,7 +240,7 @@ class Session:
 
         Args:
             model: The user's model.
-            surroundings: Keys of `compatibility.SURROUNDINGS` that hold in this run.
+            surroundings: Keys of `conflicts.RUN_ENVIRONMENTS` that hold in this run.
             resumed: The techniques' states in the checkpoint that is loaded next, by key.
 
         Raises:
@@ -562,7 +562,7 @@ class Session:
             held.refuse_changed(self.techniques, self.context)
             self._final_unreached = self.unreached()
             self._tell_end(self.context)
-            for key in to_finish(self.techniques):
+            for key in in_order(self.techniques, "finish"):
                 with self._timed(key):
                     self.techniques[key].finish(self.context.model, self.context)
             reports = self._reports()
@@ -646,7 +646,7 @@ class Session:
         baked = dict(state_dict)
         if not self.is_attached:
             return baked
-        for key in to_finish(self.techniques):
+        for key in in_order(self.techniques, "finish"):
             baked = self.techniques[key].bake(baked)
         if self._plain is not None:
             self._plain.check(baked)
