@@ -185,6 +185,7 @@ class Session:
         """Whether a checkpoint of another recipe was resumed: its run's best is not what is asked for now."""
         self._plain: PlainKeys | None = None
         self._begun = self._finished = self._is_saving = False
+        self._evaluation = contextlib.ExitStack()
         self._restored: set[str] = set()
         self._final_reports: dict[str, Any] = {}
         self._planned: dict[str, list[preview.Event]] = {}
@@ -418,7 +419,7 @@ class Session:
         self._eval_depth += 1
         if self._eval_depth == 1:
             self._refuse_changed()
-            self._call(self._hooks.before_eval)
+            self._evaluation = self._entered(self._hooks.evaluating)
 
     def after_eval(self) -> None:
         """Validation ended; without a matching `before_eval` nothing happens."""
@@ -426,21 +427,21 @@ class Session:
             return
         self._eval_depth -= 1
         if self._eval_depth == 0:
-            self._call(self._hooks.after_eval)
+            self._evaluation.close()
 
     @contextlib.contextmanager
     def saving(self, *, baked: bool = False) -> Iterator[None]:
         """Surround saving, on every process: of the user's model, or of weights to go on from; the outermost counts."""
-        is_outermost, self._is_saving = not self._is_saving, True
-        try:
-            if is_outermost:
-                self._refuse_changed()
-                self._call(self._hooks.before_save, baked)
+        if self._is_saving:
             yield
+            return
+        self._is_saving = True
+        try:
+            self._refuse_changed()
+            with self._entered(self._hooks.saving, baked):
+                yield
         finally:
-            if is_outermost:
-                self._is_saving = False
-                self._call(self._hooks.after_save)
+            self._is_saving = False
 
     def look_ahead(self, done: float, *, stops_as_planned: bool = True) -> None:
         """Say once, as soon as it is clear, that optimizer steps come at another rate than positions were planned for.
@@ -559,6 +560,7 @@ class Session:
         if self._finished or self.context is None:
             return
         if self._begun:
+            self._evaluation.close()
             held.refuse_changed(self.techniques, self.context)
             self._final_unreached = self.unreached()
             self._tell_end(self.context)
@@ -738,6 +740,26 @@ class Session:
                 start = time.perf_counter()
                 hook(self.context, *args, **kwargs)
                 self._seconds[key] += time.perf_counter() - start
+
+    def _entered(
+        self,
+        hooks: Calls[Concatenate[Context, P], contextlib.AbstractContextManager[None]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> contextlib.ExitStack:
+        """Return what leaves the contexts of all hooks, entered; those before one that raises are left."""
+        with contextlib.ExitStack() as stack:
+            if self._begun and not self._finished and self.context is not None:
+                for key, hook in hooks:
+                    surrounding = hook(self.context, *args, **kwargs)
+                    with self._timed(key):
+                        surrounding.__enter__()
+                    stack.push(functools.partial(self._left, key, surrounding))
+            return stack.pop_all()
+
+    def _left(self, key: str, surrounding: contextlib.AbstractContextManager[None], *error: Any) -> bool | None:
+        with self._timed(key):
+            return surrounding.__exit__(*error)
 
     @contextlib.contextmanager
     def _timed(self, key: str) -> Iterator[None]:

@@ -323,20 +323,19 @@ class Technique:
     def skipped_optimizer_step(self, context: Context) -> None:
         """The step was skipped or discarded: nothing advances."""
 
-    def before_eval(self, context: Context) -> None:
-        """Validation starts."""
-
-    def after_eval(self, context: Context) -> None:
-        """Validation ended, also by an exception."""
+    def evaluating(self, context: Context) -> contextlib.AbstractContextManager[None]:
+        """Return what surrounds a validation; it is left by an exception too."""
+        return contextlib.nullcontext()
 
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
         """The user's own validation reported these metrics, by the trainer's names, for the weights of this step."""
 
-    def before_save(self, context: Context, baked: bool) -> None:
-        """Weights are about to be saved on every process: as the user gets them (`baked`), or to go on from."""
+    def saving(self, context: Context, baked: bool) -> contextlib.AbstractContextManager[None]:
+        """Return what surrounds saving, on every process: of weights as the user gets them (`baked`), or to go on from.
 
-    def after_save(self, context: Context) -> None:
-        """Saving ended, also by an exception."""
+        What a sharded technique gathers on entering, one process saves alone.
+        """
+        return contextlib.nullcontext()
 
     def constrain(self, values: Mapping[Tensor, Tensor]) -> None:
         """Make what must hold of parameters hold of these values for them, in place; of a sharded one, its part."""

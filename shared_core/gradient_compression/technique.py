@@ -179,10 +179,11 @@ class GradientCompression(Technique):
         if self.power_sgd is not None:
             self.power_sgd.forget()
 
-    def before_save(self, context: Context, baked: bool) -> None:
+    def saving(self, context: Context, baked: bool) -> contextlib.AbstractContextManager[None]:
         """Share the errors, on every process, so that the main one's are all that need saving."""
         if self.power_sgd is not None and not baked:
             self.power_sgd.share_errors_()
+        return contextlib.nullcontext()
 
     def detach(self, model: nn.Module) -> None:
         """Have gradients reduced whole again."""
