@@ -1,6 +1,7 @@
 """Gradient compression as a technique: in DDP's one communication hook, or FSDP2's reduce-scatter."""
 # No postponed annotations: DDP compares those of its hook with the classes themselves.
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
