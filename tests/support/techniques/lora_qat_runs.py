@@ -2,6 +2,7 @@
 
 import torch
 from lora_runs import X
+from plain_loop import plain_step
 
 from shared_core import Recipe, Session
 
@@ -18,11 +19,7 @@ def make_optimizer(model):
 def train(ours, model, optimizer, stop, x=X):
     model.train()
     for _ in range(ours.step, stop):
-        ours.loss(model(x.to(next(model.parameters()).dtype)).square().mean()).backward()
-        ours.before_optimizer_step()
-        optimizer.step()
-        ours.after_optimizer_step()
-        optimizer.zero_grad()
+        plain_step(ours, optimizer, model(x.to(next(model.parameters()).dtype)).square().mean())
 
 
 def run(model, steps=4, lora=None, **qat):

@@ -1,6 +1,7 @@
 """A small net and a training run that the tests of adapters share."""
 
 import torch
+from plain_loop import plain_step
 from torch import nn
 
 from shared_core import Recipe, Session
@@ -30,9 +31,5 @@ def run(model, steps=3, state=None, optimizer_state=None, stop=None, **options):
         optimizer.load_state_dict(optimizer_state)
     ours.begin([optimizer], total_steps=steps)
     for _ in range(ours.step, steps if stop is None else stop):
-        ours.loss(model(X.to(model[4].weight.dtype)).square().mean()).backward()
-        ours.before_optimizer_step()
-        optimizer.step()
-        ours.after_optimizer_step()
-        optimizer.zero_grad()
+        plain_step(ours, optimizer, model(X.to(model[4].weight.dtype)).square().mean())
     return ours, optimizer
