@@ -33,8 +33,8 @@ from shared_core.lottery_ticket.ticket import (
 )
 from shared_core.modules.peft_layers import refuse_adapters
 from shared_core.pruning.config import PruneConfig
-from shared_core.pruning.masks import MaskStore, count_kept
-from shared_core.pruning.optimizer_state import clear_moments_
+from shared_core.pruning.mask_store import MaskStore, clear_moments_
+from shared_core.pruning.masks import count_kept
 from shared_core.pruning.selection import at_limit, limit_notes
 from shared_core.pruning.targets import Targets, find_targets
 

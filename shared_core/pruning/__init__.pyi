@@ -11,10 +11,10 @@ from .schedules import exponential_sparsity as exponential_sparsity
 from .schedules import iterative_sparsity as iterative_sparsity
 from .schedules import linear_sparsity as linear_sparsity
 from .schedules import one_shot_sparsity as one_shot_sparsity
-from .scorers.registry import SCORERS as SCORERS
-from .scorers.registry import make_scorer as make_scorer
+from .scorers.scorer import SCORERS as SCORERS
+from .scorers.scorer import magnitude as magnitude
+from .scorers.scorer import make_scorer as make_scorer
 from .scorers.shapley import shapley_values as shapley_values
 from .scorers.weight_scorers import below_threshold_mask as below_threshold_mask
-from .scorers.weight_scorers import magnitude as magnitude
 from .selection import erdos_renyi_sparsities as erdos_renyi_sparsities
 from .technique import Pruning as Pruning

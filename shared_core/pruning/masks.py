@@ -1,24 +1,20 @@
 """From scores to masks: exact counts, ties broken the same way on every machine; single weights, N:M and blocks.
 
-N:M keeps N of every M neighbours along the input axis; blocks keep or prune whole tiles of a matrix. The mask store
-holds whole masks to rank by and to save, and applies this process's part of them.
+N:M keeps N of every M neighbours along the input axis; blocks keep or prune whole tiles of a matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from eff_kernels.masks import n_of_m_mask
-from eff_kernels.pruning import apply_mask_, keep_largest_, kth_smallest
+from eff_kernels.pruning import keep_largest_, kth_smallest
 from torch import Tensor
 
-from shared_core.distributed.collectives import local_part
-from shared_core.distributed.sharded_tensors import part_of
-from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
-from shared_core.modules.packed_masks import pack_mask, packed_size, unpack_mask
+from shared_core.errors import ConfigError
 
 
 @torch.no_grad()
@@ -258,125 +254,6 @@ def _keep_ties_(mask: Tensor, scores: Tensor, threshold: float, count: int) -> i
         piece[ties] = True
         kept += ties.numel()
     return kept
-
-
-class MaskStore(Mapping[str, Tensor]):
-    """The whole masks of named weights; empty before the first update.
-
-    A weight that FSDP2 shards is masked in the part that this process holds; its whole mask is kept packed, eight
-    weights to a byte, so that saving needs no other process.
-    """
-
-    def __init__(self) -> None:
-        self._weights: Mapping[str, Tensor] = {}
-        self.parts: dict[str, Tensor] = {}
-        """By name, bool, True = keep: of the whole weight, or of this process's part."""
-        self.num_pruned: dict[str, int] = {}
-        self._packed: dict[str, Tensor] = {}
-        self._masked: list[Tensor] = []
-        self._masks: list[Tensor] = []
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """What the masks are of."""
-        return self._weights
-
-    @weights.setter
-    def weights(self, weights: Mapping[str, Tensor]) -> None:
-        self._weights = weights
-        self._masked = [weights[name] for name in self.parts]
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name in self._packed:
-            weight = self.weights[name]
-            return unpack_mask(self._packed[name], weight.shape, weight.device)
-        return self.parts[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.parts  # Mapping's own would unpack the mask
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.parts)
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def set(self, masks: Mapping[str, Tensor]) -> None:
-        """Take whole masks, equal on every process, in place of all there were."""
-        self.num_pruned = {name: mask.numel() - count_kept(mask) for name, mask in masks.items()}
-        self._packed = {
-            name: pack_mask(mask) for name, mask in masks.items() if hasattr(self.weights[name], "device_mesh")
-        }
-        self.parts = {name: part_of(mask, self.weights[name]) for name, mask in masks.items()}
-        self._masked, self._masks = [self.weights[name] for name in masks], [*self.parts.values()]
-
-    def packed(self) -> dict[str, Tensor]:
-        """Return all masks, eight weights to a byte, as they are saved."""
-        return {name: pack_mask(mask) for name, mask in self.parts.items()} | self._packed
-
-    def apply(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
-        """Set every pruned weight to exactly +0.0, or what `values` has for it: this process's part of it."""
-        if values is None:
-            apply_mask_(self._held(self._masked), self._masks)
-            return
-        held = [name for name in self.parts if self.weights[name] in values]
-        apply_mask_([values[self.weights[name]] for name in held], [self.parts[name] for name in held])
-
-    def apply_to_gradients(self) -> None:
-        """Set the gradient of every pruned weight to exactly +0.0.
-
-        Raises:
-            CompatibilityError: If a gradient is sparse.
-        """
-        live, masks = [gradient for weight in self._masked if (gradient := weight.grad) is not None], self._masks
-        if len(live) != len(masks):
-            masks = [mask for mask, weight in zip(masks, self._masked, strict=True) if weight.grad is not None]
-        try:
-            apply_mask_(self._held(live), masks)
-        except RuntimeError:
-            refuse_sparse(live)
-            raise
-
-    def _held(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return what this process holds of the weights, or of their gradients."""
-        return [*map(local_part, tensors)] if self._packed else tensors
-
-
-def refuse_sparse(gradients: Iterable[Tensor]) -> None:
-    """Refuse what cannot be masked.
-
-    Raises:
-        CompatibilityError: If a gradient is sparse.
-    """
-    if not {gradient.layout for gradient in gradients} <= {torch.strided}:
-        raise CompatibilityError("prune: gradients must be dense, got a sparse one; use sparse=False")
-
-
-def check_saved(masks: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, of_units: bool) -> None:
-    """Refuse saved masks that are not those of these weights.
-
-    Args:
-        masks: Packed, by name.
-        weights: Those that are pruned.
-        of_units: Whether there may be masks of other tensors too, and of some weights none.
-
-    Raises:
-        CheckpointError: Naming one that does not fit.
-    """
-    missing = sorted(set(weights) - set(masks)) if masks and not of_units else []
-    strange = [name for name in masks if name not in weights and not of_units]
-    if missing or strange:
-        raise CheckpointError(
-            f"prune: saved masks must be those of this model's weights, got a difference at "
-            f"{(missing + strange)[0]}; resume with the model and recipe that wrote the checkpoint"
-        )
-    for name in (name for name in weights if name in masks):
-        packed, num_bytes = masks[name], packed_size(weights[name].shape)
-        if packed.dtype != torch.uint8 or packed.numel() != num_bytes:
-            raise CheckpointError(
-                f"prune: saved mask of {name} must be {num_bytes} bytes, got {packed.numel()} of "
-                f"{packed.dtype}; resume with the model that wrote the checkpoint"
-            )
 
 
 @torch.no_grad()

@@ -194,36 +194,6 @@ class RankedScores(Sequence[Tensor]):
         return rank_below_(scores.contiguous(), self._masks[name].reshape(-1)[where].to(scores.device))
 
 
-def new_masks(
-    config: PruneConfig,
-    modules: Mapping[str, nn.Module],
-    weights: Mapping[str, Tensor],
-    masks: Mapping[str, Tensor],
-    scorer: Scorer,
-    sparsity: float,
-    own: Mapping[str, float],
-) -> dict[str, Tensor]:
-    """Return the next masks of weights; one that there is nothing to score by keeps the mask that it has, or all of it.
-
-    Args:
-        config: Criterion, granularity and scope.
-        modules: By weight name, the module that holds it.
-        weights: All within reach.
-        masks: The whole masks so far.
-        scorer: What computes scores.
-        sparsity: Share to prune, in [0, 1).
-        own: By name the share of those weights that are pruned by themselves.
-    """
-    scored = {name: weight for name, weight in weights.items() if not scorer.ready or scorer.has_seen(name)}
-    kept = {
-        name: masks[name] if name in masks else torch.ones_like(weight, dtype=torch.bool)
-        for name, weight in weights.items()
-        if name not in scored
-    }
-    scores = RankedScores(scored, {} if config.straight_through else masks, scorer)
-    return kept | select_weights(config, modules, scores, sparsity, own)
-
-
 def select_weights(
     config: PruneConfig,
     modules: Mapping[str, nn.Module],
