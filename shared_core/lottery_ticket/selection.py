@@ -12,9 +12,8 @@ from shared_core.distributed.sharded_tensors import fill_, is_sharded, whole
 from shared_core.lottery_ticket.config import LotteryConfig
 from shared_core.modules.matching import match_modules
 from shared_core.pruning.config import MOST_OF_WEIGHTS
-from shared_core.pruning.masks import prune_mask, prune_masks
 from shared_core.pruning.scorers.scorer import magnitude
-from shared_core.pruning.selection import layer_limits
+from shared_core.pruning.selection import layer_limits, prune_mask, prune_masks
 from shared_core.pruning.targets import prunable_types
 
 _CONVOLUTIONS = (

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import from_main, is_main, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_, whole
 from shared_core.engine.claims import Claim, Where, Zeros
+from shared_core.engine.optimizer_kinds import refuse_lbfgs
 from shared_core.engine.preview import Event, Touched
 from shared_core.engine.receipt import figures
 from shared_core.engine.technique import Context, Technique
@@ -31,12 +32,10 @@ from shared_core.lottery_ticket.ticket import (
     set_learning_rates,
     whole_tensors,
 )
-from shared_core.modules.peft_layers import refuse_adapters
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.mask_store import MaskStore, clear_moments_
-from shared_core.pruning.masks import count_kept
-from shared_core.pruning.selection import at_limit, limit_notes
-from shared_core.pruning.targets import Targets, find_targets
+from shared_core.pruning.selection import at_limit, count_kept, limit_notes
+from shared_core.pruning.targets import Targets, find_targets, refuse_adapters
 
 BIT_EQUAL = "bit-equal"
 
@@ -160,7 +159,7 @@ class LotteryTicket(Technique):
         self.timeline(context)
         reshard_(context.model)  # a validation may have come before
         self._weights = self._masks.weights = self._targets.weights()
-        self._check_surroundings(context)
+        refuse_lbfgs(context.optimizers, "lottery", "whose line search trains pruned weights within a step")
         if self._ticket is not None:
             self._ticket = renamed(self._ticket, self._weights, str(config.ticket))
             self._check_ticket(self._ticket, context)
@@ -192,14 +191,6 @@ class LotteryTicket(Technique):
                     f"{ticket.learning_rates}; train with the optimizer that it was found with"
                 )
             self._tuning_rates = fitting
-
-    def _check_surroundings(self, context: Context) -> None:
-        for optimizer in context.optimizers:
-            if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
-                raise CompatibilityError(
-                    "lottery: optimizer must not be LBFGS, whose line search trains pruned weights within a step; use "
-                    "SGD or AdamW"
-                )
 
     # -- step k
 

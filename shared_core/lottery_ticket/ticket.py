@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from eff_kernels.masks import pack_bits, packed_size, unpack_bits
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ from shared_core.errors import CheckpointError
 from shared_core.files.atomic import atomic_write
 from shared_core.files.json_yaml import parse_json
 from shared_core.modules.matching import plain_name
-from shared_core.modules.packed_masks import pack_mask, packed_size, unpack_mask
 
 _FORMAT = 1
 _MASK, _WEIGHT = "mask.", "weight."
@@ -61,7 +61,7 @@ class Ticket:
         """Return a hash of the masks and of the two ends of every weight, to tell tickets apart."""
         digest = hashlib.sha256(f"{self.step} {self.rewind}".encode())
         for name, mask in sorted(self.masks.items()):
-            digest.update(name.encode() + pack_mask(mask).numpy().tobytes())
+            digest.update(name.encode() + pack_bits(mask).cpu().numpy().tobytes())
         for name in sorted(self.weights):
             flat = self.weights[name].detach().reshape(-1)
             ends = torch.cat([flat[:_ENDS], flat[-_ENDS:]]).cpu().contiguous()
@@ -91,7 +91,7 @@ def write_ticket(path: Path | str, ticket: Ticket) -> Path:
     tensors = {
         _WEIGHT + name: value.detach().to("cpu", copy=True).contiguous() for name, value in ticket.weights.items()
     }
-    tensors |= {_MASK + name: pack_mask(mask) for name, mask in ticket.masks.items()}
+    tensors |= {_MASK + name: pack_bits(mask).cpu() for name, mask in ticket.masks.items()}
     told = {"format": _FORMAT, "step": ticket.step, "rewind": ticket.rewind, "learning_rates": ticket.learning_rates}
     path = Path(path)
     with atomic_write(path) as temporary:
@@ -156,7 +156,7 @@ class _InFile(Mapping[str, Tensor]):
 def _unpacked(packed: Tensor, shape: list[int]) -> Tensor:
     if packed.dtype != torch.uint8 or packed.numel() != packed_size(shape):
         raise ValueError(f"{packed.numel()} bytes of mask for {math.prod(shape)} weights")
-    return unpack_mask(packed, shape)
+    return unpack_bits(packed, shape)
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:

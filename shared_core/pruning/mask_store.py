@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+from eff_kernels.masks import pack_bits, packed_size, unpack_bits
 from eff_kernels.pruning import apply_mask_
 from torch import Tensor
 
 from shared_core.distributed.collectives import local_part
-from shared_core.distributed.sharded_tensors import part_of
+from shared_core.distributed.sharded_tensors import is_sharded, part_of
 from shared_core.errors import CheckpointError, CompatibilityError
-from shared_core.modules.packed_masks import pack_mask, packed_size, unpack_mask
-from shared_core.pruning.masks import count_kept
+from shared_core.pruning.selection import count_kept
 
 
 class MaskStore(Mapping[str, Tensor]):
@@ -44,7 +44,7 @@ class MaskStore(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name in self._packed:
             weight = self.weights[name]
-            return unpack_mask(self._packed[name], weight.shape, weight.device)
+            return unpack_bits(self._packed[name].to(weight.device), weight.shape)
         return self.parts[name]
 
     def __contains__(self, name: object) -> bool:
@@ -59,15 +59,14 @@ class MaskStore(Mapping[str, Tensor]):
     def set(self, masks: Mapping[str, Tensor]) -> None:
         """Take whole masks, equal on every process, in place of all there were."""
         self.num_pruned = {name: mask.numel() - count_kept(mask) for name, mask in masks.items()}
-        self._packed = {
-            name: pack_mask(mask) for name, mask in masks.items() if hasattr(self.weights[name], "device_mesh")
-        }
-        self.parts = {name: part_of(mask, self.weights[name]) for name, mask in masks.items()}
+        sharded = {name: mask for name, mask in masks.items() if is_sharded(self.weights[name])}
+        self._packed = {name: pack_bits(mask).cpu() for name, mask in sharded.items()}
+        self.parts = {**masks, **{name: part_of(mask, self.weights[name]) for name, mask in sharded.items()}}
         self._masked, self._masks = [self.weights[name] for name in masks], [*self.parts.values()]
 
     def packed(self) -> dict[str, Tensor]:
         """Return all masks, eight weights to a byte, as they are saved."""
-        return {name: pack_mask(mask) for name, mask in self.parts.items()} | self._packed
+        return {name: pack_bits(mask).cpu() for name, mask in self.parts.items()} | self._packed
 
     def apply(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
         """Set every pruned weight to exactly +0.0, or what `values` has for it: this process's part of it."""

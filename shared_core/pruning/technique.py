@@ -18,7 +18,6 @@ from shared_core.engine.optimizer_kinds import refuse_lbfgs
 from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
-from shared_core.modules.peft_layers import refuse_adapters
 from shared_core.pruning.config import UNITS, PruneConfig
 from shared_core.pruning.mask_dynamics import RigL, StraightThroughMasks
 from shared_core.pruning.mask_policy import MaskPolicy, weights_report
@@ -27,7 +26,7 @@ from shared_core.pruning.regularizers import Penalty
 from shared_core.pruning.schedules import Schedule
 from shared_core.pruning.scorers import CostWatch, Magnitude, make_scorer
 from shared_core.pruning.structured import UnitPruning
-from shared_core.pruning.targets import Targets, find_targets
+from shared_core.pruning.targets import Targets, find_targets, refuse_adapters
 
 
 def make_policy(config: PruneConfig, targets: Targets, generator: torch.Generator) -> MaskPolicy:

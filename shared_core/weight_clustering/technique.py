@@ -21,9 +21,8 @@ from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError
 from shared_core.modules.matching import match_modules, plain_name
-from shared_core.modules.peft_layers import refuse_adapters
 from shared_core.pruning.mask_store import clear_moments_
-from shared_core.pruning.targets import prunable_types
+from shared_core.pruning.targets import prunable_types, refuse_adapters
 from shared_core.weight_clustering.clustering import (
     MAX_BITS,
     SHARED_DTYPES,

@@ -13,10 +13,9 @@ from shared_core.errors import ConfigError
 from shared_core.modules.weight_views import input_axis, output_axis
 from shared_core.pruning import SCHEDULES, PruneConfig, erdos_renyi_sparsities, iterative_sparsity, nm_mask
 from shared_core.pruning.mask_dynamics import rigl_drop_share, rigl_mask
-from shared_core.pruning.masks import block_scores, expand_blocks, nm_mask_of_scores
+from shared_core.pruning.patterns import block_scores, expand_blocks, nm_mask_of_scores, row_mask
 from shared_core.pruning.regularizers import add_group_lasso_gradient_, add_l1_gradient_
 from shared_core.pruning.schedules import Schedule
-from shared_core.pruning.selection import row_mask
 
 GROWING = [name for name in SCHEDULES if name != "one_shot"]
 
