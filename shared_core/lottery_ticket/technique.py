@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import from_main, is_main, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_, whole
 from shared_core.engine.claims import Claim, Where, Zeros
-from shared_core.engine.optimizer_kinds import refuse_lbfgs
+from shared_core.engine.model_guards import refuse_lbfgs
 from shared_core.engine.preview import Event, Touched
 from shared_core.engine.receipt import figures
 from shared_core.engine.technique import Context, Technique
@@ -33,7 +33,7 @@ from shared_core.lottery_ticket.ticket import (
     whole_tensors,
 )
 from shared_core.pruning.config import PruneConfig
-from shared_core.pruning.mask_store import MaskStore, clear_moments_
+from shared_core.pruning.masks import MaskStore, clear_moments_
 from shared_core.pruning.selection import at_limit, count_kept, limit_notes
 from shared_core.pruning.targets import Targets, find_targets, refuse_adapters
 

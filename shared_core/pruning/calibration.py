@@ -14,7 +14,7 @@ from shared_core.distributed.collectives import all_finite
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.modules.calls import call_on_batch
 from shared_core.pruning.config import PruneConfig
-from shared_core.pruning.mask_policy import MaskPolicy
+from shared_core.pruning.masks import MaskPolicy
 from shared_core.pruning.scorers import layer_costs, observe_positions
 from shared_core.pruning.structured import UnitPruning
 

@@ -18,8 +18,7 @@ from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import part_of, whole, whole_of
 from shared_core.engine.technique import Context
 from shared_core.pruning.config import PruneConfig
-from shared_core.pruning.mask_policy import MaskPolicy
-from shared_core.pruning.mask_store import clear_moments_
+from shared_core.pruning.masks import MaskPolicy, clear_moments_
 from shared_core.pruning.scorers import Scorer
 from shared_core.pruning.selection import prune_mask
 from shared_core.pruning.targets import Targets

@@ -20,7 +20,7 @@ from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.modules.matching import check_model
 from shared_core.pruning.calibration import Calibration, Loss
 from shared_core.pruning.config import DURING_TRAINING, GATHERED, TRACED, PruneConfig
-from shared_core.pruning.mask_policy import weights_report
+from shared_core.pruning.masks import weights_report
 from shared_core.pruning.schedules import Schedule
 from shared_core.pruning.scorers import layer_costs
 from shared_core.pruning.targets import find_targets

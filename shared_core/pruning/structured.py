@@ -25,7 +25,7 @@ from shared_core.modules.calls import ExampleCalls, evaluated
 from shared_core.modules.matching import plain_name, stock_layers
 from shared_core.modules.weight_views import output_axis
 from shared_core.pruning.config import RELATIVE, TRACED, PruneConfig
-from shared_core.pruning.mask_policy import MaskPolicy
+from shared_core.pruning.masks import MaskPolicy
 from shared_core.pruning.schedules import Schedule
 from shared_core.pruning.scorers import (
     GroupTaylor,

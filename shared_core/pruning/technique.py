@@ -14,14 +14,20 @@ from torch import Tensor, nn
 
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_, whole
 from shared_core.engine.claims import Claim, Where, Zeros
-from shared_core.engine.optimizer_kinds import refuse_lbfgs
+from shared_core.engine.model_guards import refuse_lbfgs
 from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 from shared_core.pruning.config import UNITS, PruneConfig
 from shared_core.pruning.mask_dynamics import RigL, StraightThroughMasks
-from shared_core.pruning.mask_policy import MaskPolicy, weights_report
-from shared_core.pruning.mask_store import SLOW_ON_ZEROS, check_saved, is_slow_on_zeros, refuse_sparse
+from shared_core.pruning.masks import (
+    SLOW_ON_ZEROS,
+    MaskPolicy,
+    check_saved,
+    is_slow_on_zeros,
+    refuse_sparse,
+    weights_report,
+)
 from shared_core.pruning.regularizers import Penalty
 from shared_core.pruning.schedules import Schedule
 from shared_core.pruning.scorers import CostWatch, Magnitude, make_scorer

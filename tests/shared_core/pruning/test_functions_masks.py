@@ -9,7 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from shared_core.pruning.mask_dynamics import StraightThrough
-from shared_core.pruning.mask_store import MaskStore
+from shared_core.pruning.masks import MaskStore
 from shared_core.pruning.structured import filter_groups, kept_units, layer_groups, masks_of_units
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
