@@ -6,6 +6,7 @@ learn under their masks, whole units.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -15,9 +16,9 @@ from eff_kernels.pruning import apply_mask_
 from torch import Tensor, nn
 
 from shared_core.distributed.collectives import local_part
-from shared_core.distributed.sharded_tensors import is_sharded, part_of
+from shared_core.distributed.sharded_tensors import is_sharded, part_of, whole
 from shared_core.engine.technique import Context
-from shared_core.errors import CheckpointError, CompatibilityError
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
 from shared_core.pruning.config import PruneConfig
 from shared_core.pruning.patterns import block_scores
 from shared_core.pruning.schedules import Schedule
@@ -31,9 +32,13 @@ class MaskStore(Mapping[str, Tensor]):
 
     A weight that FSDP2 shards is masked in the part that this process holds; its whole mask is kept packed, eight
     weights to a byte, so that saving needs no other process.
+
+    Args:
+        where: The technique, for errors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, where: str) -> None:
+        self._where = where
         self._weights: Mapping[str, Tensor] = {}
         self.parts: dict[str, Tensor] = {}
         """By name, bool, True = keep: of the whole weight, or of this process's part."""
@@ -99,7 +104,7 @@ class MaskStore(Mapping[str, Tensor]):
         try:
             apply_mask_(self._held(live), masks)
         except RuntimeError:
-            refuse_sparse(live)
+            refuse_sparse(self._where, live)
             raise
 
     def _held(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -107,14 +112,33 @@ class MaskStore(Mapping[str, Tensor]):
         return [*map(local_part, tensors)] if self._packed else tensors
 
 
-def refuse_sparse(gradients: Iterable[Tensor]) -> None:
-    """Refuse what cannot be masked.
+def refuse_sparse(where: str, gradients: Iterable[Tensor]) -> None:
+    """Refuse gradients of which no element can be set.
 
     Raises:
         CompatibilityError: If a gradient is sparse.
     """
     if not {gradient.layout for gradient in gradients} <= {torch.strided}:
-        raise CompatibilityError("prune: gradients must be dense, got a sparse one; use sparse=False")
+        raise CompatibilityError(f"{where}: gradients must be dense, got a sparse one; use sparse=False")
+
+
+@contextlib.contextmanager
+def naming_nan(where: str, weights: Mapping[str, Tensor], step: int) -> Iterator[None]:
+    """Surround what ranks weights, so that its error names a weight that is NaN.
+
+    Raises:
+        TrainingError: If one is.
+    """
+    try:
+        yield
+    except (ConfigError, TrainingError) as error:
+        name = next((name for name, weight in weights.items() if whole(weight.detach()).isnan().any()), None)
+        if name is None:
+            raise
+        raise TrainingError(
+            f"{where}: weights must be numbers, got NaN in {name} at step {step}; training has diverged: lower the "
+            "learning rate, or clip gradients"
+        ) from error
 
 
 def check_saved(masks: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, of_units: bool) -> None:
@@ -229,7 +253,7 @@ class MaskPolicy:
 
     def __init__(self, config: PruneConfig, targets: Targets, scorer: Scorer) -> None:
         self.config, self.targets, self.scorer = config, targets, scorer
-        self.store = MaskStore()
+        self.store = MaskStore(config.key)
         self.weights: Mapping[str, nn.Parameter] = {}
         self.schedule = Schedule(config)
         self.is_final = False

@@ -17,7 +17,7 @@ from shared_core.engine.claims import Claim, Where, Zeros
 from shared_core.engine.model_guards import refuse_lbfgs
 from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
-from shared_core.errors import CompatibilityError, ConfigError, TrainingError
+from shared_core.errors import CompatibilityError
 from shared_core.pruning.config import UNITS, PruneConfig
 from shared_core.pruning.mask_dynamics import RigL, StraightThroughMasks
 from shared_core.pruning.masks import (
@@ -25,6 +25,7 @@ from shared_core.pruning.masks import (
     MaskPolicy,
     check_saved,
     is_slow_on_zeros,
+    naming_nan,
     refuse_sparse,
     weights_report,
 )
@@ -158,7 +159,7 @@ class Pruning(Technique):
         policy = self._policy
         if not policy.is_final:
             gradients = {name: weight.grad for name, weight in policy.weights.items() if weight.grad is not None}
-            refuse_sparse(gradients.values())
+            refuse_sparse("prune", gradients.values())
             if self._costs:
                 self._costs.end_step()
             policy.observe(context, gradients)
@@ -298,25 +299,14 @@ class Pruning(Technique):
             name: max(self._own.get(name, 0.0), self._schedule.sparsity(step, share)) for name, share in own.items()
         }
         if self._sparsity > 0 or any(self._own.values()):
-            self._policy.take(context, self._next_masks(context))
+            with naming_nan("prune", self._policy.weights, step):
+                masks = self._policy.next_masks(context, self._sparsity, self._own)
+            self._policy.take(context, masks)
             self._note_share()
             context.constraint_changes += 1
         self._policy.scorer.reset()
         if step >= self._schedule.end:
             self._finalise(context)
-
-    def _next_masks(self, context: Context) -> dict[str, Tensor]:
-        try:
-            return self._policy.next_masks(context, self._sparsity, self._own)
-        except (ConfigError, TrainingError) as error:
-            weights = self._policy.weights.items()
-            name = next((name for name, weight in weights if whole(weight).isnan().any()), None)
-            if name is None:
-                raise
-            raise TrainingError(
-                f"prune: weights must be numbers, got NaN in {name} at step {context.step}; training has "
-                "diverged: lower the learning rate, or clip gradients"
-            ) from error
 
     def _note_share(self) -> None:
         weights, gone = self._policy.weights, self._policy.store.num_pruned

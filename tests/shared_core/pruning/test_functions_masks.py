@@ -103,7 +103,7 @@ def test_packed_masks_come_back(shape):
 
 
 def test_a_store_counts_applies_and_packs():
-    store = MaskStore()
+    store = MaskStore("prune")
     assert not store
     store.apply()  # without masks nothing happens
     store.weights = {"a": nn.Parameter(-torch.ones(3, 3)), "b": nn.Parameter(torch.full((2,), math.nan))}
