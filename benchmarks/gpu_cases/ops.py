@@ -12,18 +12,16 @@ from typing import Any
 import torch
 from eff_kernels.loss_scaling import count_magnitudes, unscale_and_count_
 from eff_kernels.masks import pack_bits, unpack_bits
-from eff_kernels.optimizer import masked_adamw_
 from eff_kernels.pruning import apply_mask_
 from eff_kernels.quantization.affine import fake_quantize, fake_quantize_symmetric
 from eff_kernels.quantization.group import fake_quantize_fp8, fake_quantize_groups
 from eff_kernels.quantization.learned import lsq_fake_quantize
 from operations import At, Call, Case
-from torch import Tensor, nn
+from torch import Tensor
 from torchao.quantization import PerRow
 from torchao.quantization.qat import Float8FakeQuantizeConfig, Float8FakeQuantizer, IntxFakeQuantizeConfig
 from torchao.quantization.qat.fake_quantizer import IntxFakeQuantizer
 
-from shared_core import Recipe, Session
 from shared_core.pruning import nm_mask, prune_masks
 
 E4M3 = torch.float8_e4m3fn
@@ -255,59 +253,6 @@ def masking(at: At) -> Case:
     )
 
 
-def masked_adamw(at: At) -> Case:
-    width, layers = at.size(4096, 1024, 16), at.size(16, 8, 3)
-
-    def model() -> nn.Sequential:
-        torch.manual_seed(0)
-        layer = partial(nn.Linear, width, width, bias=False, device=at.device)
-        model = nn.Sequential(*[layer() for _ in range(layers)])
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        return model
-
-    our_model, peer_model = model(), model()
-    optimizer, peer = (torch.optim.AdamW(m.parameters(), fused=True) for m in (our_model, peer_model))
-    recipe = {"prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 0}}
-    session = Session(Recipe.from_dict(recipe))
-    session.attach(our_model)
-    session.begin([optimizer], total_steps=1_000_000)
-    floats = [(parameter != 0).float() for parameter in our_model.parameters()]
-    parameters = list(peer_model.parameters())
-    torch._foreach_mul_([parameter.detach() for parameter in parameters], floats)
-
-    fused = [parameter.detach().clone() for parameter in our_model.parameters()]
-    grads = [parameter.grad for parameter in peer_model.parameters() if parameter.grad is not None]
-    first, second = ([torch.zeros_like(weight) for weight in fused] for _ in range(2))
-    steps, masks = [torch.zeros((), device=at.device) for _ in fused], [weight != 0 for weight in fused]
-
-    def in_two() -> list[Tensor]:
-        session.before_optimizer_step()
-        optimizer.step()
-        session.after_optimizer_step()
-        return list(our_model.parameters())
-
-    def ours() -> list[Tensor]:
-        options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
-        masked_adamw_(fused, grads, first, second, steps, masks, **options)
-        return fused
-
-    @torch.no_grad()
-    def masked() -> list[Tensor]:
-        peer.step()
-        torch._foreach_mul_(parameters, floats)
-        return parameters
-
-    numel = sum(parameter.numel() for parameter in parameters)
-    return Case(
-        f"AdamW step that keeps masks, {layers} weights, {shape_of(parameters[0])}",
-        ours,
-        {"fused AdamW and our masks after it": in_two, "fused AdamW and _foreach_mul_ by float masks": masked},
-        moved=29 * numel,
-        tolerance=1e-4,
-    )
-
-
 def two_four(at: At) -> Case:
     weight = at.randn(at.size(8192, 2048, 32), at.size(8192, 2048, 64))
 
@@ -388,7 +333,6 @@ OPERATIONS: tuple[Callable[[At], Case], ...] = (
     magnitudes,
     partial(magnitudes, unscaled=True),
     masking,
-    masked_adamw,
     two_four,
     threshold,
     packing,

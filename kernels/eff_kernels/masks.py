@@ -113,6 +113,11 @@ def pack_bits(mask: Tensor) -> Tensor:
     return _pack_bits(mask)
 
 
+def packed_size(shape: Sequence[int]) -> int:
+    """Return how many bytes `pack_bits` makes of a mask of this shape."""
+    return -(-math.prod(shape) // 8)
+
+
 def _pack_bits(mask: Tensor) -> Tensor:
     return torch.from_numpy(np.packbits(mask.cpu().numpy().reshape(-1))).to(mask.device)
 

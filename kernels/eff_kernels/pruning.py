@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from eff_kernels._triton.launch import compiles_for, runs_in_one_launch
-from eff_kernels.masks import unpack_bits
 from eff_kernels.top_k import kth_smallest_key
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -32,8 +31,7 @@ def apply_mask_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
 
     Args:
         tensors: Floating point, any shape and device; parameters too. A stride of 0 is not allowed.
-        masks: bool, True = keep, each broadcastable to its tensor and on its device; or uint8, what `pack_bits` makes
-            of a mask of the tensor's shape, in the order of a contiguous tensor.
+        masks: bool, True = keep, each broadcastable to its tensor and on its device.
 
     Raises:
         ValueError: If the two lists differ in length.
@@ -45,17 +43,15 @@ def apply_mask_(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
         tensor([1.5000, 0.0000, 0.0000])
     """
     pairs = list(zip(tensors, masks, strict=True))
-    packed = bool(masks) and masks[0].dtype == torch.uint8
     # of one tensor torch's product is as fast
-    if (len(pairs) > 1 or packed) and runs_in_one_launch(tensors, masks) and fit_masks(tensors, masks):
-        store_zeros_([tensor.detach() for tensor in tensors], list(masks), packed)
-        return
-    _apply_masks(pairs)
+    if len(pairs) > 1 and runs_in_one_launch(tensors, masks) and fit_masks(tensors, masks):
+        store_zeros_([tensor.detach() for tensor in tensors], list(masks))
+    else:
+        _apply_masks(pairs)
 
 
 def _apply_masks(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for tensor, mask in pairs:
-        mask = unpack_bits(mask, tensor.shape) if mask.dtype == torch.uint8 else mask
         bits = tensor.detach().view(_BITS[tensor.element_size()])
         if _numpy_is_faster(bits, mask):
             values = bits.numpy()
@@ -79,24 +75,18 @@ def _lie_alike(bits: Tensor, mask: Tensor) -> bool:
 
 
 def fit_masks(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> bool:
-    """Return whether masks can be read in the order of their tensors: all packed, or all bool of the same strides.
-
-    Args:
-        tensors: Any dtype.
-        masks: One for each, bool of its shape, or uint8 with eight values a byte.
+    """Return whether masks can be read in the order of their tensors: all are bool and of the same strides.
 
     Example:
         >>> fit_masks([torch.ones(2, 3)], [torch.ones(3, 2, dtype=torch.bool).T])
         False
     """
-    if all(mask.dtype == torch.uint8 for mask in masks):
-        return all(tensor.is_contiguous() for tensor in tensors)
     pairs = zip(tensors, masks, strict=True)
     return all(m.dtype == torch.bool and m.shape == t.shape and m.stride() == t.stride() for t, m in pairs)
 
 
 @torch.library.custom_op("eff_kernels::store_zeros_", mutates_args={"tensors"})
-def store_zeros_(tensors: list[Tensor], masks: list[Tensor], packed: bool) -> None:
+def store_zeros_(tensors: list[Tensor], masks: list[Tensor]) -> None:
     """Do as `apply_mask_` as one operator, of masks that `fit_masks`."""
     if not tensors[0].is_cuda:
         _apply_masks(zip(tensors, masks, strict=True))
@@ -104,11 +94,11 @@ def store_zeros_(tensors: list[Tensor], masks: list[Tensor], packed: bool) -> No
     from eff_kernels._triton.pruning import apply_mask_triton_
 
     with torch.cuda.device(tensors[0].device):
-        apply_mask_triton_([tensor.view(_BITS[tensor.element_size()]) for tensor in tensors], masks, packed)
+        apply_mask_triton_([tensor.view(_BITS[tensor.element_size()]) for tensor in tensors], masks)
 
 
 @store_zeros_.register_fake
-def _(tensors: list[Tensor], masks: list[Tensor], packed: bool) -> None:
+def _(tensors: list[Tensor], masks: list[Tensor]) -> None:
     pass
 
 

@@ -49,8 +49,8 @@ class Zeros(Claim):
     """Pruned weights are exactly 0, and as many as the receipt counts.
 
     Example:
-        >>> from shared_core.modules.packed_masks import pack_mask
-        >>> claim = Zeros(pack_mask(torch.tensor([True, False])), 1)
+        >>> from eff_kernels.masks import pack_bits
+        >>> claim = Zeros(pack_bits(torch.tensor([True, False])), 1)
         >>> claim.wrong(torch.tensor([0.5, 0.1]), Where.END)
         '1 of 1 pruned weights are not 0'
         >>> claim.wrong(torch.tensor([0.5, 0.0]), Where.END) is None
@@ -64,9 +64,9 @@ class Zeros(Claim):
 
     def wrong(self, tensor: Tensor, where: Where) -> str | None:
         """Return how many pruned weights are not 0, or how many zeros there are and should be."""
-        from shared_core.modules.packed_masks import unpack_mask  # it loads kernels
+        from eff_kernels.masks import unpack_bits  # it loads kernels
 
-        keep = unpack_mask(self.mask, tensor.shape, tensor.device)
+        keep = unpack_bits(self.mask.to(tensor.device), tensor.shape)
         pruned, live = int((~keep).sum()), int((tensor.masked_fill(keep, 0) != 0).sum())
         if live:
             return f"{live:,} of {pruned:,} pruned weights are not 0"

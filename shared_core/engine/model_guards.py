@@ -120,3 +120,14 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
         if hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
             del module.forward
     return other
+
+
+def refuse_lbfgs(optimizers: Iterable[Any], where: str, why: str) -> None:
+    """Refuse an optimizer that is LBFGS, beneath a wrapper too: it moves weights many times within one step.
+
+    Raises:
+        CompatibilityError: If one is.
+    """
+    for optimizer in optimizers:
+        if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
+            raise CompatibilityError(f"{where}: optimizer must not be LBFGS, {why}; use SGD or AdamW")

@@ -1,16 +1,8 @@
-"""Optimizers whose step moves each element of a parameter by its own gradient alone.
-
-LBFGS moves weights many times in one step, where nothing that a technique promises holds in between.
-"""
+"""Optimizers whose step moves each element of a parameter by its own gradient alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
-
-from shared_core.errors import CompatibilityError
 
 # Exact classes: a subclass may do anything, and what is not known may mix the elements of a gradient, as Muon (its
 # singular values), Adafactor (sums of rows and columns), LAMB and LARS (norms) and 8-bit states (scales of blocks) do.
@@ -32,14 +24,3 @@ def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
         (True, False)
     """
     return type(optimizer) in _ELEMENT_WISE
-
-
-def refuse_lbfgs(optimizers: Iterable[Any], where: str, why: str) -> None:
-    """Refuse an optimizer that is LBFGS, beneath a wrapper too.
-
-    Raises:
-        CompatibilityError: If one is.
-    """
-    for optimizer in optimizers:
-        if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
-            raise CompatibilityError(f"{where}: optimizer must not be LBFGS, {why}; use SGD or AdamW")

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
-from eff_kernels.pruning import rank_below_
 from torch import Tensor, nn
 
-from shared_core.distributed.sharded_tensors import fill_, is_sharded, whole
+from shared_core.distributed.sharded_tensors import fill_, whole
 from shared_core.lottery_ticket.config import LotteryConfig
 from shared_core.modules.matching import match_modules
 from shared_core.pruning.config import MOST_OF_WEIGHTS
-from shared_core.pruning.masks import prune_mask, prune_masks
-from shared_core.pruning.scorers.weight_scorers import magnitude
-from shared_core.pruning.selection import layer_limits
+from shared_core.pruning.scorers import Magnitude
+from shared_core.pruning.selection import RankedScores, layer_limits, prune_mask, prune_masks
 from shared_core.pruning.targets import prunable_types
 
 _CONVOLUTIONS = (
@@ -42,6 +41,10 @@ def layer_rates(model: nn.Module, modules: Mapping[str, nn.Module], config: Lott
     }
 
 
+class _Magnitude(Magnitude):
+    zero_is_lowest: ClassVar[bool] = False  # a weight under a mask may hold any value
+
+
 @torch.no_grad()
 def next_masks(
     weights: Mapping[str, Tensor],
@@ -66,7 +69,7 @@ def next_masks(
         bool by the same names, True = keep.
 
     Raises:
-        ConfigError: If a weight is NaN.
+        TrainingError: If a weight is NaN.
 
     Source: Frankle and Carbin 2019, arXiv:1803.03635.
 
@@ -76,7 +79,7 @@ def next_masks(
         >>> next_masks(weight, first, {"w": 0.4})["w"].tolist()
         [True, False, True, False]
     """
-    scores = _Scores(weights, masks)
+    scores = RankedScores(weights, masks, _Magnitude({}))
     left = [int(masks[name].count_nonzero()) if name in masks else weights[name].numel() for name in scores.names]
     if isinstance(rates, Mapping):
         found = {}
@@ -94,30 +97,6 @@ def next_masks(
 def most_of_a_tensor(most: float | None, sparsity: float) -> float:
     """Return the largest share of one tensor that may be gone where `sparsity` is asked of all; None: the default."""
     return max(MOST_OF_WEIGHTS, sparsity) if most is None else most
-
-
-class _Scores(Sequence[Tensor]):
-    """Magnitudes computed on access, what is pruned already below everything."""
-
-    def __init__(self, weights: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
-        self.names = list(weights)
-        self.tensors = list(weights.values())
-        self._masks = masks
-        # a sharded one is gathered whole, once for all its slices
-        self.part = None if any(map(is_sharded, self.tensors)) else self._part
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
-        return self._part(index, slice(None)).view(self.tensors[index].shape)
-
-    def _part(self, index: int, where: slice) -> Tensor:
-        """Return a slice of one tensor's flattened scores."""
-        name, scores = self.names[index], magnitude(whole(self.tensors[index].detach()).reshape(-1)[where])
-        if name not in self._masks:
-            return scores
-        return rank_below_(scores, self._masks[name].reshape(-1)[where].to(scores.device))
 
 
 def random_masks(masks: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:

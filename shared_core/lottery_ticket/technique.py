@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from eff_kernels.pruning import apply_mask_
 from torch import Tensor, nn
 
-from shared_core.distributed.collectives import from_main, is_main, local_part
+from shared_core.distributed.collectives import from_main, is_main
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_, whole
 from shared_core.engine.claims import Claim, Where, Zeros
+from shared_core.engine.model_guards import refuse_lbfgs
 from shared_core.engine.preview import Event, Touched
 from shared_core.engine.receipt import figures
 from shared_core.engine.technique import Context, Technique
-from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
+from shared_core.errors import CheckpointError, ConfigError, MatchError, TrainingError
 from shared_core.lottery_ticket.config import LotteryConfig
 from shared_core.lottery_ticket.search import RunFolder
 from shared_core.lottery_ticket.selection import layer_rates, most_of_a_tensor, next_masks, random_masks, redraw_
 from shared_core.lottery_ticket.ticket import (
+    HeldRates,
     Ticket,
     first_difference,
-    fitting_rates,
-    learning_rates,
     load_,
     own_tensors,
     read_ticket,
     renamed,
-    set_learning_rates,
     whole_tensors,
 )
-from shared_core.modules.peft_layers import refuse_adapters
 from shared_core.pruning.config import PruneConfig
-from shared_core.pruning.masks import MaskStore, count_kept
-from shared_core.pruning.optimizer_state import clear_moments_
-from shared_core.pruning.selection import at_limit, limit_notes
-from shared_core.pruning.targets import Targets, find_targets
+from shared_core.pruning.masks import MaskStore, clear_moments_, naming_nan
+from shared_core.pruning.selection import at_limit, count_kept, limit_notes
+from shared_core.pruning.targets import Targets, find_targets, refuse_adapters
 
 BIT_EQUAL = "bit-equal"
 
@@ -61,7 +57,7 @@ class LotteryTicket(Technique):
         self._folder = RunFolder(config.out)
         self._targets = Targets({}, {})
         self._weights: dict[str, nn.Parameter] = {}
-        self._masks = MaskStore()
+        self._masks = MaskStore("lottery")
         self._rates: dict[str, float] | float = config.rate
         self._ticket: Ticket | None = None
         self._digest = ""
@@ -69,9 +65,7 @@ class LotteryTicket(Technique):
         self._rewound = False
         self._replay: str | None = None
         self._history: list[dict[str, Any]] = []
-        self._learning_rates: tuple[tuple[float, ...], ...] = ()
-        self._tuning_rates: Sequence[Sequence[float]] | None = None
-        self._scheduled: tuple[tuple[Any, ...], ...] = ()
+        self._rates_held = HeldRates()
         self._result: dict[str, Any] = {}
 
     # -- before the first step
@@ -110,20 +104,17 @@ class LotteryTicket(Technique):
                     f"lottery: {config.ticket} must be a ticket for rewind {config.rewind}, got one for "
                     f"{self._ticket.rewind}; find one with the same rewind"
                 )
-        self._check_most()
+        left = self._ticket.kept / self._ticket.numel if self._ticket else 1.0
+        asked, most = 1 - left * (1 - config.rate), config.max_layer_sparsity
+        if most is not None and most < asked - 1e-9:
+            raise ConfigError(
+                f"lottery: max_layer_sparsity must be at least what this run's ticket prunes, {asked:.4g}, got {most}"
+            )
         return self.touched(model)
 
     def touched(self, model: nn.Module) -> Touched:
         """Return the weights that tickets are of."""
         return Touched.parameters(self._targets.weights().items(), self._targets.left_out)
-
-    def _check_most(self) -> None:
-        left = self._ticket.kept / self._ticket.numel if self._ticket else 1.0
-        asked, most = 1 - left * (1 - self.config.rate), self.config.max_layer_sparsity
-        if most is not None and most < asked - 1e-9:
-            raise ConfigError(
-                f"lottery: max_layer_sparsity must be at least what this run's ticket prunes, {asked:.4g}, got {most}"
-            )
 
     def holds(self) -> Mapping[str, Tensor]:
         """Return the weights."""
@@ -160,7 +151,7 @@ class LotteryTicket(Technique):
         self.timeline(context)
         reshard_(context.model)  # a validation may have come before
         self._weights = self._masks.weights = self._targets.weights()
-        self._check_surroundings(context)
+        refuse_lbfgs(context.optimizers, "lottery", "whose line search trains pruned weights within a step")
         if self._ticket is not None:
             self._ticket = renamed(self._ticket, self._weights, str(config.ticket))
             self._check_ticket(self._ticket, context)
@@ -184,55 +175,61 @@ class LotteryTicket(Technique):
             return
         if ticket.step != self._at:
             raise CheckpointError(f"lottery: rewind_to must be the ticket's step {ticket.step}, got step {self._at}")
-        if self.config.rewind == "none":
-            fitting = fitting_rates(context.optimizers, ticket.learning_rates)
-            if fitting is None:
-                raise CheckpointError(
-                    f"lottery: {self.config.ticket} must hold a learning rate for each parameter group, got "
-                    f"{ticket.learning_rates}; train with the optimizer that it was found with"
-                )
-            self._tuning_rates = fitting
-
-    def _check_surroundings(self, context: Context) -> None:
-        for optimizer in context.optimizers:
-            if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
-                raise CompatibilityError(
-                    "lottery: optimizer must not be LBFGS, whose line search trains pruned weights within a step; use "
-                    "SGD or AdamW"
-                )
+        if self.config.rewind == "none" and not self._rates_held.fit(context.optimizers, ticket.learning_rates):
+            raise CheckpointError(
+                f"lottery: {self.config.ticket} must hold a learning rate for each parameter group, got "
+                f"{ticket.learning_rates}; train with the optimizer that it was found with"
+            )
 
     # -- step k
 
     def _rewind(self, context: Context, *, others_begun: bool) -> None:
+        """Put the ticket's weights in place (Frankle and Carbin 2019, section 2: θ₀ ⊙ m; here θ_k ⊙ m).
+
+        Late rewinding (Frankle et al. 2020, arXiv:1912.05671) takes θ_k instead of θ₀, since large networks have no
+        winning tickets at 0 but have them a few hundred steps later; the other rewindings keep the trained weights θ_T.
+        """
         self._rewound = True
-        ticket, config = self._ticket, self.config
-        if ticket is None:
-            if config.rewind == "weights":  # of the others the next run needs those of the end
-                kept = Ticket({}, whole_tensors(context.model), self._at)
-                self._digest = from_main(kept.digest())
-                if is_main():
-                    self._folder.keep(kept)
+        if self._ticket is None:
+            self._keep_weights(context)
             return
         self._set_masks()
-        if config.control == "random_reinit":
+        if self.config.control == "random_reinit":
             parameters = [parameter for parameter in context.model.parameters() if parameter.is_floating_point()]
             redraw_(parameters, self._drawn("weights"))
-        elif config.rewind == "weights":
-            odd = first_difference(own_tensors(context.model), ticket.weights, str(config.ticket))
-            self._replay = BIT_EQUAL
-            if odd is not None:
-                self._replay = f"not bit-equal ({odd}), so the ticket's weights were loaded"
-                load_(context.model, ticket.weights)
-                context.services.say(f"efftrain: lottery: replay up to step {self._at}: {self._replay}")
+        elif self.config.rewind == "weights":
+            self._check_replay(context, self._ticket)
         else:
-            first_difference(own_tensors(context.model), ticket.weights, str(config.ticket))
-            load_(context.model, ticket.weights)
-            for optimizer in context.optimizers:
-                optimizer.state.clear()  # it belongs to the weights of the replay
-            if others_begun:
-                context.weights_replaced()
+            self._load_trained(context, self._ticket, others_begun=others_begun)
         self._masks.apply()
+        # the dense run's momentum would move pruned weights in every step, and by a norm of the update live ones too
         clear_moments_(context.optimizers, self._weights, self._masks.parts)
+
+    def _keep_weights(self, context: Context) -> None:
+        """Keep the dense run's weights of step k, where later runs rewind to them; the other rewindings need θ_T."""
+        if self.config.rewind == "weights":
+            kept = Ticket({}, whole_tensors(context.model), self._at)
+            self._digest = from_main(kept.digest())
+            if is_main():
+                self._folder.keep(kept)
+
+    def _check_replay(self, context: Context, ticket: Ticket) -> None:
+        """Compare with the dense run bit for bit: an exact replay has θ_k already, and its optimizer's moments too."""
+        odd = first_difference(own_tensors(context.model), ticket.weights, str(self.config.ticket))
+        self._replay = BIT_EQUAL
+        if odd is not None:
+            self._replay = f"not bit-equal ({odd}), so the ticket's weights were loaded"
+            load_(context.model, ticket.weights)
+            context.services.say(f"efftrain: lottery: replay up to step {self._at}: {self._replay}")
+
+    def _load_trained(self, context: Context, ticket: Ticket, *, others_begun: bool) -> None:
+        """Load θ_T; the schedule is replayed from step k (Renda, Frankle and Carbin 2020, arXiv:2003.02389)."""
+        first_difference(own_tensors(context.model), ticket.weights, str(self.config.ticket))  # refuses another model's
+        load_(context.model, ticket.weights)
+        for optimizer in context.optimizers:
+            optimizer.state.clear()  # it belongs to the weights of the replay
+        if others_begun:
+            context.weights_replaced()
 
     def _set_masks(self) -> None:
         if self._ticket is None:
@@ -250,21 +247,13 @@ class LotteryTicket(Technique):
     def before_optimizer_step(self, context: Context) -> None:
         """Zero the gradients of pruned weights where they would move live ones; hold a fine-tuning's learning rate."""
         if self._masks and context.gradients_mix:
-            parts = self._masks.parts
-            pairs = [(local_part(w.grad), parts[name]) for name, w in self._weights.items() if w.grad is not None]
-            for gradient, _ in pairs:
-                if gradient.layout != torch.strided:
-                    raise CompatibilityError("lottery: gradients must be dense, got a sparse one; use sparse=False")
-            apply_mask_([gradient for gradient, _ in pairs], [mask for _, mask in pairs])
+            self._masks.apply_to_gradients()
         if self.config.rewind == "none":
-            self._scheduled = learning_rates(context.optimizers, lambda rate: rate)
-            if self._rewound and self._tuning_rates is not None:
-                set_learning_rates(context.optimizers, self._tuning_rates)
-            self._learning_rates = learning_rates(context.optimizers)
+            self._rates_held.hold(context.optimizers, rewound=self._rewound)
 
     def after_optimizer_step(self, context: Context) -> None:
         """Rewind at step k; from then on set every pruned weight to +0.0."""
-        self._restore_schedule(context)
+        self._rates_held.give_back(context.optimizers)
         if context.step == self._at:
             self._rewind(context, others_begun=True)
         else:
@@ -272,13 +261,7 @@ class LotteryTicket(Technique):
 
     def skipped_optimizer_step(self, context: Context) -> None:
         """Nothing advances."""
-        self._restore_schedule(context)
-
-    def _restore_schedule(self, context: Context) -> None:
-        # A scheduler that computes each rate from the one before must find its own.
-        if self._scheduled:
-            set_learning_rates(context.optimizers, self._scheduled)
-            self._scheduled = ()
+        self._rates_held.give_back(context.optimizers)
 
     def weights_replaced(self, context: Context) -> None:
         """Prune the new weights by the masks there are."""
@@ -308,6 +291,13 @@ class LotteryTicket(Technique):
         self._masks.apply()
         unmeasured = self._evaluate(context)
         reshard_(model)
+        self._result = self._figures(context, unmeasured)
+        found = self._find(context) if self.config.control == "none" else None  # controls leave no ticket
+        if is_main():
+            self._folder.finish(self._result, found)
+
+    def _figures(self, context: Context, unmeasured: str | None) -> dict[str, Any]:
+        """Return what ``round.json`` holds of this run."""
         tensors = [
             {
                 "name": name,
@@ -317,7 +307,7 @@ class LotteryTicket(Technique):
             }
             for name, weight in self._weights.items()
         ]
-        self._result = {
+        return {
             "format": 1,
             "ticket": self.config.ticket,
             "control": self.config.control,
@@ -332,13 +322,23 @@ class LotteryTicket(Technique):
             "history": self._history,
             "unmeasured": unmeasured,
         }
-        masks = self._next_masks(context) if self.config.control == "none" else None
-        if masks is not None:
-            self._result["found"] = sum(int(mask.count_nonzero()) for mask in masks.values())
-            self._tell(masks, context)
-        found = None if masks is None else self._found(masks, context)
-        if is_main():
-            self._folder.finish(self._result, found)
+
+    def _find(self, context: Context) -> Ticket:
+        """Return the next ticket, a share of what is left pruned by the trained weights; note what is nearly empty."""
+        with naming_nan("lottery", self._weights, context.step):
+            masks = next_masks(self._weights, self._masks, self._rates, self.config.max_layer_sparsity)
+        counts = {name: (mask.numel(), mask.numel() - count_kept(mask)) for name, mask in masks.items()}
+        size, gone = (sum(pair) for pair in zip(*counts.values(), strict=True))
+        self._result["found"] = size - gone
+        most = most_of_a_tensor(self.config.max_layer_sparsity, gone / size)
+        capped = at_limit(most, gone / size, counts) if self.config.scope == "global" else []
+        for note in limit_notes(self.key, most, capped, counts):
+            context.note(note)
+        if self.config.rewind != "weights":
+            return Ticket(masks, whole_tensors(context.model), self._at, self.config.rewind, self._rates_held.last)
+        if self._ticket is not None:
+            return Ticket(masks, self._ticket.weights, self._at)
+        return Ticket(masks, (is_main() and self._folder.kept_weights()) or {}, self._at)
 
     def _evaluate(self, context: Context) -> str | None:
         """Measure the final weights unless that was done; return why it could not be."""
@@ -350,33 +350,6 @@ class LotteryTicket(Technique):
             return str(error)
         return None
 
-    def _next_masks(self, context: Context) -> dict[str, Tensor]:
-        try:
-            return next_masks(self._weights, self._masks, self._rates, self.config.max_layer_sparsity)
-        except ConfigError as error:
-            weights = {name: whole(weight.detach()) for name, weight in self._weights.items()}
-            name = next((name for name, weight in weights.items() if weight.isnan().any()), "a weight")
-            raise TrainingError(
-                f"lottery: weights must be numbers, got NaN in {name} at step {context.step}; training has diverged: "
-                "lower the learning rate, or clip gradients"
-            ) from error
-
-    def _tell(self, masks: Mapping[str, Tensor], context: Context) -> None:
-        """Name the tensors of the ticket that was found of which next to nothing is left."""
-        counts = {name: (mask.numel(), mask.numel() - count_kept(mask)) for name, mask in masks.items()}
-        sparsity = 1 - self._result["found"] / sum(size for size, _ in counts.values())
-        most = most_of_a_tensor(self.config.max_layer_sparsity, sparsity)
-        capped = at_limit(most, sparsity, counts) if self.config.scope == "global" else []
-        for note in limit_notes(self.key, most, capped, counts):
-            context.note(note)
-
-    def _found(self, masks: dict[str, Tensor], context: Context) -> Ticket:
-        if self.config.rewind != "weights":
-            return Ticket(masks, whole_tensors(context.model), self._at, self.config.rewind, self._learning_rates)
-        if self._ticket is not None:
-            return Ticket(masks, self._ticket.weights, self._at)
-        return Ticket(masks, (is_main() and self._folder.kept_weights()) or {}, self._at)
-
     def claims(self, context: Context, report: Mapping[str, Any]) -> Mapping[str, Claim]:
         """Return that what the ticket prunes is 0."""
         counted = {entry["name"]: entry["numel"] - entry["nonzero"] for entry in report["tensors"]}
@@ -385,7 +358,7 @@ class LotteryTicket(Technique):
 
     def detach(self, model: nn.Module) -> None:
         """Release masks and ticket."""
-        self._weights, self._masks, self._scheduled = {}, MaskStore(), ()
+        self._weights, self._masks = {}, MaskStore("lottery")
 
     def state_dict(self) -> dict[str, Any]:
         """Return whether step k was reached, with which ticket, and the validations so far; masks lie in the ticket."""
@@ -394,7 +367,7 @@ class LotteryTicket(Technique):
             "digest": self._digest,
             "replay": self._replay,
             "history": [{"step": entry["step"], "metrics": dict(entry["metrics"])} for entry in self._history],
-            "learning_rates": [list(groups) for groups in self._learning_rates],
+            "learning_rates": [list(groups) for groups in self._rates_held.last],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -411,7 +384,7 @@ class LotteryTicket(Technique):
         self._digest, self._rewound = str(state["digest"]), bool(state["rewound"])
         self._replay = state["replay"]
         self._history = [{"step": int(e["step"]), "metrics": dict(e["metrics"])} for e in state["history"]]
-        self._learning_rates = tuple(tuple(groups) for groups in state["learning_rates"])
+        self._rates_held.last = tuple(tuple(groups) for groups in state["learning_rates"])
 
     def metrics(self) -> dict[str, float]:
         """Return ``lottery/left``, the share of the weights within reach that is not pruned."""
@@ -420,14 +393,13 @@ class LotteryTicket(Technique):
 
     def report(self) -> dict[str, Any]:
         """Return what was trained, whether the replay was exact, per tensor how many weights are not zero."""
-        if self._result:
-            told = {name: value for name, value in self._result.items() if name not in ("format", "history")}
-            return told | {"tensors": [self._recounted(entry) for entry in told["tensors"]]}
-        return {"rewind_step": self._at, "replay": self._replay, "left_out": dict(self._targets.left_out)}
-
-    def _recounted(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what is told of a tensor with its weights counted now: what `qat` rounds to zero is zero too."""
-        weight = self._weights.get(entry["name"])
-        if weight is None or is_sharded(weight):
-            return dict(entry)
-        return {**entry, "nonzero": int(weight.detach().count_nonzero())}
+        if not self._result:
+            return {"rewind_step": self._at, "replay": self._replay, "left_out": dict(self._targets.left_out)}
+        told = {name: value for name, value in self._result.items() if name not in ("format", "history", "tensors")}
+        # counted now: what `qat` rounds to zero is zero too
+        counted = {
+            name: {"nonzero": int(weight.detach().count_nonzero())}
+            for name, weight in self._weights.items()
+            if not is_sharded(weight)
+        }
+        return told | {"tensors": [entry | counted.get(entry["name"], {}) for entry in self._result["tensors"]]}

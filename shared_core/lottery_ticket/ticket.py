@@ -9,12 +9,13 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from eff_kernels.masks import pack_bits, packed_size, unpack_bits
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ from shared_core.errors import CheckpointError
 from shared_core.files.atomic import atomic_write
 from shared_core.files.json_yaml import parse_json
 from shared_core.modules.matching import plain_name
-from shared_core.modules.packed_masks import pack_mask, packed_size, unpack_mask
 
 _FORMAT = 1
 _MASK, _WEIGHT = "mask.", "weight."
@@ -61,7 +61,7 @@ class Ticket:
         """Return a hash of the masks and of the two ends of every weight, to tell tickets apart."""
         digest = hashlib.sha256(f"{self.step} {self.rewind}".encode())
         for name, mask in sorted(self.masks.items()):
-            digest.update(name.encode() + pack_mask(mask).numpy().tobytes())
+            digest.update(name.encode() + pack_bits(mask).cpu().numpy().tobytes())
         for name in sorted(self.weights):
             flat = self.weights[name].detach().reshape(-1)
             ends = torch.cat([flat[:_ENDS], flat[-_ENDS:]]).cpu().contiguous()
@@ -91,7 +91,7 @@ def write_ticket(path: Path | str, ticket: Ticket) -> Path:
     tensors = {
         _WEIGHT + name: value.detach().to("cpu", copy=True).contiguous() for name, value in ticket.weights.items()
     }
-    tensors |= {_MASK + name: pack_mask(mask) for name, mask in ticket.masks.items()}
+    tensors |= {_MASK + name: pack_bits(mask).cpu() for name, mask in ticket.masks.items()}
     told = {"format": _FORMAT, "step": ticket.step, "rewind": ticket.rewind, "learning_rates": ticket.learning_rates}
     path = Path(path)
     with atomic_write(path) as temporary:
@@ -119,8 +119,10 @@ def read_ticket(path: Path | str) -> Ticket:
                 raise CheckpointError(f"lottery: {path} was written by a newer efftrain; update it to read this file")
             masks = {}
             for name in (name.removeprefix(_MASK) for name in names if name.startswith(_MASK)):
-                shape = file.get_slice(_WEIGHT + name).get_shape()
-                masks[name] = _unpacked(file.get_tensor(_MASK + name), shape)
+                packed, shape = file.get_tensor(_MASK + name), file.get_slice(_WEIGHT + name).get_shape()
+                if packed.dtype != torch.uint8 or packed.numel() != packed_size(shape):
+                    raise ValueError(f"{packed.numel()} bytes of mask for {math.prod(shape)} weights")
+                masks[name] = unpack_bits(packed, shape)
         weights = _InFile(path, [name.removeprefix(_WEIGHT) for name in names if name.startswith(_WEIGHT)])
         rates = tuple(tuple(map(float, groups)) for groups in told["learning_rates"])
         return Ticket(masks, weights, int(told["step"]), str(told["rewind"]), rates)
@@ -151,12 +153,6 @@ class _InFile(Mapping[str, Tensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
-
-
-def _unpacked(packed: Tensor, shape: list[int]) -> Tensor:
-    if packed.dtype != torch.uint8 or packed.numel() != packed_size(shape):
-        raise ValueError(f"{packed.numel()} bytes of mask for {math.prod(shape)} weights")
-    return unpack_mask(packed, shape)
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -298,26 +294,45 @@ def load_(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         fill_(value, weights[name])
 
 
-def set_learning_rates(optimizers: Sequence[torch.optim.Optimizer], rates: Sequence[Sequence[Any]]) -> None:
-    """Give every parameter group of every optimizer its learning rate."""
+class HeldRates:
+    """Learning rates of a fine-tuning: every step is made at those of the ticket's last step (rewind ``none``).
+
+    The user's scheduler goes on all the same: one that computes each rate from the one before must find its own.
+    """
+
+    def __init__(self) -> None:
+        self.last: tuple[tuple[float, ...], ...] = ()
+        """Of the last step, for each optimizer's parameter groups."""
+        self._held: Sequence[Sequence[float]] = ()
+        self._scheduled: list[list[Any]] = []
+
+    def fit(self, optimizers: Sequence[torch.optim.Optimizer], rates: Sequence[Sequence[float]]) -> bool:
+        """Take a ticket's rates; return whether they fit these groups. One that all groups had fits any groups."""
+        sizes = [len(optimizer.param_groups) for optimizer in optimizers]
+        values = {rate for its in rates for rate in its}
+        if [len(its) for its in rates] == sizes:
+            self._held = rates
+        elif len(values) == 1:
+            self._held = [list(values) * size for size in sizes]
+        else:
+            return False
+        return True
+
+    def hold(self, optimizers: Sequence[torch.optim.Optimizer], *, rewound: bool) -> None:
+        """Set the rates for one step, once the run has rewound; until `give_back`."""
+        self._scheduled = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+        if rewound and self._held:
+            _set_rates(optimizers, self._held)
+        self.last = tuple(tuple(float(group["lr"]) for group in each.param_groups) for each in optimizers)
+
+    def give_back(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Set the scheduler's own again."""
+        if self._scheduled:
+            _set_rates(optimizers, self._scheduled)
+        self._scheduled = []
+
+
+def _set_rates(optimizers: Sequence[torch.optim.Optimizer], rates: Sequence[Sequence[Any]]) -> None:
     for optimizer, its in zip(optimizers, rates, strict=True):
         for group, rate in zip(optimizer.param_groups, its, strict=True):
             group["lr"] = rate
-
-
-def learning_rates(
-    optimizers: Sequence[torch.optim.Optimizer], as_type: Callable[[Any], Any] = float
-) -> tuple[tuple[Any, ...], ...]:
-    """Return the learning rate of every parameter group of every optimizer."""
-    return tuple(tuple(as_type(group["lr"]) for group in optimizer.param_groups) for optimizer in optimizers)
-
-
-def fitting_rates(
-    optimizers: Sequence[torch.optim.Optimizer], rates: Sequence[Sequence[float]]
-) -> Sequence[Sequence[float]] | None:
-    """Return saved learning rates for these parameter groups; one that all groups had serves any groups; else None."""
-    sizes = [len(its) for its in learning_rates(optimizers)]
-    if [len(its) for its in rates] == sizes:
-        return rates
-    values = {rate for its in rates for rate in its}
-    return [list(values) * size for size in sizes] if len(values) == 1 else None

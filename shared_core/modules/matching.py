@@ -53,6 +53,26 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in drop)
 
 
+def weight_of(name: str, module: nn.Module) -> nn.Parameter:
+    """Return the weight that a module holds under the last part of a weight's name; recurrent layers hold several.
+
+    Args:
+        name: As in the model's state dict, such as ``encoder.weight_hh_l0``.
+        module: Its holder.
+
+    Raises:
+        KeyError: If it has no such parameter.
+
+    Example:
+        >>> weight_of("encoder.weight_hh_l0", nn.GRU(2, 3)).shape
+        torch.Size([9, 3])
+    """
+    weight = module._parameters[name.rpartition(".")[2]]
+    if weight is None:
+        raise KeyError(name)
+    return weight
+
+
 def own_class(module: nn.Module) -> type[nn.Module]:
     """Return a module's class, without what FSDP2 makes of it when it shards the module.
 

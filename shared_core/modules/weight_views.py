@@ -42,26 +42,6 @@ def input_axis(module: nn.Module) -> int:
     return 1 - output_axis(module)
 
 
-def weight_of(name: str, module: nn.Module) -> nn.Parameter:
-    """Return the weight that a module holds under the last part of a weight's name; recurrent layers hold several.
-
-    Args:
-        name: As in the model's state dict, such as ``encoder.weight_hh_l0``.
-        module: Its holder.
-
-    Raises:
-        KeyError: If it has no such parameter.
-
-    Example:
-        >>> weight_of("encoder.weight_hh_l0", nn.GRU(2, 3)).shape
-        torch.Size([9, 3])
-    """
-    weight = module._parameters[name.rpartition(".")[2]]
-    if weight is None:
-        raise KeyError(name)
-    return weight
-
-
 _Conv = nn.modules.conv._ConvNd
 _Transposed = nn.modules.conv._ConvTransposeNd
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shared_core.distributed.collectives import all_reduce_, local_part
 from shared_core.distributed.sharded_tensors import is_sharded, reshard_
-from shared_core.engine.optimizer_kinds import refuse_lbfgs
+from shared_core.engine.model_guards import refuse_lbfgs
 from shared_core.engine.preview import Touched
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CheckpointError, TrainingError

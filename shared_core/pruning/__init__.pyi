@@ -1,7 +1,6 @@
 from .config import PruneConfig as PruneConfig
-from .masks import nm_mask as nm_mask
-from .masks import prune_mask as prune_mask
-from .masks import prune_masks as prune_masks
+from .patterns import erdos_renyi_sparsities as erdos_renyi_sparsities
+from .patterns import nm_mask as nm_mask
 from .post_training import PruneReport as PruneReport
 from .post_training import prune as prune
 from .schedules import SCHEDULES as SCHEDULES
@@ -11,10 +10,11 @@ from .schedules import exponential_sparsity as exponential_sparsity
 from .schedules import iterative_sparsity as iterative_sparsity
 from .schedules import linear_sparsity as linear_sparsity
 from .schedules import one_shot_sparsity as one_shot_sparsity
-from .scorers.registry import SCORERS as SCORERS
-from .scorers.registry import make_scorer as make_scorer
+from .scorers.scorer import SCORERS as SCORERS
+from .scorers.scorer import magnitude as magnitude
+from .scorers.scorer import make_scorer as make_scorer
 from .scorers.shapley import shapley_values as shapley_values
 from .scorers.weight_scorers import below_threshold_mask as below_threshold_mask
-from .scorers.weight_scorers import magnitude as magnitude
-from .selection import erdos_renyi_sparsities as erdos_renyi_sparsities
+from .selection import prune_mask as prune_mask
+from .selection import prune_masks as prune_masks
 from .technique import Pruning as Pruning

@@ -14,7 +14,8 @@ from shared_core.distributed.collectives import all_finite
 from shared_core.errors import ConfigError, TrainingError
 from shared_core.modules.calls import call_on_batch
 from shared_core.pruning.config import PruneConfig
-from shared_core.pruning.scorers import Scorer, layer_costs, observe_positions
+from shared_core.pruning.masks import MaskPolicy
+from shared_core.pruning.scorers import layer_costs, observe_positions
 from shared_core.pruning.structured import UnitPruning
 
 _OF_GRADIENTS = ("taylor", "fisher", "neuron_taylor")
@@ -27,9 +28,7 @@ class Calibration:
 
     Args:
         model: The user's.
-        scorer: What gathers.
-        units: The units, for granularities of them.
-        tensors: By name, whose gradients are wanted.
+        policy: What scores, begun.
         loss: As in `prune`.
 
     Attributes:
@@ -38,16 +37,9 @@ class Calibration:
         examples: How many those that counted held.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        scorer: Scorer,
-        units: UnitPruning | None,
-        tensors: Mapping[str, Tensor],
-        loss: Loss | None,
-    ) -> None:
-        self._model, self._scorer, self._units, self._loss = model, scorer, units, loss
-        self._tensors = dict(tensors)
+    def __init__(self, model: nn.Module, policy: MaskPolicy, loss: Loss | None) -> None:
+        self._model, self._policy, self._loss = model, policy, loss
+        self._scorer, self._tensors = policy.scorer, policy.store.weights
         self.batches = self.batches_left_out = self.examples = 0
 
     def look_at(self, config: PruneConfig, batch: Any) -> None:
@@ -74,10 +66,10 @@ class Calibration:
             self._scorer.costs = layer_costs(modules, config.cost, positions=positions)
         if config.criterion == "shapley":
             self._count(batch)
-        if self._units:
+        if isinstance(self._policy, UnitPruning):
             if not calls:
                 raise ConfigError("prune: loss must call the model as a whole, got no call of it; call model(...)")
-            self._units.show(self._model, lambda: [self._model(*args, **kwargs) for args, kwargs in calls])
+            self._policy.show(self._model, lambda: [self._model(*args, **kwargs) for args, kwargs in calls])
 
     def run(self, config: PruneConfig, batches: Sequence[Any], progress: Callable[[int, int], None] | None) -> None:
         """Let the criterion see every batch."""
@@ -118,8 +110,8 @@ class Calibration:
         is_finite = all_finite(gradients.values())
         if is_finite:
             self._scorer.observe_step(self._tensors, gradients)
-            if self._units:
-                self._units.observe_step()
+            if isinstance(self._policy, UnitPruning):
+                self._policy.observe_units()
         else:
             self._scorer.discard_step()
             self.batches_left_out += 1

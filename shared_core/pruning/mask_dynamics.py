@@ -1,12 +1,14 @@
-"""RigL: a sparse network whose connections move to where the gradient asks for them (Evci et al. 2020).
+"""Mask policies under which pruned weights may come back.
 
-Masks in the forward pass alone: weights under the mask go on learning (movement pruning, SR-STE).
+RigL: connections move to where the gradient asks for them (Evci et al. 2020). Straight-through: masks act in forward
+and backward alone, and weights under them go on learning (movement pruning, recompute, SR-STE).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
 
 import torch
 from eff_kernels.pruning import apply_mask_
@@ -14,7 +16,12 @@ from torch import Tensor
 
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import part_of, whole, whole_of
-from shared_core.pruning.masks import prune_mask
+from shared_core.engine.technique import Context
+from shared_core.pruning.config import PruneConfig
+from shared_core.pruning.masks import MaskPolicy, clear_moments_
+from shared_core.pruning.scorers import Scorer
+from shared_core.pruning.selection import prune_mask
+from shared_core.pruning.targets import Targets
 
 
 def rigl_drop_share(step: int, *, begin: int, end: int, alpha: float) -> float:
@@ -33,26 +40,6 @@ def rigl_drop_share(step: int, *, begin: int, end: int, alpha: float) -> float:
     if step >= end:
         return 0.0
     return alpha / 2 * (1 + math.cos(math.pi * max(0, step - begin) / (end - begin)))
-
-
-@torch.no_grad()
-def moved_masks(
-    weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], masks: Mapping[str, Tensor], drop_share: float
-) -> dict[str, Tensor]:
-    """Return `rigl_mask` of every weight, scored by magnitude; one without a gradient keeps its mask.
-
-    Args:
-        weights: By name; sharded ones are gathered one by one, and then every process must call it.
-        gradients: Dense ones of the step, before masks: of a sharded weight this process's part.
-        masks: Whole.
-        drop_share: Share of the live weights to move, in [0, 1].
-    """
-    return {
-        name: rigl_mask(whole(weight.detach()).abs(), whole_of(gradients[name], weight), masks[name], drop_share)
-        if name in gradients
-        else masks[name]
-        for name, weight in weights.items()
-    }
 
 
 @torch.no_grad()
@@ -88,6 +75,44 @@ def rigl_mask(scores: Tensor, gradient: Tensor, mask: Tensor, drop_share: float)
     grow = prune_mask(gradient.reshape(-1)[pruned].abs(), 1 - moved / pruned.numel())
     stay[pruned[grow]] = True
     return stay.view(mask.shape)
+
+
+class RigL(MaskPolicy):
+    """All sparsity comes at `begin`; from there to `end` each update moves live weights within their tensor.
+
+    An update reads the dense gradients of the very step that it follows (Evci et al. 2020, algorithm 1): they are kept
+    before masks and penalties touch them, and of the steps before an update alone, as they take as much as the model.
+    """
+
+    def __init__(self, config: PruneConfig, targets: Targets, scorer: Scorer) -> None:
+        super().__init__(config, targets, scorer)
+        self._dense: dict[str, Tensor] = {}
+
+    def observe(self, context: Context, gradients: Mapping[str, Tensor]) -> None:
+        """Keep the dense gradients if masks are made after this step."""
+        super().observe(context, gradients)
+        if self.schedule.is_due(context.step + 1) and context.step >= self.schedule.begin:
+            self._dense = {name: local_part(gradient).clone() for name, gradient in gradients.items()}
+
+    @torch.no_grad()
+    def choose(
+        self, context: Context, sparsity: float, own: Mapping[str, float], unseen: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        """Return `rigl_mask` of every weight, scored by magnitude; one without a gradient keeps its mask."""
+        if not self.store:
+            return super().choose(context, sparsity, own, unseen)
+        begin, end = self.schedule.begin, self.schedule.end
+        share = rigl_drop_share(context.step, begin=begin, end=end, alpha=self.config.drop_share)
+        masks = dict(self.store)
+        for name, gradient in self._dense.items():  # a sharded one is gathered by itself, on every process
+            weight = self.weights[name]
+            masks[name] = rigl_mask(whole(weight.detach()).abs(), whole_of(gradient, weight), masks[name], share)
+        return masks
+
+    def end_step(self) -> None:
+        """Forget the gradients."""
+        super().end_step()
+        self._dense = {}
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -159,3 +184,95 @@ class StraightThrough:
         for name, hidden in self.hidden.items():
             if name in gradients:
                 gradients[name].add_(hidden.to(gradients[name].dtype), alpha=strength)
+
+
+class StraightThroughMasks(MaskPolicy):
+    """Weights under the masks go on learning until `freeze`, and may come back (movement, recompute, SR-STE)."""
+
+    stays_pruned: ClassVar[bool] = False
+
+    def __init__(self, config: PruneConfig, targets: Targets, scorer: Scorer) -> None:
+        super().__init__(config, targets, scorer)
+        self._under = StraightThrough()
+
+    @property
+    def _learns(self) -> bool:
+        return bool(self.store) and not self.is_final
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Put back what lies under the masks too."""
+        super().restore(state)
+        self._under.load(state.get("hidden", {}), self.weights)
+
+    def observe(self, context: Context, gradients: Mapping[str, Tensor]) -> None:
+        """Show the dense weights to scorer and optimizer, until `hold`, `take` or `end_step` hides them again."""
+        if self._learns:
+            self._under.show(self.weights)
+        super().observe(context, gradients)
+        if self._learns and self.config.criterion == "movement" and self.config.dynamic == "none":
+            # m·w is what is trained: under a mask the weight gets no gradient, its score does (arXiv:2005.07683, eq. 3)
+            parts = self.store.parts
+            under = [name for name in parts if name in gradients]
+            apply_mask_([local_part(gradients[name]) for name in under], [parts[name] for name in under])
+
+    def shape_gradients(self, context: Context) -> None:
+        """Add SR-STE's decay; what learns under the masks keeps its gradients."""
+        if not self._learns:
+            super().shape_gradients(context)
+        elif self.config.sr_ste:
+            found = {name: local_part(weight.grad) for name, weight in self.weights.items() if weight.grad is not None}
+            self._under.add_decay_(found, self.config.sr_ste)
+
+    def hold(self) -> None:
+        """Hide what learned under the masks."""
+        if self._learns:
+            self._under.hide(self.weights, self.store.parts)
+        else:
+            super().hold()
+
+    def end_step(self) -> None:
+        """Hide what was shown to an optimizer that skipped the step."""
+        super().end_step()
+        self._hide()
+
+    def lay_open(self) -> None:
+        """Show the dense weights: all of them compete again."""
+        if self._learns:
+            self._under.show(self.weights)
+        else:
+            super().lay_open()
+
+    def take(self, context: Context, masks: Mapping[str, Tensor]) -> None:
+        """Put new masks in place; the moments of what they hide go on, as its weights do."""
+        if self.is_final:
+            super().take(context, masks)
+            return
+        self._under.show(self.weights)
+        self.store.set(masks)
+        self._under.hide(self.weights, self.store.parts)
+
+    def freeze(self, context: Context) -> None:
+        """Drop what lies under the masks, and what optimizers remember of it."""
+        super().freeze(context)
+        if self.store:
+            self._hide()
+            self._under.drop()
+            clear_moments_(context.optimizers, self.weights, self.store.parts)
+
+    def _hide(self) -> None:
+        if self._under.is_shown:
+            self._under.hide(self.weights, self.store.parts)
+
+    def gather(self) -> None:
+        """Gather what is hidden too."""
+        super().gather()
+        self._under.gather(self.weights)
+
+    def release(self) -> None:
+        """Undo `gather`."""
+        super().release()
+        self._under.release()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what lies under the masks too."""
+        return super().state_dict() | {"hidden": self._under.whole(self.weights)}

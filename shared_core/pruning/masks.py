@@ -1,263 +1,30 @@
-"""From scores to masks: exact counts, ties broken the same way on every machine; single weights, N:M and blocks.
+"""The masks of a run: where they are kept, how they are chosen and held, and what the receipt tells of them.
 
-N:M keeps N of every M neighbours along the input axis; blocks keep or prune whole tiles of a matrix. The mask store
-holds whole masks to rank by and to save, and applies this process's part of them.
+`MaskPolicy` is the plain one: what is pruned stays pruned. Others say in subclasses what differs: RigL, weights that
+learn under their masks, whole units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from eff_kernels.masks import n_of_m_mask
-from eff_kernels.pruning import apply_mask_, keep_largest_, kth_smallest
-from torch import Tensor
+from eff_kernels.masks import pack_bits, packed_size, unpack_bits
+from eff_kernels.pruning import apply_mask_
+from torch import Tensor, nn
 
 from shared_core.distributed.collectives import local_part
-from shared_core.distributed.sharded_tensors import part_of
-from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
-from shared_core.modules.packed_masks import pack_mask, packed_size, unpack_mask
-
-
-@torch.no_grad()
-def block_scores(scores: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return the mean score of every tile of ``block[0]`` outputs times ``block[1]`` inputs.
-
-    Trailing dimensions (a kernel) belong to the inputs: a convolution's weight is the matrix
-    ``(n_out, n_in·k_h·k_w)``. Tiles at the edge may be smaller; their mean is of what they hold.
-
-    Args:
-        scores: Two or more dimensions, floating point.
-        block: Rows and columns of a tile, at least 1 each.
-
-    Returns:
-        Tensor of shape ``(ceil(rows/block[0]), ceil(columns/block[1]))``.
-
-    Example:
-        >>> block_scores(torch.tensor([[1.0, 3.0, 5.0]]), (1, 2))
-        tensor([[2., 5.]])
-    """
-    matrix = scores.reshape(scores.shape[0], -1)
-    rows, columns = matrix.shape
-    padded = torch.nn.functional.pad(matrix, (0, -columns % block[1], 0, -rows % block[0]))
-    tiles = padded.view(padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1])
-    return tiles.sum((1, 3)) / _sizes(rows, block[0], scores)[:, None] / _sizes(columns, block[1], scores)
-
-
-def _sizes(length: int, block: int, like: Tensor) -> Tensor:
-    starts = torch.arange(0, length, block, device=like.device)
-    return (length - starts).clamp(max=block).to(like.dtype)
-
-
-@torch.no_grad()
-def expand_blocks(mask: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
-    """Return the mask of elements that a mask of tiles means, of the weight's shape.
-
-    Example:
-        >>> expand_blocks(torch.tensor([[True, False]]), torch.Size([1, 3]), (1, 2))
-        tensor([[ True,  True, False]])
-    """
-    columns = shape[1:].numel()
-    full = mask.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return full[: shape[0], :columns].reshape(shape)
-
-
-_PIECE = 1 << 21
-_HELD = 12_000_000
-
-
-@torch.no_grad()
-def prune_mask(scores: Tensor, sparsity: float) -> Tensor:
-    """Return which elements to keep: the lowest scores go, exactly ``n - round(sparsity·n)`` stay.
-
-    ``round`` is Python's (halves to even). Among equal scores the lowest flat index is kept.
-
-    Args:
-        scores: Floating point, any shape (also 0-d and empty) and device. Infinities are fine.
-        sparsity: Share of elements to prune, in [0, 1].
-
-    Returns:
-        bool tensor of the same shape and device, True = keep.
-
-    Raises:
-        ConfigError: If `sparsity` is not in [0, 1], or a score is NaN or not floating point.
-
-    Example:
-        >>> prune_mask(torch.tensor([3.0, 1.0, 2.0, 1.0]), 0.25)
-        tensor([ True,  True,  True, False])
-    """
-    return _masks([scores], round(_checked(sparsity) * scores.numel()))[0]
-
-
-@torch.no_grad()
-def prune_masks(scores: Sequence[Tensor], sparsity: float, most: Sequence[int] | None = None) -> list[Tensor]:
-    """Return which elements of several tensors to keep when all compete under one threshold.
-
-    ``round(sparsity·n)`` of all n elements go, lowest scores first; among equal scores the earlier tensor,
-    then the lowest flat index is kept. Each tensor keeps at least its best element, so that none is ever
-    emptied, and loses `most` elements at most: what it may not give, the others give. The count is exact, unless all
-    together may not give as much.
-
-    Args:
-        scores: Floating point, any shapes. Read by index, several times: may be computed on access.
-        sparsity: Share of all elements to prune, in [0, 1].
-        most: How many elements of each tensor may go; its scores of -inf go beyond that, as they are pruned already.
-
-    Returns:
-        bool tensors of the same shapes and devices, True = keep.
-
-    Raises:
-        ConfigError: If `sparsity` is not in [0, 1], or a score is NaN or not floating point.
-
-    Example:
-        >>> prune_masks([torch.tensor([9.0, 1.0, 8.0]), torch.tensor([0.1])], 0.5)
-        [tensor([ True, False, False]), tensor([True])]
-        >>> prune_masks([torch.tensor([0.3, 0.1, 0.2]), torch.tensor([9.0, 8.0, 7.0])], 0.5, most=[1, 2])
-        [tensor([ True, False,  True]), tensor([ True, False, False])]
-    """
-    sizes = [tensor.numel() for tensor in getattr(scores, "tensors", scores)]
-    limits = [max(min(size - 1, limit), 0) for size, limit in zip(sizes, most or sizes, strict=True)]
-    left = min(round(_checked(sparsity) * sum(sizes)), sum(limits))
-    masks: dict[int, Tensor] = {}
-    competing = list(range(len(sizes)))
-    while competing:
-        masks |= zip(competing, _masks(some(scores, competing), left), strict=True)
-        over = [i for i in competing if sizes[i] - count_kept(masks[i]) > limits[i]]
-        if not over:
-            break
-        # one that gives less makes the others give more, so that what is over its limit now is so in the end
-        for i in over:
-            limits[i] = max(limits[i], min(int(scores[i].eq(-torch.inf).count_nonzero()), sizes[i] - 1))
-            masks[i] = _masks([scores[i]], limits[i])[0]
-            left -= limits[i]
-        competing = [i for i in competing if i not in over]
-    return [masks[i] for i in range(len(sizes))]
-
-
-def count_kept(mask: Tensor) -> int:
-    """Return how many elements of a mask are True."""
-    # numpy counts bool thirty times as fast as torch 2.13 does on a CPU
-    return int(np.count_nonzero(mask.numpy()) if mask.is_cpu else mask.count_nonzero())
-
-
-def some(scores: Sequence[Tensor], chosen: list[int]) -> Sequence[Tensor]:
-    """Return the scores at some places; what is computed on access stays so."""
-    if len(chosen) == len(scores):
-        return scores
-    return [scores[i] for i in chosen] if isinstance(scores, list | tuple) else _Some(scores, chosen)
-
-
-class _Some(Sequence[Tensor]):
-    """Some of the scores that are computed on access."""
-
-    def __init__(self, scores: Any, chosen: list[int]) -> None:
-        self._scores, self._chosen = scores, chosen
-        self.tensors = [getattr(scores, "tensors", scores)[i] for i in chosen]
-        part = getattr(scores, "part", None)
-        self.part = part and (lambda i, where: part(chosen[i], where))
-        self.floor = getattr(scores, "floor", None)
-
-    def __len__(self) -> int:
-        return len(self._chosen)
-
-    def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
-        found: Tensor = self._scores[self._chosen[index]]
-        return found
-
-
-def _checked(sparsity: float) -> float:
-    if not 0 <= sparsity <= 1:
-        raise ConfigError(f"prune_mask: sparsity must be in [0, 1], got {sparsity!r}")
-    return float(sparsity)
-
-
-def _comparable(scores: Tensor) -> Tensor:
-    scores = scores.detach()
-    return scores if scores.dtype in (torch.float32, torch.float64) else scores.float()
-
-
-def _refuse_nan(scores: Tensor, index: int) -> None:
-    flat = scores.reshape(-1)
-    if not flat.numel():
-        return
-    peak = int(flat.numpy().argmax()) if flat.is_cpu else int(flat.argmax())  # a NaN counts as largest
-    if flat[peak].isnan():
-        raise ConfigError(f"prune_mask: scores must not be NaN, got one in tensor {index} at flat index {peak}")
-
-
-def _masks(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor]:
-    return _masks_by_sample(scores, num_pruned) or _masks_by_histogram(scores, num_pruned)
-
-
-def _masks_by_sample(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor] | None:
-    """Return the masks in one pass over the scores, on CPU; None where that cannot be."""
-    like: Sequence[Tensor] = getattr(scores, "tensors", scores)
-    numel = sum(tensor.numel() for tensor in like)
-    if not 0 < num_pruned < numel or len({(tensor.dtype, tensor.device.type) for tensor in like}) > 1:
-        return None
-    if like[0].device.type != "cpu" or not like[0].is_floating_point():
-        return None
-
-    part = getattr(scores, "part", None)
-    if part is None:
-        if not isinstance(scores, list | tuple):
-            return None  # scores computed on access would be computed whole for every slice
-
-        def part(index: int, where: slice) -> Tensor:
-            return _comparable(scores[index].reshape(-1)[where])
-
-    masks = [torch.empty(tensor.shape, dtype=torch.bool) for tensor in like]
-    try:
-        threshold = keep_largest_(masks, part, num_pruned)
-    except ValueError:
-        return None  # the other way names the place of the NaN
-    floor: float | None = getattr(scores, "floor", None)
-    if threshold is None or (floor is not None and threshold <= floor):
-        return None  # a live weight may tie with a pruned one
-    return masks
-
-
-def _masks_by_histogram(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor]:
-    masks: list[Tensor] = []
-    held: list[Tensor] = []
-    dtype = torch.float32
-    numel = 0
-    for i in range(len(scores)):
-        score = scores[i]
-        numel += score.numel()
-        # few scores are computed once and held; of many only one tensor's at a time
-        held = [*held, score] if numel <= _HELD else []
-        if not score.is_floating_point():
-            raise ConfigError(f"prune_mask: scores must be floating point, got {score.dtype} in tensor {i}")
-        dtype = torch.float64 if score.dtype == torch.float64 else dtype
-        _refuse_nan(_comparable(score), i)
-        masks.append(torch.ones(score.shape, dtype=torch.bool, device=score.device))
-        del score
-    scores = held if numel <= _HELD else scores
-    if not num_pruned:
-        return masks
-    threshold = kth_smallest(scores, num_pruned, dtype=dtype)
-    ties_to_keep = numel - num_pruned
-    for i, mask in enumerate(masks):
-        torch.gt(_comparable(scores[i]), threshold, out=mask)
-        ties_to_keep -= int(mask.count_nonzero())
-    for i, mask in enumerate(masks):
-        if not ties_to_keep:
-            break
-        ties_to_keep -= _keep_ties_(mask, _comparable(scores[i]), threshold, ties_to_keep)
-    return masks
-
-
-def _keep_ties_(mask: Tensor, scores: Tensor, threshold: float, count: int) -> int:
-    """Keep the first `count` elements that equal the threshold; return how many there were to keep."""
-    kept = 0
-    for piece, score in zip(torch.split(mask.view(-1), _PIECE), torch.split(scores.reshape(-1), _PIECE), strict=True):
-        ties = ((score == threshold) & ~piece).nonzero().view(-1)[: count - kept]
-        piece[ties] = True
-        kept += ties.numel()
-    return kept
+from shared_core.distributed.sharded_tensors import is_sharded, part_of, whole
+from shared_core.engine.technique import Context
+from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, TrainingError
+from shared_core.pruning.config import PruneConfig
+from shared_core.pruning.patterns import block_scores
+from shared_core.pruning.schedules import Schedule
+from shared_core.pruning.scorers import Scorer
+from shared_core.pruning.selection import RankedScores, at_limit, count_kept, limit_notes, select_weights
+from shared_core.pruning.targets import Targets
 
 
 class MaskStore(Mapping[str, Tensor]):
@@ -265,9 +32,13 @@ class MaskStore(Mapping[str, Tensor]):
 
     A weight that FSDP2 shards is masked in the part that this process holds; its whole mask is kept packed, eight
     weights to a byte, so that saving needs no other process.
+
+    Args:
+        where: The technique, for errors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, where: str) -> None:
+        self._where = where
         self._weights: Mapping[str, Tensor] = {}
         self.parts: dict[str, Tensor] = {}
         """By name, bool, True = keep: of the whole weight, or of this process's part."""
@@ -289,7 +60,7 @@ class MaskStore(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name in self._packed:
             weight = self.weights[name]
-            return unpack_mask(self._packed[name], weight.shape, weight.device)
+            return unpack_bits(self._packed[name].to(weight.device), weight.shape)
         return self.parts[name]
 
     def __contains__(self, name: object) -> bool:
@@ -304,15 +75,14 @@ class MaskStore(Mapping[str, Tensor]):
     def set(self, masks: Mapping[str, Tensor]) -> None:
         """Take whole masks, equal on every process, in place of all there were."""
         self.num_pruned = {name: mask.numel() - count_kept(mask) for name, mask in masks.items()}
-        self._packed = {
-            name: pack_mask(mask) for name, mask in masks.items() if hasattr(self.weights[name], "device_mesh")
-        }
-        self.parts = {name: part_of(mask, self.weights[name]) for name, mask in masks.items()}
+        sharded = {name: mask for name, mask in masks.items() if is_sharded(self.weights[name])}
+        self._packed = {name: pack_bits(mask).cpu() for name, mask in sharded.items()}
+        self.parts = {**masks, **{name: part_of(mask, self.weights[name]) for name, mask in sharded.items()}}
         self._masked, self._masks = [self.weights[name] for name in masks], [*self.parts.values()]
 
     def packed(self) -> dict[str, Tensor]:
         """Return all masks, eight weights to a byte, as they are saved."""
-        return {name: pack_mask(mask) for name, mask in self.parts.items()} | self._packed
+        return {name: pack_bits(mask).cpu() for name, mask in self.parts.items()} | self._packed
 
     def apply(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
         """Set every pruned weight to exactly +0.0, or what `values` has for it: this process's part of it."""
@@ -334,7 +104,7 @@ class MaskStore(Mapping[str, Tensor]):
         try:
             apply_mask_(self._held(live), masks)
         except RuntimeError:
-            refuse_sparse(live)
+            refuse_sparse(self._where, live)
             raise
 
     def _held(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -342,14 +112,33 @@ class MaskStore(Mapping[str, Tensor]):
         return [*map(local_part, tensors)] if self._packed else tensors
 
 
-def refuse_sparse(gradients: Iterable[Tensor]) -> None:
-    """Refuse what cannot be masked.
+def refuse_sparse(where: str, gradients: Iterable[Tensor]) -> None:
+    """Refuse gradients of which no element can be set.
 
     Raises:
         CompatibilityError: If a gradient is sparse.
     """
     if not {gradient.layout for gradient in gradients} <= {torch.strided}:
-        raise CompatibilityError("prune: gradients must be dense, got a sparse one; use sparse=False")
+        raise CompatibilityError(f"{where}: gradients must be dense, got a sparse one; use sparse=False")
+
+
+@contextlib.contextmanager
+def naming_nan(where: str, weights: Mapping[str, Tensor], step: int) -> Iterator[None]:
+    """Surround what ranks weights, so that its error names a weight that is NaN.
+
+    Raises:
+        TrainingError: If one is.
+    """
+    try:
+        yield
+    except (ConfigError, TrainingError) as error:
+        name = next((name for name, weight in weights.items() if whole(weight.detach()).isnan().any()), None)
+        if name is None:
+            raise
+        raise TrainingError(
+            f"{where}: weights must be numbers, got NaN in {name} at step {step}; training has diverged: lower the "
+            "learning rate, or clip gradients"
+        ) from error
 
 
 def check_saved(masks: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, of_units: bool) -> None:
@@ -379,41 +168,266 @@ def check_saved(masks: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, o
             )
 
 
-@torch.no_grad()
-def nm_mask(weight: Tensor, n: int, m: int, *, axis: int = 1) -> Tensor:
-    """Return which elements to keep: of every `m` neighbours along the input axis the `n` of largest magnitude.
+SLOW_ON_ZEROS = (
+    "efftrain: prune: on a CPU Adam's step takes about twice as long when half of the gradients are zeros, as those of "
+    "pruned weights are where gradients are clipped or an optimizer mixes their elements; pass fused=True to the "
+    "optimizer, whose step does not"
+)
 
-    Among equal magnitudes the lowest index is kept (Mishra et al. 2021, arXiv:2104.08378: 2:4).
 
-    Args:
-        weight: Floating point scores or weights, two or more dimensions, without NaN.
-        n: How many of each group stay, from 1 to `m`.
-        m: Size of a group, at least 1; divides the input axis.
-        axis: The input axis: 1 for `torch.nn.Linear` and convolutions, 0 for transposed ones.
+def is_slow_on_zeros(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer takes the square root of second moments by a kernel that is slow on zeros.
 
-    Returns:
-        bool tensor of the same shape and device, True = keep; each group holds exactly `n`.
-
-    Raises:
-        ConfigError: If `n` or `m` is out of range, `m` does not divide the axis, or an element is NaN.
+    That is Adam on a CPU unless ``fused=True``: torch 2.13's ``sqrt`` takes five times as long on zeros, so that a step
+    with the masked gradients of a half pruned model takes more than twice as long.
 
     Example:
-        >>> nm_mask(torch.tensor([[0.1, -3.0, 2.0, 2.0]]), 2, 4)
-        tensor([[False,  True,  True, False]])
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> [is_slow_on_zeros(torch.optim.AdamW([weight], fused=fused)) for fused in (None, True)]
+        [True, False]
     """
-    if not (isinstance(n, int) and isinstance(m, int) and 1 <= n <= m):
-        raise ConfigError(f"nm_mask: n must be in [1, m], both whole numbers, got n = {n!r}, m = {m!r}")
-    if weight.ndim < 2 or not -weight.ndim <= axis < weight.ndim or weight.shape[axis] % m:
-        raise ConfigError(
-            f"nm_mask: the input axis must be a multiple of m = {m}, got axis {axis} of shape {tuple(weight.shape)}"
-        )
-    return nm_mask_of_scores(weight.detach().abs(), n, m, axis=axis)
+    return isinstance(optimizer, torch.optim.Adam) and any(
+        not group["fused"] and any(parameter.is_cpu for parameter in group["params"])
+        for group in optimizer.param_groups
+    )
 
 
 @torch.no_grad()
-def nm_mask_of_scores(scores: Tensor, n: int, m: int, *, axis: int) -> Tensor:
-    """Return `nm_mask` of scores, whose sign counts: the `n` largest of each group stay."""
-    try:
-        return n_of_m_mask(scores, n, m, axis)
-    except ValueError as error:
-        raise ConfigError("nm_mask: scores must not be NaN") from error
+def clear_moments_(
+    optimizers: Iterable[torch.optim.Optimizer], weights: Mapping[str, Tensor], masks: Mapping[str, Tensor]
+) -> None:
+    """Zero, in place, what the optimizers' states hold for weights that are not kept.
+
+    That is every floating-point state tensor whose last dimensions are the weight's (moments, momentum,
+    their maxima), and bitsandbytes' 8-bit codes, where zero is the position of 0.0 in the code book
+    ``qmap<i>`` beside ``state<i>`` (127 in the signed one, 0 in the unsigned) and the scale of a block need
+    not change.
+
+    Args:
+        optimizers: Their ``state`` is looked up by parameter.
+        weights: Parameters by name.
+        masks: bool by the same names, True = keep.
+    """
+    for optimizer in optimizers:
+        for name, weight in weights.items():
+            if weight not in optimizer.state:
+                continue
+            state, mask = optimizer.state[weight], masks[name]
+            for key, value in state.items():
+                if not isinstance(value, Tensor) or value.shape[-weight.ndim :] != weight.shape:
+                    continue
+                value = local_part(value)
+                if type(value) is not Tensor:
+                    continue
+                if value.is_floating_point():
+                    apply_mask_([value], [mask.to(value.device)])
+                elif value.dtype == torch.uint8 and key.replace("state", "qmap") in state:
+                    zero = int(state[key.replace("state", "qmap")].abs().argmin())
+                    value.masked_fill_(~mask.to(value.device), zero)
+
+
+NOTES = {
+    "unstructured": "Unstructured sparsity makes compressed files smaller; dense matrix products do not get faster.",
+    "n_m": "2:4 is faster on GPUs with sparse tensor cores once converted; other patterns make files smaller.",
+    "layer": "Masked layers cost as much as before, and `eff shrink` keeps them: take them out of the model's code.",
+    "block": "Blocks are faster in block-sparse kernels at high sparsity alone; dense matrix products are not.",
+}
+"""By granularity; of the others `UNITS_NOTE`."""
+UNITS_NOTE = "Masked units cost as much as before; `eff shrink` removes them, and makes the model smaller and faster."
+
+
+class MaskPolicy:
+    """Masks of single weights that stay: a pruned weight is +0.0 after every step, and scores below every live one.
+
+    A technique calls `begin`, then `observe`, `shape_gradients`, and `take` or `hold`, and `end_step` in every step,
+    and `freeze` when the masks are final.
+
+    Args:
+        config: Criterion, granularity and scope.
+        targets: The weights within reach, and those with a sparsity of their own.
+        scorer: What computes scores.
+    """
+
+    stays_pruned: ClassVar[bool] = True
+    """Whether a weight that is pruned once is pruned in every later mask."""
+
+    def __init__(self, config: PruneConfig, targets: Targets, scorer: Scorer) -> None:
+        self.config, self.targets, self.scorer = config, targets, scorer
+        self.store = MaskStore(config.key)
+        self.weights: Mapping[str, nn.Parameter] = {}
+        self.schedule = Schedule(config)
+        self.is_final = False
+        """Whether no mask changes any more."""
+
+    def begin(self, model: nn.Module, schedule: Schedule) -> None:
+        """Take hold of the parameters that the modules hold now."""
+        self.weights = self.store.weights = self.targets.weights()
+        self.schedule = schedule
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Put saved masks on the weights' devices, and apply them.
+
+        Raises:
+            CheckpointError: If one is of a tensor that there is not.
+        """
+        weights, packed = self.store.weights, state["masks"]
+        if strange := sorted(set(packed) - set(weights)):
+            raise CheckpointError(f"prune: saved masks must be those of this model, got one of {strange[0]}")
+        there = {name: mask.to(weights[name].device) for name, mask in packed.items()}  # an eighth of the bytes travels
+        self.store.set({name: unpack_bits(mask, weights[name].shape) for name, mask in there.items()})
+        self.store.apply()
+        if self.is_final:
+            self.scorer.detach()
+
+    def listen(self, model: nn.Module) -> None:
+        """Watch what the run shows until `freeze`, beyond what the scorer's hooks see."""
+
+    def new_micro_batch(self) -> None:
+        """Forget what was watched of the micro-batch before."""
+
+    def observe(self, context: Context, gradients: Mapping[str, Tensor]) -> None:
+        """Take in the complete gradients of a step, before it is applied."""
+        if self.scorer.needs:
+            self.scorer.observe_step(self.weights, gradients)
+
+    def shape_gradients(self, context: Context) -> None:
+        """Zero the gradients of pruned weights where they would move live ones, by a norm or a mixing optimizer."""
+        if self.store and context.gradients_mix:
+            self.store.apply_to_gradients()
+
+    def hold(self) -> None:
+        """The step was applied and masks stay: undo what momentum and weight decay did under them."""
+        self.store.apply()
+
+    def end_step(self) -> None:
+        """Forget what the step showed, whether it was applied or skipped."""
+        self.scorer.discard_step()  # a probe may have run another backward through the hooks
+
+    def next_masks(self, context: Context, sparsity: float, own: Mapping[str, float]) -> dict[str, Tensor]:
+        """Return whole masks by what was observed; a weight that nothing has reached yet keeps what it has.
+
+        Args:
+            context: Of the session.
+            sparsity: Share to prune, in [0, 1).
+            own: By name the share of those weights that are pruned by themselves.
+        """
+        self.scorer.reduce()
+        self.lay_open()
+        unseen = [name for name in self.weights if self.scorer.ready and not self.scorer.has_seen(name)]
+        return self.choose(context, sparsity, own, unseen)
+
+    def lay_open(self) -> None:
+        """Put the weights that are scored in place: what is pruned scores as 0, and begins there if it comes back."""
+        self.store.apply()
+
+    def choose(
+        self, context: Context, sparsity: float, own: Mapping[str, float], unseen: Collection[str] = ()
+    ) -> dict[str, Tensor]:
+        """Return whole masks by the weights and what is gathered now; arguments are those of `next_masks`.
+
+        Args:
+            context: Of the session.
+            sparsity: Share to prune.
+            own: Shares of single weights.
+            unseen: Weights that there is nothing to score by.
+        """
+        store = self.store
+        if store and self.stays_pruned and self.config.resolved_scope == "global":
+            sizes = {name: weight.numel() for name, weight in self.weights.items()}
+            count = round(sparsity * sum(size for name, size in sizes.items() if name not in own))
+            if sum(store.num_pruned.values()) == count + sum(round(share * sizes[name]) for name, share in own.items()):
+                return dict(store)
+        kept = {
+            name: store[name] if name in store else torch.ones_like(self.weights[name], dtype=torch.bool)
+            for name in unseen
+        }
+        scored = {name: weight for name, weight in self.weights.items() if name not in kept}
+        scores = RankedScores(scored, store if self.stays_pruned else {}, self.scorer)
+        return kept | select_weights(self.config, self.targets.modules, scores, sparsity, own)
+
+    def take(self, context: Context, masks: Mapping[str, Tensor]) -> None:
+        """Put new masks in place of those there were."""
+        before = dict(self.store.parts)
+        self.store.set(masks)
+        # Of those that changed alone: moments that grew again under older zeros reach no live weight, and AdamW's
+        # square root is several times slower on zeros (torch 2.13, CPU). Grown again, a weight starts without moments.
+        for name, part in self.store.parts.items():  # one by one: few more than the masks are held at a time
+            live = before.pop(name).eq(part) if name in before else part
+            clear_moments_(context.optimizers, {name: self.store.weights[name]}, {name: live})
+        self.store.apply()
+
+    def freeze(self, context: Context) -> None:
+        """Make the masks final: nothing learns under them any more, and nothing is gathered."""
+        self.is_final = True
+        self.scorer.detach()
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self.scorer.detach()
+        self.store.set({})
+        self.weights, self.store.weights = {}, {}
+
+    def gather(self) -> None:
+        """Hold whole what is kept in parts, until `release`; every process must call it."""
+        self.scorer.gather()
+
+    def release(self) -> None:
+        """Undo `gather`."""
+        self.scorer.release()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the masks, eight weights to a byte, what lies under them, and what was gathered."""
+        return {"masks": self.store.packed(), "hidden": {}, "scorer": self.scorer.state_dict(), "units": {}}
+
+    @property
+    def own(self) -> Mapping[str, float]:
+        """By layer the share that it loses by itself at the end."""
+        return self.targets.own
+
+    def layers(self) -> dict[str, tuple[int, int]]:
+        """Return by layer how many there are of what is pruned whole, and how many of them are gone."""
+        store = self.store
+        if self.config.granularity != "block":
+            return {name: (store.weights[name].numel(), store.num_pruned[name]) for name in store}
+        tiles = {name: block_scores(mask.float(), self.config.block_size) > 0 for name, mask in store.items()}
+        return {name: (kept.numel(), kept.numel() - count_kept(kept)) for name, kept in tiles.items()}
+
+    def report(self) -> dict[str, Any]:
+        """Return what the receipt tells of units."""
+        return {}
+
+    def layers_report(self) -> dict[str, Any]:
+        """Return by which scope layers lost what they did, which could not give more, and what a user should know."""
+        config, store = self.config, self.store
+        capped: list[str] = []
+        if config.layers_differ:
+            alone = self.own
+            others = {name: counts for name, counts in self.layers().items() if name not in alone}
+            capped = at_limit(config.most_of_a_layer, config.sparsity, others)
+        reached = [name for name in store if name in self.targets.modules]
+        counts = {name: (store.weights[name].numel(), store.num_pruned[name]) for name in reached}
+        return {
+            "scope": config.resolved_scope if config.layers_differ or config.granularity == "layer" else "local",
+            "max_layer_sparsity": config.most_of_a_layer if config.layers_differ else None,
+            "capped": capped,
+            "overrides": dict(self.targets.sparsities),
+            "notes": limit_notes(config.key, config.most_of_a_layer, capped, counts),
+            "note": NOTES.get(config.granularity, UNITS_NOTE),
+        }
+
+
+def weights_report(weights: Mapping[str, Tensor], counted: Mapping[str, int]) -> dict[str, Any]:
+    """Return how many weights are zero, of each tensor and in all, counted in the weights.
+
+    Args:
+        weights: By name.
+        counted: By name the zeros of sharded weights as they were last counted: gathering needs every process, and a
+            receipt is written by one.
+    """
+    tensors: list[dict[str, Any]] = []
+    for name, weight in weights.items():
+        pruned = counted.get(name, 0) if is_sharded(weight) else weight.numel() - int(weight.detach().count_nonzero())
+        entry = {"name": name, "shape": list(weight.shape), "numel": weight.numel(), "pruned": pruned}
+        tensors.append({**entry, "sparsity": pruned / weight.numel()})
+    numel, pruned = sum(entry["numel"] for entry in tensors), sum(entry["pruned"] for entry in tensors)
+    return {"tensors": tensors, "numel": numel, "pruned": pruned, "sparsity": pruned / numel if numel else 0.0}

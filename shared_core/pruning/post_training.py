@@ -19,13 +19,12 @@ from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.modules.matching import check_model
 from shared_core.pruning.calibration import Calibration, Loss
-from shared_core.pruning.config import DURING_TRAINING, GATHERED, TRACED, UNITS, PruneConfig
-from shared_core.pruning.masks import MaskStore
-from shared_core.pruning.scorers import layer_costs, make_scorer
-from shared_core.pruning.selection import RankedScores, select_weights
-from shared_core.pruning.structured import UnitPruning
+from shared_core.pruning.config import DURING_TRAINING, GATHERED, TRACED, PruneConfig
+from shared_core.pruning.masks import weights_report
+from shared_core.pruning.schedules import Schedule
+from shared_core.pruning.scorers import layer_costs
 from shared_core.pruning.targets import find_targets
-from shared_core.pruning.technique import NOTES, UNITS_NOTE, layers_report, weights_report
+from shared_core.pruning.technique import make_policy
 
 
 @dataclass(frozen=True)
@@ -139,29 +138,22 @@ def prune(
     _check_weights(config, weights)
     context = Context(model=model)
     context.generator.manual_seed(seed)
-    scorer = make_scorer(config.weight_criterion, targets.modules, generator=context.generator)
-    units = UnitPruning(config, targets.modules, targets.own) if config.granularity in UNITS else None
-    store = MaskStore()
-    store.weights = units.tensors(model) if units else weights
-    calibrating = Calibration(model, scorer, units, store.weights, loss)
+    policy = make_policy(config, targets, context.generator)
+    policy.begin(model, Schedule(config))
+    calibrating = Calibration(model, policy, loss)
     if batches and (
         config.granularity in TRACED or config.criterion == "shapley" or config.cost in ("flops", "energy")
     ):
         calibrating.look_at(config, batches[0])
     elif config.cost == "bytes":
-        scorer.costs = layer_costs(targets.modules, "bytes")
+        policy.scorer.costs = layer_costs(targets.modules, "bytes")
     if config.criterion in GATHERED and config.criterion != "shapley":
         calibrating.run(config, batches, progress)
-    if units:
-        masks = units.masks(context, scorer, store, config.sparsity, targets.own)
-    else:
-        scores = RankedScores(weights, {}, scorer)
-        masks = select_weights(config, targets.modules, scores, config.sparsity, targets.own)
-    store.set(masks)
-    store.apply()
+    policy.take(context, policy.choose(context, config.sparsity, targets.own))
+    told = policy.report()
     return PruneReport(
-        masks=dict(store),
-        **weights_report(weights, store.num_pruned),
+        masks=dict(policy.store),
+        **weights_report(weights, policy.store.num_pruned),
         criterion=config.criterion,
         granularity=config.granularity,
         left_out=targets.left_out,
@@ -169,10 +161,9 @@ def prune(
         batches_left_out=calibrating.batches_left_out,
         examples=calibrating.examples,
         seconds=time.perf_counter() - started,
-        note=NOTES.get(config.granularity, UNITS_NOTE),
-        **layers_report(config, targets, store, units),
+        **policy.layers_report(),
         coverage=reached.to_dict() if reached is not None else {},
-        **_told(units, store),
+        **{name: told[name] for name in ("units", "groups_left_out") if name in told},
     )
 
 
@@ -247,8 +238,3 @@ def _check_weights(config: PruneConfig, weights: Mapping[str, Tensor]) -> None:
             raise CompatibilityError(
                 f"prune: weights of {name} must be finite, got NaN or infinity; look for the diverged step"
             )
-
-
-def _told(units: UnitPruning | None, store: MaskStore) -> dict[str, Any]:
-    told = units.report(store) if units else {}
-    return {name: told[name] for name in ("units", "groups_left_out") if name in told}

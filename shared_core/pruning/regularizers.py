@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import MatchError
-from shared_core.modules.matching import plain_name
-from shared_core.modules.weight_views import output_axis, weight_of
+from shared_core.modules.matching import plain_name, weight_of
+from shared_core.modules.weight_views import output_axis
 
 
 @torch.no_grad()

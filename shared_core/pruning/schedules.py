@@ -1,51 +1,86 @@
-"""When masks change in a run.
+"""When masks change in a run, and how sparsity grows over its steps.
 
-How sparsity grows over the steps of a run.
+The functions of a step take the arguments of `linear_sparsity`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from shared_core.engine.preview import Event, every
 from shared_core.engine.technique import Context
 from shared_core.pruning.config import PruneConfig
 
 
-def resolve_moments(config: PruneConfig, context: Context) -> tuple[int, int]:
-    """Return the steps of the first and the last update; checkpoints from before the latter are marked.
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of one run at which masks are made, and how sparse they are then; `resolve` finds the steps."""
 
-    Raises:
-        ConfigError: If they do not fit the run.
-    """
-    end = config.end if config.updates_until_end else config.begin
-    first, last = context.resolve_range(config.begin, end, "prune")
-    if config.needs_a_step:
-        first, last = max(1, first), max(1, last)
-    # a checkpoint from before the end is less sparse than what the run promises: no ingredient for a soup
-    context.first_usable_step = max(context.first_usable_step, last)
-    return first, last
+    config: PruneConfig
+    begin: int = 0
+    """Step of the first update."""
+    end: int = 0
+    """Step of the last one."""
 
+    @classmethod
+    def resolve(cls, config: PruneConfig, context: Context) -> Schedule:
+        """Return the schedule of a run; checkpoints from before its end are marked.
 
-def moments_told(config: PruneConfig, first: int, last: int, own: Mapping[str, float]) -> list[Event]:
-    """Return what happens at the steps that `resolve_moments` returned.
+        Raises:
+            ConfigError: If it does not fit the run.
+        """
+        end = config.end if config.updates_until_end else config.begin
+        first, last = context.resolve_range(config.begin, end, "prune")
+        if config.needs_a_step:
+            first, last = max(1, first), max(1, last)
+        # a checkpoint from before the end is less sparse than what the run promises: no ingredient for a soup
+        context.first_usable_step = max(context.first_usable_step, last)
+        return cls(config, first, last)
 
-    Args:
-        config: Schedule and sparsity.
-        first: Step of the first update.
-        last: Step of the last one.
-        own: By name the sparsity of each weight that is pruned by itself.
-    """
-    shares = ", ".join([f"sparsity {config.sparsity:g}", *(f"{name} {share:g}" for name, share in own.items())])
-    if not config.updates_until_end:
-        return [(first, f"masks are made once, {shares}; they stay to the end")]
-    growth = f"{config.schedule} from {config.initial_sparsity:g}" if config.schedule != "one_shot" else "at once"
-    moving = f"; {config.dynamic} moves them" if config.dynamic != "none" else ""
-    return [
-        (first, f"first masks, sparsity grows ({growth}), new masks {every(config.every)}{moving}"),
-        (last, f"last masks, {shares}; they stay to the end"),
-    ]
+    def is_due(self, step: int) -> bool:
+        """Return whether masks are made after `step`: each `every` steps from `begin`, and at `end`.
+
+        Example:
+            >>> schedule = Schedule(PruneConfig(sparsity=0.5, every=4), begin=2, end=9)
+            >>> [step for step in range(12) if schedule.is_due(step)]
+            [2, 6, 9]
+        """
+        on_time = (step - self.begin) % self.config.every == 0 or step == self.end
+        return self.begin <= step <= self.end and on_time
+
+    def sparsity(self, step: int, final: float) -> float:
+        """Return the sparsity after `step` of what is to have `final` in the end.
+
+        Example:
+            >>> config = PruneConfig(sparsity=0.5, schedule="linear")
+            >>> Schedule(config, begin=0, end=10).sparsity(5, 0.5)
+            0.25
+        """
+        config = self.config
+        initial = min(config.initial_sparsity, final)
+        grown: Callable[..., float] = functools.partial(iterative_sparsity, every=config.every)
+        grown = SCHEDULES.get(config.schedule, grown)
+        return grown(step, begin=self.begin, end=self.end, initial=initial, final=final)
+
+    def events(self, own: Mapping[str, float]) -> list[Event]:
+        """Return what happens when.
+
+        Args:
+            own: By name the sparsity of each weight that is pruned by itself.
+        """
+        config = self.config
+        shares = ", ".join([f"sparsity {config.sparsity:g}", *(f"{name} {share:g}" for name, share in own.items())])
+        if not config.updates_until_end:
+            return [(self.begin, f"masks are made once, {shares}; they stay to the end")]
+        growth = f"{config.schedule} from {config.initial_sparsity:g}" if config.schedule != "one_shot" else "at once"
+        moving = f"; {config.dynamic} moves them" if config.dynamic != "none" else ""
+        return [
+            (self.begin, f"first masks, sparsity grows ({growth}), new masks {every(config.every)}{moving}"),
+            (self.end, f"last masks, {shares}; they stay to the end"),
+        ]
 
 
 def _progress(step: int, begin: int, end: int) -> float:
@@ -56,13 +91,6 @@ def _progress(step: int, begin: int, end: int) -> float:
 
 def one_shot_sparsity(step: int, *, begin: int, end: int, initial: float, final: float) -> float:
     """Return `final` from `begin` on, `initial` before; `end` plays no part.
-
-    Args:
-        step: Applied optimizer steps.
-        begin: Step of the only update.
-        end: Not used.
-        initial: Sparsity before, in [0, 1].
-        final: Sparsity from `begin` on, in [0, 1].
 
     Example:
         >>> one_shot_sparsity(10, begin=10, end=10, initial=0.0, final=0.8)
@@ -80,8 +108,8 @@ def linear_sparsity(step: int, *, begin: int, end: int, initial: float, final: f
         step: Applied optimizer steps.
         begin: First step of the schedule.
         end: Last step; not before `begin`.
-        initial: Sparsity at and before `begin`, in [0, 1].
-        final: Sparsity at and after `end`, in [0, 1].
+        initial: Sparsity at and before `begin`, in [0, 1]; exponential and iterative: below 1.
+        final: Sparsity at and after `end`, likewise.
 
     Example:
         >>> linear_sparsity(50, begin=0, end=100, initial=0.0, final=0.8)
@@ -97,16 +125,6 @@ def cubic_sparsity(step: int, *, begin: int, end: int, initial: float, final: fl
     pruned while the network has weights to spare, little when it has few (Zhu and Gupta 2017,
     arXiv:1710.01878, equation 1).
 
-    Args:
-        step: Applied optimizer steps.
-        begin: First step of the schedule.
-        end: Last step; not before `begin`.
-        initial: Sparsity at and before `begin`, in [0, 1].
-        final: Sparsity at and after `end`, in [0, 1].
-
-    Returns:
-        The sparsity, in [0, 1].
-
     Example:
         >>> cubic_sparsity(50, begin=0, end=100, initial=0.0, final=0.8)
         0.7000000000000001
@@ -121,16 +139,6 @@ def cosine_sparsity(step: int, *, begin: int, end: int, initial: float, final: f
 
     ``s = s_f + (s_0 - s_f)(1 + cos πτ)/2`` with ``τ = (step - begin) / (end - begin)`` clamped to [0, 1].
 
-    Args:
-        step: Applied optimizer steps.
-        begin: First step of the schedule.
-        end: Last step; not before `begin`.
-        initial: Sparsity at and before `begin`, in [0, 1].
-        final: Sparsity at and after `end`, in [0, 1].
-
-    Returns:
-        The sparsity, in [0, 1].
-
     Example:
         >>> round(cosine_sparsity(50, begin=0, end=100, initial=0.0, final=0.8), 12)
         0.4
@@ -142,16 +150,6 @@ def exponential_sparsity(step: int, *, begin: int, end: int, initial: float, fin
     """Return a sparsity whose remaining share shrinks by the same factor every step.
 
     ``1 - s = (1 - s_0)·((1 - s_f) / (1 - s_0))^τ`` with ``τ = (step - begin) / (end - begin)`` clamped to [0, 1].
-
-    Args:
-        step: Applied optimizer steps.
-        begin: First step of the schedule.
-        end: Last step; not before `begin`.
-        initial: Sparsity at and before `begin`, in [0, 1).
-        final: Sparsity at and after `end`, in [0, 1).
-
-    Returns:
-        The sparsity, in [0, 1).
 
     Example:
         >>> exponential_sparsity(50, begin=0, end=100, initial=0.0, final=0.75)
@@ -169,17 +167,6 @@ def iterative_sparsity(step: int, *, begin: int, end: int, initial: float, final
 
     With n updates (at ``begin``, each `every` steps, and at ``end``) the remaining share after update j of n is
     ``(1 - s_0)·((1 - s_f) / (1 - s_0))^(j/n)`` (iterative pruning, Han et al. 2015, arXiv:1506.02626).
-
-    Args:
-        step: Applied optimizer steps.
-        begin: Step of the first update.
-        end: Step of the last one; not before `begin`.
-        initial: Sparsity before `begin`, in [0, 1).
-        final: Sparsity at and after `end`, in [0, 1).
-        every: Steps between two updates, at least 1.
-
-    Returns:
-        The sparsity, in [0, 1).
 
     Example:
         >>> [iterative_sparsity(step, begin=0, end=10, initial=0.0, final=0.75, every=10) for step in (0, 9, 10)]
@@ -203,37 +190,4 @@ SCHEDULES: dict[str, Callable[..., float]] = {
     "cosine": cosine_sparsity,
     "exponential": exponential_sparsity,
 }
-"""By name: functions of ``(step, *, begin, end, initial, final)``; ``iterative`` needs to know its updates too."""
-
-
-def scheduled_sparsity(
-    schedule: str, step: int, *, begin: int, end: int, initial: float, final: float, every: int
-) -> float:
-    """Return the sparsity that the schedule of this name asks for after `step`.
-
-    Args:
-        schedule: A key of `SCHEDULES`, or ``iterative``.
-        step: Applied optimizer steps.
-        begin: First step of the schedule.
-        end: Last step; not before `begin`.
-        initial: Sparsity before, in [0, 1).
-        final: Sparsity at and after `end`, in [0, 1).
-        every: Steps between two updates.
-
-    Example:
-        >>> scheduled_sparsity("linear", 5, begin=0, end=10, initial=0.0, final=0.5, every=1)
-        0.25
-    """
-    if schedule == "iterative":
-        return iterative_sparsity(step, begin=begin, end=end, initial=initial, final=final, every=every)
-    return SCHEDULES[schedule](step, begin=begin, end=end, initial=initial, final=final)
-
-
-def update_is_due(step: int, *, begin: int, end: int, every: int) -> bool:
-    """Return whether masks are recomputed after `step`: each `every` steps from `begin`, and at `end`.
-
-    Example:
-        >>> [step for step in range(12) if update_is_due(step, begin=2, end=9, every=4)]
-        [2, 6, 9]
-    """
-    return begin <= step <= end and ((step - begin) % every == 0 or step == end)
+"""By name: functions of ``(step, *, begin, end, initial, final)``; `iterative_sparsity` takes `every` too."""

@@ -1,4 +1,4 @@
-"""Which weights a scope and a granularity prune, given their scores, and how sparse each tensor becomes.
+"""From scores to masks under one threshold, exact and with ties broken alike on every machine; and by layers' limits.
 
 A limit per layer keeps one layer from losing nearly everything while others stay dense.
 """
@@ -7,68 +7,221 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
-from eff_kernels.pruning import rank_below_
+from eff_kernels.pruning import keep_largest_, kth_smallest, rank_below_
 from torch import Tensor, nn
 
 from shared_core.distributed.sharded_tensors import whole
 from shared_core.errors import ConfigError
-from shared_core.modules.weight_views import from_output_rows, input_axis, output_rows
+from shared_core.modules.weight_views import input_axis
 from shared_core.pruning.config import PruneConfig
-from shared_core.pruning.masks import block_scores, expand_blocks, nm_mask_of_scores, prune_mask, prune_masks, some
+from shared_core.pruning.patterns import (
+    block_scores,
+    erdos_renyi_sparsities,
+    expand_blocks,
+    nm_mask_of_scores,
+    row_mask,
+)
 from shared_core.pruning.scorers import Scorer
 from shared_core.pruning.scorers.weight_scorers import below_threshold_mask
 
+_PIECE = 1 << 21
+_HELD = 12_000_000
 
-def erdos_renyi_sparsities(
-    shapes: Sequence[Sequence[int]], sparsity: float, *, kernel: bool = False, most: float = 1.0
-) -> list[float]:
-    """Return a sparsity for each tensor, so that large ones are sparser and all together reach `sparsity`.
 
-    Density is ``ε·(n_in + n_out)/(n_in·n_out)``, with `kernel` ``ε·(n_in + n_out + k_h + k_w)/numel``, and 1 where that
-    is more, ``1 - most`` where it is less; ε is solved again for the others until it holds (Mocanu et al. 2018,
-    arXiv:1707.04780; Evci et al. 2020, arXiv:1911.11134).
+@torch.no_grad()
+def prune_mask(scores: Tensor, sparsity: float) -> Tensor:
+    """Return which elements to keep: the lowest scores go, exactly ``n - round(sparsity·n)`` stay.
+
+    ``round`` is Python's (halves to even). Among equal scores the lowest flat index is kept.
 
     Args:
-        shapes: Of two or more dimensions, ``(n_out, n_in, *kernel)``.
-        sparsity: Share of all elements to prune, in [0, 1].
-        kernel: Whether kernel sizes count (Erdős–Rényi kernel), or a convolution's kernel is part of its size only.
-        most: The largest sparsity of one tensor, at least `sparsity`.
+        scores: Floating point, any shape (also 0-d and empty) and device. Infinities are fine.
+        sparsity: Share of elements to prune, in [0, 1].
+
+    Returns:
+        bool tensor of the same shape and device, True = keep.
 
     Raises:
-        ConfigError: If `sparsity` is not in [0, 1], or a shape has fewer than two dimensions or no elements.
+        ConfigError: If `sparsity` is not in [0, 1], or a score is NaN or not floating point.
 
     Example:
-        >>> [round(share, 4) for share in erdos_renyi_sparsities([(4, 4), (64, 64)], 0.9)]
-        [0.0, 0.9035]
+        >>> prune_mask(torch.tensor([3.0, 1.0, 2.0, 1.0]), 0.25)
+        tensor([ True,  True,  True, False])
     """
+    return _masks([scores], round(_checked(sparsity) * scores.numel()))[0]
+
+
+@torch.no_grad()
+def prune_masks(scores: Sequence[Tensor], sparsity: float, most: Sequence[int] | None = None) -> list[Tensor]:
+    """Return which elements of several tensors to keep when all compete under one threshold.
+
+    ``round(sparsity·n)`` of all n elements go, lowest scores first; among equal scores the earlier tensor,
+    then the lowest flat index is kept. Each tensor keeps at least its best element, so that none is ever
+    emptied, and loses `most` elements at most: what it may not give, the others give. The count is exact, unless all
+    together may not give as much.
+
+    Args:
+        scores: Floating point, any shapes. Read by index, several times: may be computed on access.
+        sparsity: Share of all elements to prune, in [0, 1].
+        most: How many elements of each tensor may go; its scores of -inf go beyond that, as they are pruned already.
+
+    Returns:
+        bool tensors of the same shapes and devices, True = keep.
+
+    Raises:
+        ConfigError: If `sparsity` is not in [0, 1], or a score is NaN or not floating point.
+
+    Example:
+        >>> prune_masks([torch.tensor([9.0, 1.0, 8.0]), torch.tensor([0.1])], 0.5)
+        [tensor([ True, False, False]), tensor([True])]
+        >>> prune_masks([torch.tensor([0.3, 0.1, 0.2]), torch.tensor([9.0, 8.0, 7.0])], 0.5, most=[1, 2])
+        [tensor([ True, False,  True]), tensor([ True, False, False])]
+    """
+    sizes = [tensor.numel() for tensor in getattr(scores, "tensors", scores)]
+    limits = [max(min(size - 1, limit), 0) for size, limit in zip(sizes, most or sizes, strict=True)]
+    left = min(round(_checked(sparsity) * sum(sizes)), sum(limits))
+    masks: dict[int, Tensor] = {}
+    competing = list(range(len(sizes)))
+    while competing:
+        masks |= zip(competing, _masks(some(scores, competing), left), strict=True)
+        over = [i for i in competing if sizes[i] - count_kept(masks[i]) > limits[i]]
+        if not over:
+            break
+        # one that gives less makes the others give more, so that what is over its limit now is so in the end
+        for i in over:
+            limits[i] = max(limits[i], min(int(scores[i].eq(-torch.inf).count_nonzero()), sizes[i] - 1))
+            masks[i] = _masks([scores[i]], limits[i])[0]
+            left -= limits[i]
+        competing = [i for i in competing if i not in over]
+    return [masks[i] for i in range(len(sizes))]
+
+
+def count_kept(mask: Tensor) -> int:
+    """Return how many elements of a mask are True."""
+    # numpy counts bool thirty times as fast as torch 2.13 does on a CPU
+    return int(np.count_nonzero(mask.numpy()) if mask.is_cpu else mask.count_nonzero())
+
+
+def some(scores: Sequence[Tensor], chosen: list[int]) -> Sequence[Tensor]:
+    """Return the scores at some places; what is computed on access stays so."""
+    if len(chosen) == len(scores):
+        return scores
+    return [scores[i] for i in chosen] if isinstance(scores, list | tuple) else _Some(scores, chosen)
+
+
+class _Some(Sequence[Tensor]):
+    """Some of the scores that are computed on access."""
+
+    def __init__(self, scores: Any, chosen: list[int]) -> None:
+        self._scores, self._chosen = scores, chosen
+        self.tensors = [getattr(scores, "tensors", scores)[i] for i in chosen]
+        part = getattr(scores, "part", None)
+        self.part = part and (lambda i, where: part(chosen[i], where))
+        self.floor = getattr(scores, "floor", None)
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
+        found: Tensor = self._scores[self._chosen[index]]
+        return found
+
+
+def _checked(sparsity: float) -> float:
     if not 0 <= sparsity <= 1:
-        raise ConfigError(f"erdos_renyi_sparsities: sparsity must be in [0, 1], got {sparsity!r}")
-    numels, shares = [], []
-    for shape in shapes:
-        if len(shape) < 2:
-            raise ConfigError(f"erdos_renyi_sparsities: shapes must have two dimensions or more, got {tuple(shape)}")
-        numel = math.prod(shape)
-        if not numel:
-            raise ConfigError(f"erdos_renyi_sparsities: shapes must not be empty, got {tuple(shape)}, no weights")
-        numels.append(numel)
-        # without the kernel's sizes a convolution is a matrix n_out x n_in of kernels
-        shares.append(sum(shape) / numel if kernel else sum(shape[:2]) / (shape[0] * shape[1]))
-    fixed: dict[int, float] = {}  # densities
-    kept = (1 - sparsity) * sum(numels)
-    while True:
-        open_ = [i for i in range(len(numels)) if i not in fixed]
-        weight = sum(shares[i] * numels[i] for i in open_)
-        epsilon = (kept - sum(density * numels[i] for i, density in fixed.items())) / weight if weight else 0.0
-        over = {i: 1.0 for i in open_ if epsilon * shares[i] > 1}
-        under = {i: 1 - most for i in open_ if epsilon * shares[i] < 1 - most}
-        if not over and not under:
-            return [1 - fixed.get(i, max(0.0, epsilon) * shares[i]) for i in range(len(numels))]
-        # what those over may not keep raises ε for the others, what those under must keep lowers it: where more is to
-        # be handed out than taken back those over stay over, whatever becomes of the others
-        surplus = sum((epsilon * shares[i] - density) * numels[i] for i, density in (over | under).items())
-        fixed |= (over if surplus >= 0 else {}) | (under if surplus <= 0 else {})
+        raise ConfigError(f"prune_mask: sparsity must be in [0, 1], got {sparsity!r}")
+    return float(sparsity)
+
+
+def _comparable(scores: Tensor) -> Tensor:
+    scores = scores.detach()
+    return scores if scores.dtype in (torch.float32, torch.float64) else scores.float()
+
+
+def _refuse_nan(scores: Tensor, index: int) -> None:
+    flat = scores.reshape(-1)
+    if not flat.numel():
+        return
+    peak = int(flat.numpy().argmax()) if flat.is_cpu else int(flat.argmax())  # a NaN counts as largest
+    if flat[peak].isnan():
+        raise ConfigError(f"prune_mask: scores must not be NaN, got one in tensor {index} at flat index {peak}")
+
+
+def _masks(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor]:
+    return _masks_by_sample(scores, num_pruned) or _masks_by_histogram(scores, num_pruned)
+
+
+def _masks_by_sample(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor] | None:
+    """Return the masks in one pass over the scores, on CPU; None where that cannot be."""
+    like: Sequence[Tensor] = getattr(scores, "tensors", scores)
+    numel = sum(tensor.numel() for tensor in like)
+    if not 0 < num_pruned < numel or len({(tensor.dtype, tensor.device.type) for tensor in like}) > 1:
+        return None
+    if like[0].device.type != "cpu" or not like[0].is_floating_point():
+        return None
+
+    part = getattr(scores, "part", None)
+    if part is None:
+        if not isinstance(scores, list | tuple):
+            return None  # scores computed on access would be computed whole for every slice
+
+        def part(index: int, where: slice) -> Tensor:
+            return _comparable(scores[index].reshape(-1)[where])
+
+    masks = [torch.empty(tensor.shape, dtype=torch.bool) for tensor in like]
+    try:
+        threshold = keep_largest_(masks, part, num_pruned)
+    except ValueError:
+        return None  # the other way names the place of the NaN
+    floor: float | None = getattr(scores, "floor", None)
+    if threshold is None or (floor is not None and threshold <= floor):
+        return None  # a live weight may tie with a pruned one
+    return masks
+
+
+def _masks_by_histogram(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor]:
+    masks: list[Tensor] = []
+    held: list[Tensor] = []
+    dtype = torch.float32
+    numel = 0
+    for i in range(len(scores)):
+        score = scores[i]
+        numel += score.numel()
+        # few scores are computed once and held; of many only one tensor's at a time
+        held = [*held, score] if numel <= _HELD else []
+        if not score.is_floating_point():
+            raise ConfigError(f"prune_mask: scores must be floating point, got {score.dtype} in tensor {i}")
+        dtype = torch.float64 if score.dtype == torch.float64 else dtype
+        _refuse_nan(_comparable(score), i)
+        masks.append(torch.ones(score.shape, dtype=torch.bool, device=score.device))
+        del score
+    scores = held if numel <= _HELD else scores
+    if not num_pruned:
+        return masks
+    threshold = kth_smallest(scores, num_pruned, dtype=dtype)
+    ties_to_keep = numel - num_pruned
+    for i, mask in enumerate(masks):
+        torch.gt(_comparable(scores[i]), threshold, out=mask)
+        ties_to_keep -= int(mask.count_nonzero())
+    for i, mask in enumerate(masks):
+        if not ties_to_keep:
+            break
+        ties_to_keep -= _keep_ties_(mask, _comparable(scores[i]), threshold, ties_to_keep)
+    return masks
+
+
+def _keep_ties_(mask: Tensor, scores: Tensor, threshold: float, count: int) -> int:
+    """Keep the first `count` elements that equal the threshold; return how many there were to keep."""
+    kept = 0
+    for piece, score in zip(torch.split(mask.view(-1), _PIECE), torch.split(scores.reshape(-1), _PIECE), strict=True):
+        ties = ((score == threshold) & ~piece).nonzero().view(-1)[: count - kept]
+        piece[ties] = True
+        kept += ties.numel()
+    return kept
 
 
 _NAMED = 5
@@ -194,36 +347,6 @@ class RankedScores(Sequence[Tensor]):
         return rank_below_(scores.contiguous(), self._masks[name].reshape(-1)[where].to(scores.device))
 
 
-def new_masks(
-    config: PruneConfig,
-    modules: Mapping[str, nn.Module],
-    weights: Mapping[str, Tensor],
-    masks: Mapping[str, Tensor],
-    scorer: Scorer,
-    sparsity: float,
-    own: Mapping[str, float],
-) -> dict[str, Tensor]:
-    """Return the next masks of weights; one that there is nothing to score by keeps the mask that it has, or all of it.
-
-    Args:
-        config: Criterion, granularity and scope.
-        modules: By weight name, the module that holds it.
-        weights: All within reach.
-        masks: The whole masks so far.
-        scorer: What computes scores.
-        sparsity: Share to prune, in [0, 1).
-        own: By name the share of those weights that are pruned by themselves.
-    """
-    scored = {name: weight for name, weight in weights.items() if not scorer.ready or scorer.has_seen(name)}
-    kept = {
-        name: masks[name] if name in masks else torch.ones_like(weight, dtype=torch.bool)
-        for name, weight in weights.items()
-        if name not in scored
-    }
-    scores = RankedScores(scored, {} if config.straight_through else masks, scorer)
-    return kept | select_weights(config, modules, scores, sparsity, own)
-
-
 def select_weights(
     config: PruneConfig,
     modules: Mapping[str, nn.Module],
@@ -282,29 +405,6 @@ def _together(config: PruneConfig, scores: Sequence[Tensor], sparsity: float) ->
         kernel = config.resolved_scope == "erdos_renyi_kernel"
         shares = erdos_renyi_sparsities(shapes, sparsity, kernel=kernel, most=config.most_of_a_layer)
     return [prune_masks([scores[i]], share)[0] for i, share in enumerate(shares)]
-
-
-@torch.no_grad()
-def row_mask(module: nn.Module, scores: Tensor, sparsity: float) -> Tensor:
-    """Return which elements to keep when those of one output compete among themselves, as Wanda's do.
-
-    Exactly ``n - round(sparsity·n)`` of each output's n stay, at least one; ties by lowest index (Sun et al. 2023,
-    arXiv:2306.11695).
-
-    Args:
-        module: The layer whose ``weight`` is scored.
-        scores: Of its shape.
-        sparsity: Share to prune, in [0, 1].
-
-    Example:
-        >>> row_mask(nn.Linear(2, 2), torch.tensor([[1.0, 2.0], [9.0, 8.0]]), 0.5)
-        tensor([[False,  True],
-                [ True, False]])
-    """
-    rows = output_rows(module, scores)
-    kept = max(1, rows.shape[1] - round(sparsity * rows.shape[1]))
-    mask = nm_mask_of_scores(rows, kept, rows.shape[1], axis=1)
-    return from_output_rows(module, mask, scores.shape)
 
 
 def select_units(

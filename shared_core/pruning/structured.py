@@ -6,7 +6,7 @@ keeping the outputs of a micro-batch as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -25,9 +25,11 @@ from shared_core.modules.calls import ExampleCalls, evaluated
 from shared_core.modules.matching import plain_name, stock_layers
 from shared_core.modules.weight_views import output_axis
 from shared_core.pruning.config import RELATIVE, TRACED, PruneConfig
-from shared_core.pruning.masks import MaskStore
+from shared_core.pruning.masks import MaskPolicy
+from shared_core.pruning.schedules import Schedule
 from shared_core.pruning.scorers import (
     GroupTaylor,
+    NeuronTaylor,
     Scorer,
     UnitSlices,
     gather_units,
@@ -35,10 +37,9 @@ from shared_core.pruning.scorers import (
     relative_scores,
     shapley_values,
 )
-from shared_core.pruning.scorers.gradient_scorers import NeuronTaylor
 from shared_core.pruning.scorers.scorer import all_finite
 from shared_core.pruning.selection import select_units
-from shared_core.pruning.targets import refuse_nothing
+from shared_core.pruning.targets import Targets, refuse_nothing
 
 _MASKED = ("out", "norm")
 
@@ -208,20 +209,21 @@ def _outputs(out: Any) -> list[Tensor]:
 _NAMED = 3
 
 
-class UnitPruning:
-    """The units of a model that one granularity prunes, and the masks that say which are left.
+class UnitPruning(MaskPolicy):
+    """Masks that prune the units of one granularity whole, with what belongs to them in norms and biases.
 
     Filters and layers are known at once. Neurons, channels and heads are found by tracing the user's own first
     micro-batch, so that everything that depends on a unit is masked with it and `shrink` can remove it.
 
     Args:
         config: Granularity, criterion and scope.
-        modules: Weight name to the module that holds it as ``weight``: what may be pruned.
-        sparsities: Of weights whose units are pruned by themselves.
+        targets: What may be pruned, and weights whose units are pruned by themselves.
+        scorer: What gathers gradients or activations, for criteria that need them.
     """
 
-    def __init__(self, config: PruneConfig, modules: Mapping[str, nn.Module], sparsities: Mapping[str, float]) -> None:
-        self._config, self._modules, self._sparsities = config, dict(modules), dict(sparsities)
+    def __init__(self, config: PruneConfig, targets: Targets, scorer: Scorer) -> None:
+        super().__init__(config, targets, scorer)
+        self._modules = targets.modules
         self._calls: ExampleCalls | None = None
         self._shown: Callable[[], Any] | None = None
         self._tensors: dict[str, Tensor] = {}
@@ -235,25 +237,16 @@ class UnitPruning:
             make = filter_groups if config.granularity == "filter" else layer_groups
             self._take(make(self._modules))
 
-    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return by name every parameter that a mask may reach: weights, biases, scales and shifts of norms."""
+    def begin(self, model: nn.Module, schedule: Schedule) -> None:
+        """Take hold of every parameter that a mask may reach: weights, biases, scales and shifts of norms."""
+        super().begin(model, schedule)
         self._tensors = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-        return self._tensors
+        self.store.weights = self._tensors
 
     def listen(self, model: nn.Module) -> None:
         """Keep the arguments of the next micro-batch, if units are to be found by tracing."""
-        if not self.found or self._config.criterion == "shapley":
+        if not self.found or self.config.criterion == "shapley":
             self._calls = ExampleCalls(model, set(self._modules.values()))
-
-    def find(self, model: nn.Module) -> None:
-        """Trace the micro-batch that was kept.
-
-        Raises:
-            MatchError: If no unit of the granularity is within reach.
-            CompatibilityError: If processes found different units.
-        """
-        if not self.found and self._calls is not None and self._calls.calls:
-            self._trace(model, self._calls.replay)
 
     def show(self, model: nn.Module, replay: Callable[[], Any]) -> None:
         """Take a micro-batch that runs whenever `replay` is called, in place of one that was listened for.
@@ -267,11 +260,11 @@ class UnitPruning:
             self._trace(model, replay)
 
     def _trace(self, model: nn.Module, replay: Callable[[], Any]) -> None:
-        granularity = self._config.granularity
+        granularity = self.config.granularity
         with stock_layers(model):  # rounding depends on whole tensors, and changes no unit
             traced = find_groups(model, replay)
-        if self._config.criterion != "shapley":
-            self.close()
+        if self.config.criterion != "shapley":
+            self._stop_listening()
         groups = list(prunable_groups(traced, granularity, self._modules))
         self.left_out = {
             group.name: group.reason_kept or "another granularity, or left out by include, skip, overrides or min_size"
@@ -290,10 +283,10 @@ class UnitPruning:
         self._take(groups)
 
     def _take(self, groups: list[ChannelGroup]) -> None:
-        own = self._own(groups, self._sparsities)
-        refuse_nothing(self._config, {group.name: group.units for group in groups}, f"{self._config.granularity}s", own)
+        own = self._shares(groups, self.targets.own)
+        refuse_nothing(self.config, {group.name: group.units for group in groups}, f"{self.config.granularity}s", own)
         self.groups, self.found = groups, True
-        if self._config.criterion == "taylor":
+        if self.config.criterion == "taylor":
             members = {
                 group.name: [UnitSlices(part.tensor, part.axis, part.positions) for part in masked_slices(group)]
                 for group in groups
@@ -302,7 +295,7 @@ class UnitPruning:
             if self._saved_taylor:
                 self._taylor.load_state_dict(self._saved_taylor)
 
-    def _own(self, groups: Sequence[ChannelGroup], shares: Mapping[str, float]) -> dict[str, float]:
+    def _shares(self, groups: Sequence[ChannelGroup], shares: Mapping[str, float]) -> dict[str, float]:
         """Return by group the share that it is to lose by itself, given those of weights.
 
         Raises:
@@ -325,22 +318,34 @@ class UnitPruning:
                 found[group.name] = share
         if lost:
             raise MatchError(
-                f"prune: overrides must name layers with {self._config.granularity}s that can be pruned, got "
+                f"prune: overrides must name layers with {self.config.granularity}s that can be pruned, got "
                 f"{', '.join(sorted(lost))}; leave them out of overrides"
             )
         return found
 
-    @property
-    def ready(self) -> bool:
-        """Whether units are known and scored by something."""
-        return self.found and (self._taylor is None or self._taylor.num_observed > 0)
-
-    def end_step(self) -> None:
-        """The step is over: a later update looks at a later micro-batch."""
+    def new_micro_batch(self) -> None:
+        """A later update looks at a later micro-batch."""
         if self._calls and self.found:
             self._calls.expire()
 
-    def observe_step(self) -> None:
+    def end_step(self) -> None:
+        """Forget the micro-batch too."""
+        super().end_step()
+        self.new_micro_batch()
+
+    def observe(self, context: Context, gradients: Mapping[str, Tensor]) -> None:
+        """Trace the micro-batch that was kept; then take in gradients.
+
+        Raises:
+            MatchError: If no unit of the granularity is within reach.
+            CompatibilityError: If processes found different units.
+        """
+        if not self.found and self._calls is not None and self._calls.calls:
+            self._trace(context.model, self._calls.replay)
+        super().observe(context, gradients)
+        self.observe_units()
+
+    def observe_units(self) -> None:
         """Take in the gradients of one complete step, if the criterion is about units' gradients."""
         if self._taylor is None:
             return
@@ -348,66 +353,57 @@ class UnitPruning:
         if all_finite(gradients.values()):
             self._taylor.observe_step(self._tensors, gradients)
 
-    def masks(
-        self, context: Context, scorer: Scorer, store: MaskStore, sparsity: float, own: Mapping[str, float]
+    def choose(
+        self, context: Context, sparsity: float, own: Mapping[str, float], unseen: Collection[str] = ()
     ) -> dict[str, Tensor]:
-        """Return the masks of every tensor that a group reaches; pruned units stay pruned.
-
-        Args:
-            context: Of the session.
-            scorer: What gathered gradients or activations, for criteria that need them.
-            store: The masks so far.
-            sparsity: Share of the units to prune.
-            own: The shares of weights whose units are pruned by themselves.
-        """
-        before = dict(store)
+        """Return the masks of every tensor that a group reaches; pruned units stay pruned."""
+        before = dict(self.store)
         everything = [torch.ones(group.units, dtype=torch.bool) for group in self.groups]
         live = [kept_units(group, before) for group in self.groups] if before else everything
-        if self._config.criterion == "shapley":
+        if self.config.criterion == "shapley":
             scores = self._shapley(context, live)
         else:
-            scores = [self._scores(group, scorer).float().cpu() for group in self.groups]
-        if self._config.layers_differ and self._config.criterion in RELATIVE:
+            scores = [self._scores(group).float().cpu() for group in self.groups]
+        if self.config.layers_differ and self.config.criterion in RELATIVE:
             scores = [relative_scores(found, kept) for found, kept in zip(scores, live, strict=True)]
-        scores = [found / self._cost(group, scorer) for group, found in zip(self.groups, scores, strict=True)]
+        scores = [found / self._cost(group) for group, found in zip(self.groups, scores, strict=True)]
         for found, kept in zip(scores, live, strict=True):
             found[~kept] = -torch.inf
-        shares = self._own(self.groups, own)
-        keeps = select_units(self._config, scores, sparsity, [shares.get(group.name) for group in self.groups])
+        shares = self._shares(self.groups, own)
+        keeps = select_units(self.config, scores, sparsity, [shares.get(group.name) for group in self.groups])
         if self._taylor:
             self._taylor.reset()
         return masks_of_units(self.groups, keeps, self._tensors)
 
-    def _scores(self, group: ChannelGroup, scorer: Scorer) -> Tensor:
-        criterion = self._config.criterion
-        scores: Tensor
+    def _scores(self, group: ChannelGroup) -> Tensor:
+        criterion, scorer = self.config.criterion, self.scorer
         if criterion == "random":
-            scores = scorer.scores(f"group {self.groups.index(group)}", torch.zeros(group.units))
-        elif self._taylor:
-            scores = self._taylor.scores(group.name)
-        elif isinstance(scorer, NeuronTaylor):
-            scores = self._added(group, lambda part: scorer.unit_scores(part.tensor, self._tensors[part.tensor]), 0)
-        elif criterion == "fisher":
-            scores = self._added(group, lambda part: scorer.scores(part.tensor, self._tensors[part.tensor]), None)
-        else:
-            # magnitude is that of all weights of a unit: those that make it, scale it in a norm, and read it
-            slices = group.slices if criterion == "magnitude" else masked_slices(group)
-            parts = [part for part in slices if part.tensor in self._tensors]
-            if criterion == "bn_scale":
-                parts = [part for part in parts if part.role == "norm" and part.tensor.endswith("weight")]
-                if not parts:
-                    raise MatchError(
-                        f"prune: criterion bn_scale must find a norm's scale in every group, got none in {group.name}; "
-                        "take another criterion, or skip its layers"
-                    )
-            else:
-                roles = ("out", "norm", "in") if criterion == "magnitude" else ("out",)
-                parts = [part for part in parts if part.role in roles and not part.tensor.endswith("bias")]
-            weights = [
-                gather_units(whole(self._tensors[part.tensor].detach()), part.axis, part.positions) for part in parts
-            ]
-            scores = group_scores(criterion, weights)
-        return scores
+            return scorer.scores(f"group {self.groups.index(group)}", torch.zeros(group.units))
+        if self._taylor:
+            return self._taylor.scores(group.name)
+        if isinstance(scorer, NeuronTaylor):
+            return self._added(group, lambda part: scorer.unit_scores(part.tensor, self._tensors[part.tensor]), 0)
+        if criterion == "fisher":
+            return self._added(group, lambda part: scorer.scores(part.tensor, self._tensors[part.tensor]), None)
+        parts = self._scored_by_size(group)
+        if criterion == "bn_scale" and not parts:
+            raise MatchError(
+                f"prune: criterion bn_scale must find a norm's scale in every group, got none in {group.name}; "
+                "take another criterion, or skip its layers"
+            )
+        weights = [
+            gather_units(whole(self._tensors[part.tensor].detach()), part.axis, part.positions) for part in parts
+        ]
+        return group_scores(criterion, weights)
+
+    def _scored_by_size(self, group: ChannelGroup) -> list[Slice]:
+        """Return the parts of a group whose sizes tell what its units are worth."""
+        # magnitude is that of all weights of a unit: those that make it, scale it in a norm, and read it
+        roles = {"magnitude": ("out", "norm", "in"), "bn_scale": ("norm",)}.get(self.config.criterion, ("out",))
+        parts = [part for part in group.slices if part.tensor in self._tensors and part.role in roles]
+        if self.config.criterion == "bn_scale":
+            return [part for part in parts if part.tensor.endswith("weight")]
+        return [part for part in parts if not part.tensor.endswith("bias")]
 
     def _shapley(self, context: Context, live: list[Tensor]) -> list[Tensor]:
         replay = self._shown or (self._calls.replay if self._calls and self._calls.calls else None)
@@ -418,7 +414,7 @@ class UnitPruning:
             )
         found = shapley_of_units(
             context.model, self.groups, live, self._tensors, replay,
-            permutations=self._config.permutations, generator=context.generator,
+            permutations=self.config.permutations, generator=context.generator,
         )  # fmt: skip
         return [scores.float() for scores in found]
 
@@ -427,43 +423,55 @@ class UnitPruning:
         rows = [gather_units(scores(part), part.axis if axis is None else axis, part.positions) for part in parts]
         return torch.stack([row.sum(1).cpu() for row in rows]).sum(0)
 
-    def _cost(self, group: ChannelGroup, scorer: Scorer) -> float:
+    def _cost(self, group: ChannelGroup) -> float:
         """Return what one unit costs, 1 without costs: the weights that go with it, each at its layer's cost.
 
         A layer that nothing has reached yet (an expert's) costs nothing, so that units of such layers alone go last.
         """
-        if scorer.costs is None:
+        costs = self.scorer.costs
+        if costs is None:
             return 1.0
         parts = [part for part in masked_slices(group) if part.tensor in self._modules]
         tensors = self._tensors
         sizes = [tensors[part.tensor].numel() // tensors[part.tensor].shape[part.axis] for part in parts]
-        costs = [scorer.costs.get(part.tensor, 0.0) * part.positions.shape[1] for part in parts]
-        return float(sum(size * cost for size, cost in zip(sizes, costs, strict=True))) or 1e-30
+        each = [costs.get(part.tensor, 0.0) * part.positions.shape[1] for part in parts]
+        return float(sum(size * cost for size, cost in zip(sizes, each, strict=True))) or 1e-30
+
+    def freeze(self, context: Context) -> None:
+        """Stop listening too."""
+        super().freeze(context)
+        self._stop_listening()
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening too."""
+        super().close()
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
         if self._calls:
             self._calls.close()
             self._calls = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the units that were traced, and what was gathered of them."""
-        traced = self._config.granularity in TRACED and self.found
+        """Return the units that were traced, and what was gathered of them, too."""
+        traced = self.config.granularity in TRACED and self.found
         found = {"groups": list(map(_saved, self.groups)), "left_out": dict(self.left_out)} if traced else {}
-        return found | ({"taylor": self._taylor.state_dict()} if self._taylor else {})
+        return super().state_dict() | {"units": found | ({"taylor": self._taylor.state_dict()} if self._taylor else {})}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; units too, as another micro-batch may lead to others, unless options have changed.
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore units too, as another micro-batch may lead to others, unless options have changed.
 
         Raises:
-            CheckpointError: If it is not one that was saved.
+            CheckpointError: If they are none that were saved.
         """
+        super().restore(state)
+        state = state.get("units", {})
         self._saved_taylor = state.get("taylor", {})
         try:
             saved, left_out = [*map(_restored, state.get("groups", ()))], dict(state.get("left_out", {}))
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"prune: state must hold units that prune saved, got {error!r}") from error
-        groups = [*prunable_groups(saved, self._config.granularity, self._modules)]
+        groups = [*prunable_groups(saved, self.config.granularity, self._modules)]
         if groups and len(groups) == len(saved):
             self.left_out = left_out
             self._take(groups)
@@ -471,25 +479,26 @@ class UnitPruning:
             self._taylor.load_state_dict(self._saved_taylor)
 
     @property
-    def own(self) -> dict[str, float]:
+    def own(self) -> Mapping[str, float]:
         """By group the share that it loses by itself at the end."""
-        return self._own(self.groups, self._sparsities) if self.found else {}
+        return self._shares(self.groups, self.targets.own) if self.found else {}
 
-    def pruned(self, masks: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-        """Return by the name of each group how many units it has, and how many of them whole masks prune."""
+    def layers(self) -> dict[str, tuple[int, int]]:
+        """Return by the name of each group how many units it has, and how many of them are gone."""
+        masks = dict(self.store)
         return {
             group.name: (group.units, group.units - int(kept_units(group, masks).sum()) if masks else 0)
             for group in self.groups
         }
 
-    def report(self, store: MaskStore) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """Return how many units each group has lost, and the groups that could not be pruned."""
         units = [
             {"group": group.name, "kind": group.kind, "units": group.units, "pruned": pruned}
-            for group, (_, pruned) in zip(self.groups, self.pruned(dict(store)).values(), strict=True)
+            for group, (_, pruned) in zip(self.groups, self.layers().values(), strict=True)
         ]
-        told = {"value": VALUE, "permutations": self._config.permutations}
-        shapley = {"shapley": told} if self._config.criterion == "shapley" else {}
+        told = {"value": VALUE, "permutations": self.config.permutations}
+        shapley = {"shapley": told} if self.config.criterion == "shapley" else {}
         return {"units": units, "groups_left_out": dict(self.left_out), **shapley}
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from shared_core.engine.preview import Touched
 from shared_core.errors import CompatibilityError, MatchError
-from shared_core.modules.matching import conv1d_of, match_modules, options_by_module, own_class, plain_name
-from shared_core.modules.weight_views import input_axis, output_axis, weight_of
+from shared_core.modules.matching import conv1d_of, match_modules, options_by_module, own_class, plain_name, weight_of
+from shared_core.modules.weight_views import input_axis, output_axis
 from shared_core.pruning.config import UNITS, PruneConfig
 
 _TYPES: tuple[type[nn.Module], ...] = (
@@ -41,7 +43,7 @@ class Targets:
     """What pruning touches in a model.
 
     `modules` maps the name of each weight (as in ``model.state_dict()``, without the prefixes of wrappers)
-    to a module that holds it (`axes.weight_of`); `left_out` the name of every other matrix or larger tensor to
+    to a module that holds it (`weight_of`); `left_out` the name of every other matrix or larger tensor to
     the reason; `sparsities` the name of each weight that `config.overrides` names to its own sparsity, of those left
     out for it too.
     """
@@ -107,7 +109,7 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
             if size % config.kept_of[1]:
                 left_out[name] = f"its {size} inputs are no multiple of {config.kept_of[1]} (n_m = {config.n_m})"
                 del modules[name]
-    sparsities = _own_sparsities(config, modules, holders)
+    sparsities = _own_sparsities(config, modules, holders) if config.overrides else {}
     for name in (name for name, share in sparsities.items() if not share):
         left_out[name] = LEFT_ALONE
         del modules[name]
@@ -218,3 +220,33 @@ def _reason(
 def _is_pruned(module: nn.Module, name: str, parameter: Tensor) -> bool:
     """Return whether a tensor that a chosen module holds under this name is one that is pruned."""
     return (parameter.ndim == 2 and "weight" in name) if isinstance(module, _PACKED) else name == "weight"
+
+
+def refuse_adapters(where: str, model: nn.Module, chosen: Mapping[str, nn.Module], done: str, instead: str) -> None:
+    """Refuse to change weights that merging joins with others, which undoes what was done to them.
+
+    Args:
+        where: The technique.
+        model: The user's.
+        chosen: What the technique would change, by name.
+        done: What merging does to it, in words.
+        instead: What the user may do.
+
+    Raises:
+        CompatibilityError: If a chosen layer is an adapter of PEFT's, or stands beneath one.
+    """
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")  # without it there is no such layer
+    if tuners is None:
+        return
+    inside = {
+        id(part)
+        for layer in model.modules()
+        if isinstance(layer, tuners.BaseTunerLayer) and isinstance(layer, nn.Module)
+        for part in layer.modules()
+    }
+    name = next((name for name, module in chosen.items() if id(module) in inside), None)
+    if name is not None:
+        raise CompatibilityError(
+            f"{where}: weights must not be those of PEFT's adapters or of layers beneath them, got {name}: {done}; "
+            f"{instead}, or leave these layers out by skip"
+        )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from eff_kernels.masks import packed_size, unpack_bits
 from torch import Tensor, nn
 
 from shared_core.checkpoint_formats import (
@@ -28,7 +29,6 @@ from shared_core.checkpoint_formats.plain import LIGHTNING_META
 from shared_core.distributed.collectives import all_reduce_, broadcast_
 from shared_core.engine.state_file import STATE_FILE, load_state
 from shared_core.errors import CheckpointError, TrainingError
-from shared_core.modules.packed_masks import packed_size, unpack_mask
 
 # Elements at a time: temporaries stay in the cache, and memory does not grow with the largest tensor.
 CHUNK = 1 << 16
@@ -387,7 +387,7 @@ def _unpack(packed: Tensor, name: str, ingredient: Ingredient) -> Tensor:
             f"{ingredient.name}: mask of {name!r} must have {math.prod(shape)} bits, got {packed.numel()} bytes; its "
             "state file is of another model"
         )
-    return unpack_mask(packed, shape)
+    return unpack_bits(packed, shape)
 
 
 def _obeys(ingredient: Ingredient, masks: Mapping[str, Tensor]) -> bool:

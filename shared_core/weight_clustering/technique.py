@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from shared_core.distributed.collectives import all_reduce_, local_part
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, part_of, reshard_, whole, whole_of
 from shared_core.engine.claims import Claim, FewValues, Where
-from shared_core.engine.optimizer_kinds import is_element_wise, refuse_lbfgs
+from shared_core.engine.model_guards import refuse_lbfgs
+from shared_core.engine.optimizer_kinds import is_element_wise
 from shared_core.engine.preview import Event, Touched
 from shared_core.engine.technique import Context, Technique
-from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError
+from shared_core.errors import CheckpointError, ConfigError, MatchError
 from shared_core.modules.matching import match_modules, plain_name
-from shared_core.modules.peft_layers import refuse_adapters
-from shared_core.pruning.optimizer_state import clear_moments_
-from shared_core.pruning.targets import prunable_types
+from shared_core.pruning.masks import clear_moments_, refuse_sparse
+from shared_core.pruning.targets import prunable_types, refuse_adapters
 from shared_core.weight_clustering.clustering import (
     MAX_BITS,
     SHARED_DTYPES,
@@ -200,8 +200,7 @@ class WeightClustering(Technique):
     def before_optimizer_step(self, context: Context) -> None:
         """Give each centroid the sum of its members' gradients."""
         gradients = {name: grad for name in self._codes if (grad := self._weights[name].grad) is not None}
-        if any(gradient.layout != torch.strided for gradient in gradients.values()):
-            raise CompatibilityError("cluster: gradients must be dense, got a sparse one; use sparse=False")
+        refuse_sparse("cluster", gradients.values())
         parts = {name: local_part(gradient) for name, gradient in gradients.items()}
         rows = [(bundle, bundle.flat(parts)) for bundle in self._bundles.of(parts)]
         summed = [(bundle, summed_by_code(flat, bundle.codes, bundle.num_values)) for bundle, flat in rows]

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from eff_kernels import loss_scaling, masks, optimizer, pruning
+from eff_kernels import loss_scaling, masks, pruning
 from eff_kernels import loss_scaling as unscaling
 
 
 def pretend_a_gpu(patch):
-    for module in (loss_scaling, masks, optimizer, pruning, unscaling):
+    for module in (loss_scaling, masks, pruning, unscaling):
         patch.setattr(module, "runs_in_one_launch", lambda *columns: True)
     patch.setattr(pruning, "_one_gpu", lambda tensors: torch.device("cpu"))
 
@@ -18,21 +18,11 @@ def unscaled(step):
     return [*(found if isinstance(found, tuple) else [found]), *grads, flag]
 
 
-def masked(packed):
+def masked():
     weights = [torch.randn(5, 7), torch.randn(3)]
     kept = [torch.rand(weight.shape) < 0.5 for weight in weights]
-    pruning.apply_mask_(weights, [masks.pack_bits(mask) for mask in kept] if packed else kept)
+    pruning.apply_mask_(weights, kept)
     return weights
-
-
-def stepped():
-    weights, grads, m, v = ([torch.rand(5, 7), torch.rand(3)] for _ in range(4))
-    steps, kept = [torch.zeros(()) for _ in weights], [torch.rand(weight.shape) < 0.5 for weight in weights]
-    optimizer.masked_adamw_(
-        [torch.nn.Parameter(weight) for weight in weights], grads, m, v, steps, kept,
-        lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8,
-    )  # fmt: skip
-    return [*weights, *m, *v, *steps]
 
 
 CASES = {
@@ -42,9 +32,7 @@ CASES = {
     "unscale_and_count": lambda: unscaled(lambda *columns: unscaling.unscale_and_count_(*columns, 1e-3)),
     "n_of_m_mask": lambda: [masks.n_of_m_mask(torch.randn(3, 8), 2, 4, -1)],
     "bits": lambda: [masks.unpack_bits(masks.pack_bits(torch.rand(3, 5) < 0.5), (3, 5))],
-    "apply_mask": lambda: masked(False),
-    "apply_packed_mask": lambda: masked(True),
-    "masked_adamw": stepped,
+    "apply_mask": masked,
     "kth_smallest": lambda: [
         torch.tensor(pruning.kth_smallest([torch.randn(300), torch.ones(3)], k, leave_out=[2, -1])) for k in (1, 200)
     ],

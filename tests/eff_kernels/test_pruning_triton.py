@@ -3,7 +3,6 @@
 import pytest
 import torch
 from eff_kernels import top_k as digits
-from eff_kernels.masks import pack_bits
 from eff_kernels.pruning import apply_mask_, kth_smallest, rank_below_, store_zeros_
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch and with the dev extra on Linux")
@@ -28,17 +27,10 @@ def test_masks_in_the_interpreter():
     before, masks = weights([(53, 41), (16, 16), (0, 3), ()])
     expected = [weight.clone() for weight in before]
     apply_mask_(expected, masks)
-    for packed in (False, True):
-        found = [weight.clone() for weight in before]
-        held = [pack_bits(mask) for mask in masks] if packed else masks
-        bits = [weight.view(BITS[weight.element_size()]) for weight in found]
-        apply_mask_triton_(bits, held, packed, chunk=2048)
-        plain = [weight.clone() for weight in before]
-        apply_mask_(plain, held)
-        for one, two, wanted in zip(found, plain, expected, strict=True):
-            integer = BITS[one.element_size()]
-            assert torch.equal(one.view(integer), wanted.view(integer))
-            assert torch.equal(two.view(integer), wanted.view(integer))
+    bits = [weight.view(BITS[weight.element_size()]) for weight in before]
+    apply_mask_triton_(bits, masks, chunk=2048)
+    for one, wanted in zip(bits, expected, strict=True):
+        assert torch.equal(one, wanted.view(one.dtype))
 
 
 def spread():
@@ -77,7 +69,7 @@ def test_thresholds_in_the_interpreter(monkeypatch):
 
 def test_the_operators_are_what_they_say():
     found, masks = weights([(3, 5)])
-    torch.library.opcheck(store_zeros_, (found, masks, False))
+    torch.library.opcheck(store_zeros_, (found, masks))
     counts, prefix = torch.zeros(256, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     torch.library.opcheck(digits.count_digits_, (counts, torch.randn(9), prefix, -1, 24))
 
@@ -86,7 +78,7 @@ def kernels():
     from eff_kernels._triton.pruning import apply_masks, count_digits
 
     table = {"table": "*i64", "owners": "*i64", "like": "*i32", "mask_like": "*u8"}
-    yield apply_masks, table, {"packed": True, "aligned": True, "chunk": 1 << 14, "block": 1024}, 8
+    yield apply_masks, table, {"aligned": True, "chunk": 1 << 14, "block": 1024}, 8
     types = {"values": "*fp32", "counts": "*i64", "prefix": "*i64", "size": "i64", "left_out": "i64"}
     for shift, bits in ((16, 8), (0, 16)):
         constants = {"shift": shift, "bits": bits, "private": bits == 8, "chunk": 1 << 15, "block": 4096}
@@ -99,17 +91,15 @@ def test_on_a_gpu():
     before, masks = weights(shapes)
     expected = [weight.clone() for weight in before]
     apply_mask_(expected, masks)
-    for packed in (False, True):
-        found = [weight.cuda() for weight in before]
-        held = [(pack_bits(mask) if packed else mask).cuda() for mask in masks]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            apply_mask_(found, held)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        for one, wanted in zip(found, expected, strict=True):
-            bits = BITS[one.element_size()]
-            assert torch.equal(one.cpu().view(bits), wanted.view(bits))
+    found, held = [weight.cuda() for weight in before], [mask.cuda() for mask in masks]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        apply_mask_(found, held)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for one, wanted in zip(found, expected, strict=True):
+        bits = BITS[one.element_size()]
+        assert torch.equal(one.cpu().view(bits), wanted.view(bits))
     scores = [torch.randn(3_000_000).abs(), *spread()]
     there = [score.cuda() for score in scores]
     for rank in (1, 1_000_000, 2_999_999):

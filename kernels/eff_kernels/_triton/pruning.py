@@ -27,7 +27,6 @@ def _apply_masks(
     owners: tl.tensor,
     like: tl.tensor,
     mask_like: tl.tensor,
-    packed: tl.constexpr,
     aligned: tl.constexpr,
     chunk: tl.constexpr,
     block: tl.constexpr,
@@ -38,16 +37,10 @@ def _apply_masks(
     for i in range(chunk // block):
         places = start + i * block + tl.arange(0, block)
         inside = places < size
-        kept = kept_of(masks, places, inside, packed)
+        kept = tl.load(masks + places, mask=inside, other=0)
         # Stores of the zeros alone would be no faster: memory writes a sector whole, and of 8 weights one is pruned.
         bits = tl.load(values + places, mask=inside, other=0)
         tl.store(values + places, tl.where(kept != 0, bits, 0), mask=inside)
-
-
-def _kept_of(masks: tl.tensor, places: tl.tensor, inside: tl.tensor, packed: tl.constexpr) -> tl.tensor:
-    if packed:
-        return (tl.load(masks + places // 8, mask=inside, other=0).to(tl.int32) >> (7 - places % 8).to(tl.int32)) & 1
-    return tl.load(masks + places, mask=inside, other=0).to(tl.int32)
 
 
 def _count_digits(
@@ -83,7 +76,6 @@ def _count_digits(
 
 
 if importlib.util.find_spec("triton") is not None:
-    kept_of = triton.jit(_kept_of)
     apply_masks = triton.jit(_apply_masks)
     count_digits = triton.jit(_count_digits)
 
@@ -93,13 +85,12 @@ def vector_block(dtype: torch.dtype, chunk: int, warps: int) -> int:
     return min(chunk, 32 * warps * 16 // dtype.itemsize)
 
 
-def apply_mask_triton_(bits: Sequence[Tensor], masks: Sequence[Tensor], packed: bool, chunk: int = _CHUNK) -> None:
+def apply_mask_triton_(bits: Sequence[Tensor], masks: Sequence[Tensor], chunk: int = _CHUNK) -> None:
     """Set every element whose mask is 0 to 0, in place.
 
     Args:
         bits: Integers of any sizes, dense.
-        masks: bool with the same strides, or uint8 with eight elements to a byte as `numpy.packbits` puts them.
-        packed: Which of the two.
+        masks: bool with the same strides.
         chunk: Elements of a program, a power of two.
     """
     for part in tensor_tables(chunk, bits, [mask.view(torch.uint8) for mask in masks]):
@@ -107,7 +98,6 @@ def apply_mask_triton_(bits: Sequence[Tensor], masks: Sequence[Tensor], packed: 
             part.table,
             part.owners,
             *part.like,
-            packed=packed,
             aligned=part.is_aligned,
             chunk=chunk,
             block=vector_block(part.like[0].dtype, chunk, _WARPS),

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from shared_core.distributed.collectives import local_part
 from shared_core.distributed.sharded_tensors import is_sharded, part_of, whole_of
-from shared_core.modules.matching import is_transformers_conv1d
-from shared_core.modules.weight_views import channel_axis, over_outputs, weight_of
+from shared_core.modules.matching import is_transformers_conv1d, weight_of
+from shared_core.modules.weight_views import channel_axis, over_outputs
 from shared_core.pruning.scorers.capture import BackwardScorer, Call
 from shared_core.pruning.scorers.scorer import Scorer, saved_tensors, wide
 

@@ -1,4 +1,7 @@
-"""What one weight of each layer costs at inference, by which scores are divided: energy-aware pruning."""
+"""What one weight of each layer costs at inference, by which scores are divided: energy-aware pruning.
+
+Measured on calibration batches, or while the user's own micro-batches pass.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shared_core.distributed.collectives import all_reduce_
 from shared_core.errors import ConfigError, TrainingError, nearest
-from shared_core.modules.weight_views import channel_axis, weight_of
+from shared_core.modules.matching import weight_of
+from shared_core.modules.weight_views import channel_axis
 from shared_core.pruning.scorers.gradient_scorers import num_examples
 
 HOROWITZ_45NM: dict[str, float] = {
@@ -191,3 +196,67 @@ def layer_costs(
         operation = figure(f"{dtype}_multiply") + figure(f"{dtype}_add")
         costs[name] = places * operation + weight.element_size() * figure("dram_byte")
     return costs
+
+
+class CostWatch:
+    """Counts at how many positions layers are used. A layer costs what it did in the first step that reached it.
+
+    An expert may wait for its first token: until then its cost is not known. Positions are those of all processes,
+    whose batches may be padded to other lengths: costs are equal, and with them the masks. They are counted per call
+    of the first layer that was called, since which module a trainer calls is not known.
+
+    Args:
+        kind: ``flops``, ``bytes`` or ``energy``.
+        modules: Weight name to layer.
+    """
+
+    def __init__(self, kind: Literal["flops", "bytes", "energy"], modules: Mapping[str, nn.Module]) -> None:
+        self._kind, self._modules = kind, dict(modules)
+        self._uses: LayerUses | None = None
+        self.costs: dict[str, float] = layer_costs(self._modules, "bytes") if kind == "bytes" else {}
+        """Weight name to the cost of one weight there, of the layers whose cost is known; one object for good."""
+
+    def watch(self) -> None:
+        """Watch the layers, if the cost of one is not known."""
+        if self._uses is None and not self._is_complete:
+            self._uses = LayerUses(self._modules)
+
+    @property
+    def _is_complete(self) -> bool:
+        return self.costs.keys() >= self._modules.keys()
+
+    def end_step(self) -> None:
+        """Note what layers cost that no step reached before; every process must call it."""
+        if self._uses is None:
+            return
+        uses = [(self._uses.positions.get(name, 0.0), self._uses.calls.get(name, 0)) for name in self._modules]
+        weight = weight_of(*next(iter(self._modules.items())))
+        # where the weights are: NCCL takes no tensor of the CPU
+        joined = all_reduce_(torch.tensor(uses, dtype=torch.float64).to(weight.device), "sum").tolist()
+        forwards = next((calls for _, calls in joined if calls), 1)
+        positions = {
+            name: total / forwards
+            for name, (total, _) in zip(self._modules, joined, strict=True)
+            if total and name not in self.costs
+        }
+        self.costs |= layer_costs({name: self._modules[name] for name in positions}, self._kind, positions=positions)
+        self._uses.positions, self._uses.calls = {}, {}
+        if self._is_complete:
+            self.close()
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._uses is not None:
+            self._uses.close()
+            self._uses = None
+
+    def window_state(self) -> dict[str, Any]:
+        """Return what was counted in the step that is not over, by this process."""
+        uses = self._uses
+        return {"positions": dict(uses.positions), "calls": dict(uses.calls)} if uses and uses.calls else {}
+
+    def load_window_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the state."""
+        if self._uses is not None:
+            self._uses.positions = {name: float(total) for name, total in state["positions"].items()}
+            self._uses.calls = {name: int(count) for name, count in state["calls"].items()}

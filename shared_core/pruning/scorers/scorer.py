@@ -1,4 +1,4 @@
-"""What all scorers share: steps in, scores out, and the state that makes both repeatable."""
+"""What scorers share: steps in, scores out, and the state that makes both repeatable; and the plainest, magnitude."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from shared_core.distributed.collectives import any_rank, local_part
 from shared_core.distributed.sharded_tensors import is_sharded
-from shared_core.errors import CheckpointError, ConfigError, TrainingError
+from shared_core.errors import CheckpointError, ConfigError, TrainingError, nearest
+
+SCORERS: dict[str, type[Scorer]] = {}
+"""By criterion; a subclass of `Scorer` that names its criterion is put here where it is defined."""
 
 
 class Scorer:
@@ -60,6 +63,10 @@ class Scorer:
         self.num_left_out = 0
         """Steps since then whose gradients were not finite."""
         self._set_up(generator)
+
+    def __init_subclass__(cls) -> None:
+        if "criterion" in vars(cls):
+            SCORERS[cls.criterion] = cls
 
     def attach(self) -> None:
         """Register what hooks there are. Safe to call twice."""
@@ -199,6 +206,64 @@ class Scorer:
         raise TrainingError(
             f"prune {self.criterion}: a step must have been observed before weights are scored, {reason}"
         )
+
+
+def magnitude(weight: Tensor) -> Tensor:
+    """Return ``|w|`` as float32 (float64 for float64), a new tensor (Han et al. 2015, arXiv:1506.02626).
+
+    Args:
+        weight: Any shape, any floating dtype.
+
+    Example:
+        >>> magnitude(torch.tensor([-2.0, 0.5]))
+        tensor([2.0000, 0.5000])
+    """
+    weight = weight.detach()
+    return weight.abs() if weight.dtype == torch.float64 else weight.float().abs()
+
+
+class Magnitude(Scorer):
+    """``|w|`` (Han et al. 2015, arXiv:1506.02626)."""
+
+    criterion: ClassVar[str] = "magnitude"
+
+    @property
+    def ready(self) -> bool:
+        """Always: the weights are there."""
+        return True
+
+    def _scores(self, name: str, weight: Tensor) -> Tensor:
+        return magnitude(weight)
+
+    def _part(self, name: str, weight: Tensor, where: slice) -> Tensor:
+        return magnitude(weight.reshape(-1)[where])
+
+
+def make_scorer(
+    criterion: str,
+    modules: Mapping[str, nn.Module],
+    *,
+    generator: torch.Generator | None = None,
+    **options: Any,
+) -> Scorer:
+    """Return a new scorer, not attached yet.
+
+    Args:
+        criterion: A key of `SCORERS`.
+        modules: Weight name to a module that holds it.
+        generator: For criteria that draw; the same on every rank.
+        **options: Those of the scorer, such as `costs`.
+
+    Raises:
+        ConfigError: If there is no such criterion or an option breaks its rule.
+
+    Example:
+        >>> make_scorer("magnitude", {}).scores("w", torch.tensor([-2.0, 0.5]))
+        tensor([2.0000, 0.5000])
+    """
+    if criterion not in SCORERS:
+        raise ConfigError(f"prune: criterion must be one that exists, got {criterion!r}{nearest(criterion, SCORERS)}")
+    return SCORERS[criterion](modules, generator=generator, **options)
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -1,7 +1,4 @@
-"""Criteria that are functions of a weight alone: its magnitude, and an absolute threshold.
-
-Criteria that need nothing but the weights: magnitude and chance.
-"""
+"""Criteria that look at no gradient and no input: an absolute threshold, and chance."""
 
 from __future__ import annotations
 
@@ -13,21 +10,7 @@ import torch
 from torch import Tensor
 
 from shared_core.errors import ConfigError
-from shared_core.pruning.scorers.scorer import Scorer
-
-
-def magnitude(weight: Tensor) -> Tensor:
-    """Return ``|w|`` as float32 (float64 for float64), a new tensor (Han et al. 2015, arXiv:1506.02626).
-
-    Args:
-        weight: Any shape, any floating dtype.
-
-    Example:
-        >>> magnitude(torch.tensor([-2.0, 0.5]))
-        tensor([2.0000, 0.5000])
-    """
-    weight = weight.detach()
-    return weight.abs() if weight.dtype == torch.float64 else weight.float().abs()
+from shared_core.pruning.scorers.scorer import Scorer, magnitude
 
 
 @torch.no_grad()
@@ -58,23 +41,6 @@ def below_threshold_mask(weight: Tensor, eps: float) -> Tensor:
 
 
 _PIECE = 1 << 17  # stays in cache
-
-
-class Magnitude(Scorer):
-    """``|w|`` (Han et al. 2015, arXiv:1506.02626)."""
-
-    criterion: ClassVar[str] = "magnitude"
-
-    @property
-    def ready(self) -> bool:
-        """Always: the weights are there."""
-        return True
-
-    def _scores(self, name: str, weight: Tensor) -> Tensor:
-        return magnitude(weight)
-
-    def _part(self, name: str, weight: Tensor, where: slice) -> Tensor:
-        return magnitude(weight.reshape(-1)[where])
 
 
 class Random(Scorer):

@@ -162,9 +162,14 @@ def test_the_timeline_holds_the_steps_that_the_run_takes():
     steps = {(event["technique"], event["step"]) for event in told.timeline}
     session, _, _ = started(recipe, net())
     prune, share, average = (session.techniques[key] for key in ("prune", "cluster", "average"))
-    wanted = {("prune", prune._begin), ("prune", prune._end), ("cluster", share._begin), ("average", average._first)}
+    wanted = {
+        ("prune", prune._schedule.begin),
+        ("prune", prune._schedule.end),
+        ("cluster", share._begin),
+        ("average", average._first),
+    }
     assert steps == {*wanted, ("average", None)}
-    assert {prune._begin, prune._end, share._begin, average._first} == {2, 4, 6}
+    assert {prune._schedule.begin, prune._schedule.end, share._begin, average._first} == {2, 4, 6}
 
 
 def test_matched_tensors_are_those_of_the_receipt():

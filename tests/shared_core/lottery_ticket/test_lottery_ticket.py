@@ -306,5 +306,5 @@ def test_rewinding_under_quantization_aware_training(seed, tmp_path):
     for name, mask in read_ticket(path).masks.items():
         assert not pruned_weights(model)[name].detach()[~mask].any()
     kept = {"lottery": {"out": str(tmp_path / "kept"), "rewind": "learning_rate", "rewind_to": 4}}
-    with pytest.raises(CompatibilityError, match="ticket with rewind learning_rate cannot be combined with qat"):
+    with pytest.raises(CompatibilityError, match="lottery with rewind learning_rate cannot be combined with qat"):
         train(Recipe.from_dict(kept | qat))

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shared_core.errors import CheckpointError, ConfigError
+from shared_core.errors import CheckpointError, TrainingError
 from shared_core.lottery_ticket import LotteryConfig, Ticket, read_ticket, write_ticket
 from shared_core.lottery_ticket.selection import layer_rates, next_masks, random_masks
-from shared_core.lottery_ticket.ticket import fitting_rates, renamed, same_bits
+from shared_core.lottery_ticket.ticket import HeldRates, renamed, same_bits
 
 
 def expected_left(numel, rate, rounds):
@@ -72,7 +72,7 @@ def test_global_scope_prunes_the_smallest_of_all_and_empties_no_tensor(dtype):
 
 
 def test_nan_is_refused_where_it_is():
-    with pytest.raises(ConfigError, match="NaN"):
+    with pytest.raises(TrainingError, match="NaN"):
         next_masks({"w": torch.tensor([1.0, float("nan")])}, {}, {"w": 0.5})
 
 
@@ -146,6 +146,10 @@ def test_same_bits_and_learning_rates_of_other_groups():
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
     assert same_bits(torch.tensor(3), torch.tensor(3))
     optimizer = torch.optim.SGD([{"params": torch.zeros(1, requires_grad=True)} for _ in range(2)], lr=1.0)
-    assert fitting_rates([optimizer], [[0.1, 0.2]]) == [[0.1, 0.2]]
-    assert fitting_rates([optimizer], [[0.1]]) == [[0.1, 0.1]]
-    assert fitting_rates([optimizer], [[0.1, 0.2, 0.3]]) is None
+    for rates, expected in (([[0.1, 0.2]], [0.1, 0.2]), ([[0.1]], [0.1, 0.1]), ([[0.1, 0.2, 0.3]], None)):
+        held = HeldRates()
+        assert held.fit([optimizer], rates) is (expected is not None)
+        held.hold([optimizer], rewound=True)
+        assert [group["lr"] for group in optimizer.param_groups] == (expected or [1.0, 1.0])
+        held.give_back([optimizer])
+        assert [group["lr"] for group in optimizer.param_groups] == [1.0, 1.0]

@@ -11,12 +11,11 @@ from torch import nn
 
 from shared_core.errors import ConfigError
 from shared_core.modules.weight_views import input_axis, output_axis
-from shared_core.pruning import SCHEDULES, erdos_renyi_sparsities, iterative_sparsity, nm_mask
+from shared_core.pruning import SCHEDULES, PruneConfig, erdos_renyi_sparsities, iterative_sparsity, nm_mask
 from shared_core.pruning.mask_dynamics import rigl_drop_share, rigl_mask
-from shared_core.pruning.masks import block_scores, expand_blocks, nm_mask_of_scores
+from shared_core.pruning.patterns import block_scores, expand_blocks, nm_mask_of_scores, row_mask
 from shared_core.pruning.regularizers import add_group_lasso_gradient_, add_l1_gradient_
-from shared_core.pruning.schedules import update_is_due
-from shared_core.pruning.selection import row_mask
+from shared_core.pruning.schedules import Schedule
 
 GROWING = [name for name in SCHEDULES if name != "one_shot"]
 
@@ -67,9 +66,10 @@ def test_cosine_and_exponential_are_the_formula():
 def test_iterative_takes_the_same_share_of_what_is_left_at_each_update(begin, end, every):
     arguments = {"begin": begin, "end": end, "initial": 0.1, "final": 0.95, "every": every}
     remaining, shares = 0.9, []
+    schedule = Schedule(PruneConfig(sparsity=0.95, every=every), begin, end)
     for step in range(begin - 1, end + 5):
         now = 1 - iterative_sparsity(step, **arguments)
-        if update_is_due(step, begin=begin, end=end, every=every):
+        if schedule.is_due(step):
             shares.append(1 - now / remaining)
         else:
             assert now == pytest.approx(remaining, abs=1e-15)  # nothing goes between updates

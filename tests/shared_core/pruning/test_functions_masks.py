@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from eff_kernels.masks import pack_bits, unpack_bits
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shared_core.modules.packed_masks import pack_mask, unpack_mask
 from shared_core.pruning.mask_dynamics import StraightThrough
 from shared_core.pruning.masks import MaskStore
 from shared_core.pruning.structured import filter_groups, kept_units, layer_groups, masks_of_units
@@ -90,20 +90,20 @@ def test_decay_comes_in_the_type_of_the_gradient():
 def test_packed_masks_come_back(shape):
     weight = torch.zeros(shape)
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(2)) < 0.5
-    packed = pack_mask(mask)
+    packed = pack_bits(mask)
     assert packed.dtype == torch.uint8
     assert packed.numel() == -(-mask.numel() // 8)
-    found = unpack_mask(packed, weight.shape)
+    found = unpack_bits(packed, weight.shape)
     assert found.dtype == torch.bool
     assert torch.equal(found, mask)
     if mask.ndim > 1:
         assert torch.equal(
-            unpack_mask(pack_mask(mask.transpose(0, 1)), weight.transpose(0, 1).shape), mask.transpose(0, 1)
+            unpack_bits(pack_bits(mask.transpose(0, 1)), weight.transpose(0, 1).shape), mask.transpose(0, 1)
         )
 
 
 def test_a_store_counts_applies_and_packs():
-    store = MaskStore()
+    store = MaskStore("prune")
     assert not store
     store.apply()  # without masks nothing happens
     store.weights = {"a": nn.Parameter(-torch.ones(3, 3)), "b": nn.Parameter(torch.full((2,), math.nan))}
@@ -116,7 +116,7 @@ def test_a_store_counts_applies_and_packs():
     for weight in store.weights.values():
         assert not weight[weight == 0].signbit().any()
     assert store.weights["b"].tolist() == [0.0, 0.0]
-    assert torch.equal(unpack_mask(store.packed()["a"], store.weights["a"].shape), store["a"])
+    assert torch.equal(unpack_bits(store.packed()["a"], store.weights["a"].shape), store["a"])
     store.set({"a": torch.ones(3, 3).bool()})
     assert "b" not in store  # new masks take the place of all there were
     assert store.num_pruned == {"a": 0}

@@ -66,7 +66,7 @@ def train(recipe, optimizer, *, scaled=False, compiled=False):
             continue
         session.after_optimizer_step()
         average.update_parameters(model)
-        yield dict(model.named_parameters()), session.techniques["prune"]._store.parts, average.module
+        yield dict(model.named_parameters()), session.techniques["prune"]._policy.store.parts, average.module
 
 
 def check(run):

@@ -57,7 +57,7 @@ def test_prune_mask_equals_a_full_sort(data, sparsity, dtype, pieces):
     with pytest.MonkeyPatch.context() as patch:
         if pieces:
             patch.setattr(kernels, "_HISTOGRAM_PIECE", 7)
-            patch.setattr("shared_core.pruning.masks._PIECE", 3)
+            patch.setattr("shared_core.pruning.selection._PIECE", 3)
         mask = prune_mask(scores, sparsity)
     expected = reference_mask(scores.double().numpy(), round(sparsity * len(data)))
     assert mask.dtype == torch.bool
@@ -77,7 +77,7 @@ def test_prune_masks_equal_a_full_sort_with_the_best_of_each_protected(data, spa
     most = [round(share * len(items)) for items in data]
     with pytest.MonkeyPatch.context() as patch:
         if pieces:
-            patch.setattr("shared_core.pruning.masks._HELD", 0)
+            patch.setattr("shared_core.pruning.selection._HELD", 0)
         masks = prune_masks(scores, sparsity, None if share == 1 else most)
     # what is at -inf was pruned before: it goes as far as the count reaches, whatever the limit
     gone = [sum(value == -math.inf for value in score.tolist()) for score in scores]

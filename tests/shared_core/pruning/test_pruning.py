@@ -1,11 +1,14 @@
 """Pruning through a session: long runs, exact resume, and the rule for shared and frozen tensors."""
 
 import copy
+import pathlib
+import sys
 
 import pytest
 import torch
 from torch import nn
 
+import shared_core.pruning
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MatchError, TrainingError
@@ -174,13 +177,14 @@ def test_a_live_weight_that_is_zero_is_not_taken_for_a_pruned_one_on_resume():
 def test_pruned_weights_stay_pruned_among_ties_and_zeros():
     model = nn.Linear(10, 10, bias=False)
     session, opt = make_session(model, total_steps=10, begin=0, end=10, every=1, schedule="linear")
+    store = session.techniques["prune"]._policy.store
     for _ in range(10):
-        before = session.techniques["prune"]._store.parts.get("weight", torch.ones(10, 10, dtype=torch.bool)).clone()
+        before = store.parts.get("weight", torch.ones(10, 10, dtype=torch.bool)).clone()
         model.weight.data.zero_()  # every live weight ties with the pruned ones
         opt.zero_grad()
         session.before_optimizer_step()
         session.after_optimizer_step()
-        after = session.techniques["prune"]._store.parts["weight"]
+        after = store.parts["weight"]
         assert not (after & ~before).any()
     assert int((~after).sum()) == 75
 
@@ -413,3 +417,23 @@ def test_a_state_of_another_model_is_refused():
     other.attach(nn.Sequential(nn.Linear(6, 12)))
     with pytest.raises(CheckpointError, match=r"difference at 3.weight"):
         other.load_state_dict(state["session"])
+
+
+def test_plain_magnitude_enters_no_file_of_other_policies():
+    folder, entered = pathlib.Path(shared_core.pruning.__file__).parent, set()
+    model = make_net()
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code.co_name != "<module>":
+            entered.add(pathlib.Path(frame.f_code.co_filename))
+
+    sys.setprofile(note)
+    try:
+        session, optimizer = make_session(model, begin=0, end=2, every=1)
+        train(session, optimizer, model, range(3))
+        session.finish()
+    finally:
+        sys.setprofile(None)
+    found = {file.relative_to(folder).as_posix() for file in entered if file.is_relative_to(folder)}
+    names = ("config", "masks", "schedules", "scorers/scorer", "selection", "targets", "technique")
+    assert found == {f"{name}.py" for name in names}

@@ -145,7 +145,7 @@ def test_what_is_pruned_is_exactly_zero_after_every_step_and_as_much_as_asked(na
     technique = run.session.techniques["prune"]
     for _ in range(STEPS):
         run.step()
-        for tensor, mask in technique._store.parts.items():
+        for tensor, mask in technique._policy.store.parts.items():
             pruned = dict(run.model.named_parameters())[tensor].detach()[~mask]
             assert not pruned.view(torch.int32).any(), "pruned weights must be +0.0"
     run.session.finish()
@@ -183,7 +183,7 @@ def test_pruned_weights_never_come_back(name, clips):
     masks = {}
     for _ in range(STEPS):
         run.step()
-        now = {tensor: mask.clone() for tensor, mask in run.session.techniques["prune"]._store.parts.items()}
+        now = {tensor: mask.clone() for tensor, mask in run.session.techniques["prune"]._policy.store.parts.items()}
         for tensor, mask in masks.items():
             assert not (now[tensor] & ~mask).any()
         masks = now
@@ -195,7 +195,7 @@ def test_weights_do_come_back_where_that_is_asked_for(name):
     masks, came_back = {}, 0
     for _ in range(STEPS):
         run.step()
-        now = {tensor: mask.clone() for tensor, mask in run.session.techniques["prune"]._store.parts.items()}
+        now = {tensor: mask.clone() for tensor, mask in run.session.techniques["prune"]._policy.store.parts.items()}
         came_back += sum(int((now[tensor] & ~mask).sum()) for tensor, mask in masks.items())
         masks = now
     assert came_back > 0

@@ -1,0 +1,172 @@
+"""Masks of a fixed pattern, and sparsities by layers' sizes: tiles, N of M, rows, Erdős–Rényi.
+
+N:M keeps N of every M neighbours along the input axis; blocks keep or prune whole tiles of a matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from eff_kernels.masks import n_of_m_mask
+from torch import Tensor, nn
+
+from shared_core.errors import ConfigError
+from shared_core.modules.weight_views import from_output_rows, output_rows
+
+
+def erdos_renyi_sparsities(
+    shapes: Sequence[Sequence[int]], sparsity: float, *, kernel: bool = False, most: float = 1.0
+) -> list[float]:
+    """Return a sparsity for each tensor, so that large ones are sparser and all together reach `sparsity`.
+
+    Density is ``ε·(n_in + n_out)/(n_in·n_out)``, with `kernel` ``ε·(n_in + n_out + k_h + k_w)/numel``, and 1 where that
+    is more, ``1 - most`` where it is less; ε is solved again for the others until it holds (Mocanu et al. 2018,
+    arXiv:1707.04780; Evci et al. 2020, arXiv:1911.11134).
+
+    Args:
+        shapes: Of two or more dimensions, ``(n_out, n_in, *kernel)``.
+        sparsity: Share of all elements to prune, in [0, 1].
+        kernel: Whether kernel sizes count (Erdős–Rényi kernel), or a convolution's kernel is part of its size only.
+        most: The largest sparsity of one tensor, at least `sparsity`.
+
+    Raises:
+        ConfigError: If `sparsity` is not in [0, 1], or a shape has fewer than two dimensions or no elements.
+
+    Example:
+        >>> [round(share, 4) for share in erdos_renyi_sparsities([(4, 4), (64, 64)], 0.9)]
+        [0.0, 0.9035]
+    """
+    if not 0 <= sparsity <= 1:
+        raise ConfigError(f"erdos_renyi_sparsities: sparsity must be in [0, 1], got {sparsity!r}")
+    numels, shares = [], []
+    for shape in shapes:
+        if len(shape) < 2:
+            raise ConfigError(f"erdos_renyi_sparsities: shapes must have two dimensions or more, got {tuple(shape)}")
+        numel = math.prod(shape)
+        if not numel:
+            raise ConfigError(f"erdos_renyi_sparsities: shapes must not be empty, got {tuple(shape)}, no weights")
+        numels.append(numel)
+        # without the kernel's sizes a convolution is a matrix n_out x n_in of kernels
+        shares.append(sum(shape) / numel if kernel else sum(shape[:2]) / (shape[0] * shape[1]))
+    fixed: dict[int, float] = {}  # densities
+    kept = (1 - sparsity) * sum(numels)
+    while True:
+        open_ = [i for i in range(len(numels)) if i not in fixed]
+        weight = sum(shares[i] * numels[i] for i in open_)
+        epsilon = (kept - sum(density * numels[i] for i, density in fixed.items())) / weight if weight else 0.0
+        over = {i: 1.0 for i in open_ if epsilon * shares[i] > 1}
+        under = {i: 1 - most for i in open_ if epsilon * shares[i] < 1 - most}
+        if not over and not under:
+            return [1 - fixed.get(i, max(0.0, epsilon) * shares[i]) for i in range(len(numels))]
+        # what those over may not keep raises ε for the others, what those under must keep lowers it: where more is to
+        # be handed out than taken back those over stay over, whatever becomes of the others
+        surplus = sum((epsilon * shares[i] - density) * numels[i] for i, density in (over | under).items())
+        fixed |= (over if surplus >= 0 else {}) | (under if surplus <= 0 else {})
+
+
+@torch.no_grad()
+def block_scores(scores: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return the mean score of every tile of ``block[0]`` outputs times ``block[1]`` inputs.
+
+    Trailing dimensions (a kernel) belong to the inputs: a convolution's weight is the matrix
+    ``(n_out, n_in·k_h·k_w)``. Tiles at the edge may be smaller; their mean is of what they hold.
+
+    Args:
+        scores: Two or more dimensions, floating point.
+        block: Rows and columns of a tile, at least 1 each.
+
+    Returns:
+        Tensor of shape ``(ceil(rows/block[0]), ceil(columns/block[1]))``.
+
+    Example:
+        >>> block_scores(torch.tensor([[1.0, 3.0, 5.0]]), (1, 2))
+        tensor([[2., 5.]])
+    """
+    matrix = scores.reshape(scores.shape[0], -1)
+    rows, columns = matrix.shape
+    padded = torch.nn.functional.pad(matrix, (0, -columns % block[1], 0, -rows % block[0]))
+    tiles = padded.view(padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1])
+    return tiles.sum((1, 3)) / _sizes(rows, block[0], scores)[:, None] / _sizes(columns, block[1], scores)
+
+
+def _sizes(length: int, block: int, like: Tensor) -> Tensor:
+    starts = torch.arange(0, length, block, device=like.device)
+    return (length - starts).clamp(max=block).to(like.dtype)
+
+
+@torch.no_grad()
+def expand_blocks(mask: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
+    """Return the mask of elements that a mask of tiles means, of the weight's shape.
+
+    Example:
+        >>> expand_blocks(torch.tensor([[True, False]]), torch.Size([1, 3]), (1, 2))
+        tensor([[ True,  True, False]])
+    """
+    columns = shape[1:].numel()
+    full = mask.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return full[: shape[0], :columns].reshape(shape)
+
+
+@torch.no_grad()
+def nm_mask(weight: Tensor, n: int, m: int, *, axis: int = 1) -> Tensor:
+    """Return which elements to keep: of every `m` neighbours along the input axis the `n` of largest magnitude.
+
+    Among equal magnitudes the lowest index is kept (Mishra et al. 2021, arXiv:2104.08378: 2:4).
+
+    Args:
+        weight: Floating point scores or weights, two or more dimensions, without NaN.
+        n: How many of each group stay, from 1 to `m`.
+        m: Size of a group, at least 1; divides the input axis.
+        axis: The input axis: 1 for `torch.nn.Linear` and convolutions, 0 for transposed ones.
+
+    Returns:
+        bool tensor of the same shape and device, True = keep; each group holds exactly `n`.
+
+    Raises:
+        ConfigError: If `n` or `m` is out of range, `m` does not divide the axis, or an element is NaN.
+
+    Example:
+        >>> nm_mask(torch.tensor([[0.1, -3.0, 2.0, 2.0]]), 2, 4)
+        tensor([[False,  True,  True, False]])
+    """
+    if not (isinstance(n, int) and isinstance(m, int) and 1 <= n <= m):
+        raise ConfigError(f"nm_mask: n must be in [1, m], both whole numbers, got n = {n!r}, m = {m!r}")
+    if weight.ndim < 2 or not -weight.ndim <= axis < weight.ndim or weight.shape[axis] % m:
+        raise ConfigError(
+            f"nm_mask: the input axis must be a multiple of m = {m}, got axis {axis} of shape {tuple(weight.shape)}"
+        )
+    return nm_mask_of_scores(weight.detach().abs(), n, m, axis=axis)
+
+
+@torch.no_grad()
+def nm_mask_of_scores(scores: Tensor, n: int, m: int, *, axis: int) -> Tensor:
+    """Return `nm_mask` of scores, whose sign counts: the `n` largest of each group stay."""
+    try:
+        return n_of_m_mask(scores, n, m, axis)
+    except ValueError as error:
+        raise ConfigError("nm_mask: scores must not be NaN") from error
+
+
+@torch.no_grad()
+def row_mask(module: nn.Module, scores: Tensor, sparsity: float) -> Tensor:
+    """Return which elements to keep when those of one output compete among themselves, as Wanda's do.
+
+    Exactly ``n - round(sparsity·n)`` of each output's n stay, at least one; ties by lowest index (Sun et al. 2023,
+    arXiv:2306.11695).
+
+    Args:
+        module: The layer whose ``weight`` is scored.
+        scores: Of its shape.
+        sparsity: Share to prune, in [0, 1].
+
+    Example:
+        >>> row_mask(nn.Linear(2, 2), torch.tensor([[1.0, 2.0], [9.0, 8.0]]), 0.5)
+        tensor([[False,  True],
+                [ True, False]])
+    """
+    rows = output_rows(module, scores)
+    kept = max(1, rows.shape[1] - round(sparsity * rows.shape[1]))
+    mask = nm_mask_of_scores(rows, kept, rows.shape[1], axis=1)
+    return from_output_rows(module, mask, scores.shape)
