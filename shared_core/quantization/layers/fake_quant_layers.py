@@ -240,9 +240,10 @@ def grid_of(module: nn.Module, scheme: LayerScheme, entry: Mapping[str, Any]) ->
     kind = scheme.weight
     group = {"group": scheme.group_size, "mxfp4": 32, "nvfp4": 16}.get(kind, 0)
     levels = {"fp8": 255, "mxfp4": 15, "nvfp4": 15, "ternary": 3}.get(kind, 2**scheme.weight_bits)
-    largest = {"channel": scheme.weight_qmax, "fp8": 448}.get(kind)
     # of a folded layer the weight is unfolded again: its rows are multiples of other steps than the folded weight's
     is_folded = "batch_norm" in entry
+    # the smallest code of a learned scale is -(qmax + 1); without a scale the largest weight tells the step
+    largest = {"channel": scheme.weight_qmax + is_folded, "fp8": 448}.get(kind)
     scale = None if is_folded else entry.get("weight_scale")
     return Grid(
         functools.partial(as_rows, module),
