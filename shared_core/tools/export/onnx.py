@@ -26,10 +26,10 @@ from torch.utils._pytree import (
     tree_map_with_path,
 )
 
-from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError, nearest
+from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError, TrainingError, nearest
 from shared_core.files.atomic import atomic_write, scratch_folder
 from shared_core.modules.calls import call_model
-from shared_core.quantization.ranges.observers import RangeEstimator, make_observer
+from shared_core.quantization.ranges.observers import EstimatorBank
 from shared_core.tools.export.onnx_layers import to_export, translations
 from shared_core.tools.export.source import (
     arguments,
@@ -77,22 +77,22 @@ def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any]) ->
             graph.round_bias(node)
         if integer or graph.joins_codes(node):
             graph.hand_on_codes(graph.end_of(node.output[0]))
-    for name, observer in _observed(exact, graph.new, calibration).items():
-        scale, zero_point = observer.scale_zero_point()
-        graph.constants[f"{name}_scale"] = np.array(scale.item(), np.float32)
-        graph.constants[f"{name}_zero_point"] = np.array(zero_point.item(), np.uint8)
+    bank = _observed(exact, graph.new, calibration)
+    for name, scale, zero_point in zip(graph.new, bank.scale.tolist(), bank.zero_point.tolist(), strict=True):
+        graph.constants[f"{name}_scale"] = np.array(scale, np.float32)
+        graph.constants[f"{name}_zero_point"] = np.array(zero_point, np.uint8)
     graph.write()
     onnx.save(model, file)
     return tuple(graph.new)
 
 
-def _observed(file: Path, names: list[str], calibration: Iterable[Any]) -> dict[str, RangeEstimator]:
-    """Return an observer of each tensor; it has seen all batches."""
+def _observed(file: Path, names: list[str], calibration: Iterable[Any]) -> EstimatorBank:
+    """Return the ranges of the tensors, a row each, over all batches."""
     import onnx
 
     model = onnx.load(file)
     model.graph.output.extend(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in names)
-    observers = {name: make_observer("mse", qmin=0, qmax=255) for name in names}
+    bank = EstimatorBank("mse", [(0, 255)] * len(names))
     batches = 0
     with scratch_folder() as folder:
         probe = folder / "probe.onnx"
@@ -107,11 +107,17 @@ def _observed(file: Path, names: list[str], calibration: Iterable[Any]) -> dict[
                     f"export_onnx: calibration must hold what the model takes, got {type(batch).__name__} "
                     f"({str(error)[:300]}); pass batches like example_inputs, without labels"
                 ) from error
-            for name, value in zip(names, found, strict=True):
-                observers[name].update(torch.from_numpy(value))
+            for row, value in enumerate(found):
+                bank.observe(row, torch.from_numpy(value))
     if not batches:
         raise ConfigError("export_onnx: calibration must hold batches, got none")
-    return observers
+    bank.commit(bank.window)  # one process exports, whatever others there are
+    missing = [name for name, known in zip(names, bank.known.tolist(), strict=True) if not known]
+    if missing:
+        raise TrainingError(
+            f"export_onnx: calibration must give finite values, but {', '.join(missing[:5])} had none; look for NaN"
+        )
+    return bank
 
 
 class _Graph:
