@@ -225,7 +225,7 @@ def _calibrate(
     progress: Callable[[int, int], None] | None,
 ) -> int:
     bank = technique.bank
-    if not technique.static:
+    if not technique.policy.static:
         return 0
     if batches is None:
         raise ConfigError(
@@ -235,27 +235,25 @@ def _calibrate(
     bank.move_(next(model.parameters()).device)
     # histograms of all batches fit into one window, and ranges are derived from it once
     at_once = isinstance(bank, EstimatorBank)
-    gelu = technique.gelu_inputs
     with _observing(technique), evaluating(model), torch.no_grad():
         for done, batch in enumerate(batches, 1):
-            with contextlib.nullcontext() if gelu is None else gelu.gradients(model):
+            with technique.policy.calibrating(model):
                 call_model(model, batch, f"{WHERE}: calibration")
-            if gelu is not None:
-                gelu.settle(bank.device)
+            technique.policy.settle()
             if not at_once:
                 bank.commit(bank.take_window())
             if progress is not None:
                 progress(done, len(batches))
     if at_once:
         bank.commit(bank.take_window())
-    technique.read_known()
-    missing = [name for name, known in zip(technique.static, bank.known.tolist(), strict=True) if not known]
+    technique.policy.read_known()
+    missing = [name for name, known in zip(technique.policy.static, bank.known.tolist(), strict=True) if not known]
     if missing:
         raise TrainingError(
             f"{WHERE}: calibration must reach every quantised layer with finite inputs, but {', '.join(missing[:5])} "
             "saw none; skip them, or look for NaN"
         )
-    odd = [name for name, count in zip(technique.static, bank.non_finite.tolist(), strict=True) if count]
+    odd = [name for name, count in zip(technique.policy.static, bank.non_finite.tolist(), strict=True) if count]
     if odd:
         notes.append(f"calibration held NaN or infinity, left out of the ranges of {', '.join(odd[:5])}")
     return len(batches)
@@ -286,7 +284,7 @@ def _search_weights(technique: QuantizationAwareTraining) -> None:
                 layer,
                 least_error_scale(as_rows(layer, folded_weight(layer, weight.detach())), searched.qmin, searched.qmax),
             )
-            quantizer.learned_weight = searched
+            quantizer.weight_scale = searched
 
 
 @torch.no_grad()

@@ -17,7 +17,6 @@ from shared_core.errors import CompatibilityError
 from shared_core.files.atomic import scratch_folder
 from shared_core.modules.calls import call_model
 from shared_core.quantization.layers.fake_quant_layers import STOCK
-from shared_core.tools.export.onnx_layers import input_qparams
 
 TOLERANCE = 1e-5
 _TOKEN_TOLERANCE = 1e-2  # codes of tokens are not compared one by one, so that one may have moved
@@ -140,10 +139,11 @@ class _Forced:
 def _force(reference: nn.Module, codes: list[Any]) -> _Forced:
     forced = _Forced(codes)
     for module in reference.modules():
-        qparams = input_qparams(module) if type(module) in STOCK else None
+        quantizer: Any = module.quantizer if type(module) in STOCK else None
+        qparams = None if quantizer is None else quantizer.qparams(module)
         if qparams is not None:
-            quantizer: Any = module.quantizer
-            quantizer.input = _forced_input(quantizer.input, *qparams, quantizer.scheme.input_range[0], forced)
+            (scale, zero_point), lowest = qparams, quantizer.scheme.input_range[0]
+            quantizer.input = _forced_input(quantizer.input, scale, zero_point, lowest, forced)
     return forced
 
 
