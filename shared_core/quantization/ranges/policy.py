@@ -404,11 +404,12 @@ class LearnedRanges(ObservedRanges):
     def close(self) -> None:
         """Release the layers, which are about to become stock ones."""
         super().close()
-        whole_here = all(
-            name in vars(layer).get("gathered", {}) or not is_sharded(value)
-            for layer, name, value in self._parameters()
-        )
-        self._closed = self._learned() if whole_here else {}  # cut short: the other processes may be gone
+        if self._closed is None:
+            whole_here = all(
+                name in vars(layer).get("gathered", {}) or not is_sharded(value)
+                for layer, name, value in self._parameters()
+            )
+            self._closed = self._learned() if whole_here else {}  # cut short: the other processes may be gone
         self.release()
         self.layers = {}
 
