@@ -6,7 +6,6 @@ Quantised weights in place, and what the quantisation costs them.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from shared_core.distributed.sharded_tensors import fill_, is_sharded, whole
 from shared_core.engine.claims import Grid, Where
 from shared_core.modules.matching import change_class, conv1d_of, is_transformers_conv1d, own_class
 from shared_core.modules.weight_views import as_rows, compute, weights_of
+from shared_core.numerics.noise import SignalToNoise
 from shared_core.quantization.batch_norm import STOCK as STOCK_OF_FOLDED
 from shared_core.quantization.batch_norm import fold_pair_, unfold_pair_
 from shared_core.quantization.layers.layer_quantizer import LayerQuantizer
@@ -217,14 +217,15 @@ def weight_report(module: nn.Module, *, gather: bool = False) -> dict[str, float
     numel = sum(weight.numel() for weight in weights)
     if not gather and any(map(is_sharded, weights)):
         return {"weights": numel}
-    signal, noise, peak, largest = 0.0, 0.0, 0.0, 0.0
+    sums, peak, largest = SignalToNoise(), 0.0, 0.0
     for exact in filter(Tensor.numel, map(whole, weights)):
-        error = exact.double() - module.quantizer.baked_weight(module, exact).double()  # type: ignore[operator, union-attr]
-        signal, noise = signal + exact.double().square().sum().item(), noise + error.square().sum().item()
-        peak, largest = max(peak, exact.abs().max().item()), max(largest, error.abs().max().item())
+        rounded = module.quantizer.baked_weight(module, exact)  # type: ignore[operator, union-attr]
+        sums.add(exact, rounded)
+        error = (exact.double() - rounded.double()).abs().max().item()
+        peak, largest = max(peak, exact.abs().max().item()), max(largest, error)
     return {
         "weights": numel,
-        "sqnr_db": 10 * math.log10(signal / noise) if noise and signal else math.inf,
+        "sqnr_db": sums.decibels,
         "largest_relative_error": largest / peak if peak else 0.0,
     }
 

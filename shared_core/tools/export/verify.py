@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +100,28 @@ def _run(file: Path, inputs: Any) -> tuple[list[Any], list[Any]]:
         if node.op_type == "DequantizeLinear" and makers.get(node.input[0]) in ("QuantizeLinear", "Clip")
     )
     num_outputs = len(model.graph.output)
-    model.graph.output.extend(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.UINT8, None) for name in wanted)
+    with probing(file, wanted, "UINT8") as session:
+        found = session.run(None, feeds(session, inputs))
+    return found[:num_outputs], found[num_outputs:]
+
+
+@contextlib.contextmanager
+def probing(file: Path, names: Iterable[str], kind: str) -> Iterator[Any]:
+    """Open a file in onnxruntime, without optimisation, with tensors of its graph as further outputs.
+
+    Args:
+        file: The ONNX file.
+        names: The tensors.
+        kind: Their type, as ONNX names it.
+    """
+    import onnx
+
+    model, element = onnx.load(file), onnx.TensorProto.DataType.Value(kind)
+    model.graph.output.extend(onnx.helper.make_tensor_value_info(name, element, None) for name in names)
     with scratch_folder() as folder:
         probe = folder / "probe.onnx"
         onnx.save(model, probe)
-        session = session_of(probe, optimise=False)
-        found = session.run(None, feeds(session, inputs))
-    return found[:num_outputs], found[num_outputs:]
+        yield session_of(probe, optimise=False)
 
 
 class _Forced:
