@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -182,21 +182,23 @@ class QuantizationAwareTraining(Technique):
         self.policy.after_step()
         self._set_switches(context.step)
 
-    def before_eval(self, context: Context) -> None:
-        """Stop observing, also in a validation that puts layers into training mode."""
+    @contextlib.contextmanager
+    def evaluating(self, context: Context) -> Iterator[None]:
+        """Observe nothing meanwhile, also in a validation that puts layers into training mode."""
         self.bank.observing = False
+        try:
+            yield
+        finally:
+            self.bank.observing = bool(self.policy.static) and context.step < self._freeze
 
-    def after_eval(self, context: Context) -> None:
-        """Go on observing."""
-        self.bank.observing = bool(self.policy.static) and context.step < self._freeze
-
-    def before_save(self, context: Context, baked: bool) -> None:
-        """Gather what is learned and sharded, so that saving needs no other process."""
+    @contextlib.contextmanager
+    def saving(self, context: Context, baked: bool) -> Iterator[None]:
+        """Hold what is learned and sharded in whole, so that saving needs no other process."""
         self.policy.gather()
-
-    def after_save(self, context: Context) -> None:
-        """Release it."""
-        self.policy.release()
+        try:
+            yield
+        finally:
+            self.policy.release()
 
     def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Let plain weights be loaded by the parameters' names: what is learned beside them is part of the state."""

@@ -1,8 +1,9 @@
 """Every Triton kernel compiles to a cubin for sm_90 on a machine without a GPU.
 
 `kernels()` of each ``test_*_triton.py`` yields ``(kernel, types, constants, num_warps)``: the Triton type of each
-argument by name (``fp32`` where it is not named) and the values of the constexpr ones. Interpreting is settled when
-Triton is imported, so that all of them compile in one process of their own.
+argument by name (``fp32`` where it is not named) and the values of the constexpr ones. Each is compiled once more with
+its integers as constants: a launch makes a constant of an argument that equals 1, which has no methods of a tensor.
+Interpreting is settled when Triton is imported, so that all of them compile in one process of their own.
 """
 
 import os
@@ -27,13 +28,15 @@ def compile_all():
     for file in FILES:
         count = 0
         for kernel, types, constants, num_warps in runpy.run_path(str(file))["kernels"]():
-            types = types | dict.fromkeys(constants, "constexpr")
-            signature = {name: types.get(name, "fp32") for name in kernel.arg_names}
-            source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
-            if not made.asm["cubin"]:
-                raise AssertionError(f"{file.name}: {kernel} made no cubin")
-            count += 1
+            ones = {name: 1 for name in kernel.arg_names if types.get(name) in ("i32", "i64") and name not in constants}
+            for fixed in (constants, constants | ones):
+                kinds = types | dict.fromkeys(fixed, "constexpr")
+                signature = {name: kinds.get(name, "fp32") for name in kernel.arg_names}
+                source = ASTSource(fn=kernel, signature=signature, constexprs=fixed)
+                made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+                if not made.asm["cubin"]:
+                    raise AssertionError(f"{file.name}: {kernel} made no cubin")
+                count += 1
         sys.stdout.write(f"{file.name} {count}\n")
 
 

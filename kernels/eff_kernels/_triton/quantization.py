@@ -166,7 +166,7 @@ def _grid_backward(
         sum_at = sums + row.to(tl.int64) * splits + program % splits
         tl.store(sum_at, grad_scale * tl.sum(first, 1), mask=row < rows)
         if zeros:
-            tl.store(sum_at + rows.to(tl.int64) * splits, grad_scale * tl.sum(second, 1), mask=row < rows)
+            tl.store(sum_at + tl.cast(rows, tl.int64) * splits, grad_scale * tl.sum(second, 1), mask=row < rows)
 
 
 def _rows_forward(
