@@ -7,6 +7,13 @@ import math
 import torch
 
 
+def decibels(signal: float, noise: float) -> float:
+    """Return ``10·log10(signal / noise)`` of two sums of squares, infinite without noise."""
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
 class SignalToNoise:
     """Sums of squares of what is exact and of what rounding adds to it, over many tensors.
 
@@ -29,9 +36,7 @@ class SignalToNoise:
     @property
     def decibels(self) -> float:
         """The signal-to-quantisation-noise ratio ``10·log10(Σy² / Σ(ŷ - y)²)``, infinite without noise."""
-        if self._noise == 0:
-            return math.inf
-        return 10 * math.log10(self._signal / self._noise) if self._signal else -math.inf
+        return decibels(self._signal, self._noise)
 
 
 def sqnr(exact: torch.Tensor, rounded: torch.Tensor) -> float:

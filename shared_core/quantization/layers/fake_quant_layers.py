@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, whole
 from shared_core.engine.claims import Grid, Where
-from shared_core.modules.matching import change_class, conv1d_of, is_transformers_conv1d, own_class
+from shared_core.modules.matching import change_class, conv1d_of, is_transformers_conv1d, own_class, replaced
 from shared_core.modules.weight_views import as_rows, compute, weights_of
 from shared_core.numerics.noise import SignalToNoise
 from shared_core.quantization.batch_norm import STOCK as STOCK_OF_FOLDED
@@ -134,7 +134,7 @@ def conv1d_as_linear(model: nn.Module) -> nn.Module:
     """
     know_conv1d(model)
     weights: dict[int, nn.Parameter] = {}
-    made: dict[int, nn.Module] = {}
+    made: dict[nn.Module, nn.Module] = {}
     for module in [*model.modules()]:
         if not is_transformers_conv1d(module) or not (type(module) in FAKE_QUANT or is_quantized(module)):
             continue
@@ -146,12 +146,8 @@ def conv1d_as_linear(model: nn.Module) -> nn.Module:
         if id(old) not in weights:
             weights[id(old)] = nn.Parameter(old.detach().t().contiguous(), old.requires_grad)
         layer._parameters["weight"] = weights[id(old)]
-        made[id(module)] = layer
-    for parent in [*model.modules()]:
-        for name, child in parent._modules.items():
-            if id(child) in made:
-                parent._modules[name] = made[id(child)]
-    return made.get(id(model), model)
+        made[module] = layer
+    return replaced(model, made)
 
 
 def swap(module: nn.Module, quantizer: LayerQuantizer) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import ConfigError
-from shared_core.modules.calls import call_model
+from shared_core.modules.calls import call_model, evaluating
 from shared_core.numerics.noise import SignalToNoise
-from shared_core.quantization.layer_graph import evaluating, output_tensor
+from shared_core.quantization.layer_graph import output_tensor
 
 
 def _add(sums: SignalToNoise, exact: Tensor, rounded: Tensor) -> None:

@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from shared_core.engine import coverage
 from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
-from shared_core.modules.calls import call_model
+from shared_core.modules.calls import call_model, evaluated
 from shared_core.modules.matching import check_model
 from shared_core.modules.weight_views import as_rows, weights_of
 from shared_core.numerics.block_formats import NVFP4_GROUP
 from shared_core.quantization.batch_norm import folded_weight, fuse_batch_norm
 from shared_core.quantization.config import QatConfig
-from shared_core.quantization.layer_graph import evaluating
 from shared_core.quantization.layers.fake_quant_layers import layer_entry
 from shared_core.quantization.post_training import equalization
 from shared_core.quantization.post_training import equalization as bias_correction
@@ -235,7 +234,7 @@ def _calibrate(
     bank.move_(next(model.parameters()).device)
     # histograms of all batches fit into one window, and ranges are derived from it once
     at_once = isinstance(bank, EstimatorBank)
-    with _observing(technique), evaluating(model), torch.no_grad():
+    with _observing(technique), evaluated(model):
         for done, batch in enumerate(batches, 1):
             with technique.policy.calibrating(model):
                 call_model(model, batch, f"{WHERE}: calibration")

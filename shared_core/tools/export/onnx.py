@@ -546,46 +546,25 @@ def _export(
     exported: nn.Module, inputs: Any, file: Path, opset: int, dynamic_batch: bool, dynamic_length: bool
 ) -> dict[str, tuple[int | str, ...]]:
     """Write the file, and return name → shape of its inputs."""
-    import onnxscript
     from onnx_ir.passes.common import DeduplicateInitializersPass
 
     inputs = plain(inputs)
     if dynamic_batch:
         inputs = two_examples(inputs)
-    args, kwargs = arguments(inputs)
     shapes = dynamic_shapes(inputs, batch=dynamic_batch, length=dynamic_length)
     open_axes = {"dynamic_batch": dynamic_batch, "dynamic_length": dynamic_length}
     hint = "".join(f", or pass {name}=False" for name, is_open in open_axes.items() if is_open)
-    with quiet(), torch.no_grad():
-        try:
-            program: Any = torch.onnx.export(
-                exported,
-                args,
-                kwargs=kwargs,
-                dynamo=True,
-                opset_version=opset,
-                dynamic_shapes=shapes,
-                output_names=_output_names(call_model(exported, inputs)),
-                custom_translation_table=translations(getattr(onnxscript, f"opset{opset}")),
-                verbose=False,
-            )
-        except Exception as error:  # torch.export and the exporter raise whatever the model makes them
-            cause: BaseException = error
-            while cause.__cause__ is not None:
-                cause = cause.__cause__
-            raise CompatibilityError(
-                f"export_onnx: model must be one that torch.onnx can export, got {type(cause).__name__}: "
-                f"{str(cause)[:500]}; simplify its forward{hint}"
-            ) from error
-    size = sum(value.const_value.nbytes for value in program.model.graph.initializers.values())
+    program = _program(exported, inputs, shapes, opset, hint)
+    graph = program.model.graph
+    size = sum(value.const_value.nbytes for value in graph.initializers.values())
     if size > _LARGEST_FILE:
         raise CompatibilityError(f"export_onnx: model must be smaller than 2 GiB to be one file, got {size} bytes")
     DeduplicateInitializersPass(size_limit=_LARGEST_FILE)(program.model)  # tied weights
-    for node in program.model.graph:
+    for node in graph:
         node.metadata_props.clear()  # stack traces of this machine
     taken = {
         value.name: tuple(size if isinstance(size, int) else str(size) for size in value.shape)
-        for value in program.model.graph.inputs
+        for value in graph.inputs
     }
     # the exporter fixes an axis without a word where the model needs it to be fixed (torch 2.13)
     asked = {axis.__name__ for axis in tree_leaves(shapes) if axis is not None}
@@ -600,6 +579,36 @@ def _export(
     return taken
 
 
+def _program(exported: nn.Module, inputs: Any, shapes: Any, opset: int, hint: str) -> Any:
+    """Return what torch.onnx makes of a model."""
+    import onnxscript
+
+    args, kwargs = arguments(inputs)
+    with quiet(), torch.no_grad():
+        try:
+            output = call_model(exported, inputs)
+            named = isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values())
+            return torch.onnx.export(
+                exported,
+                args,
+                kwargs=kwargs,
+                dynamo=True,
+                opset_version=opset,
+                dynamic_shapes=shapes,
+                output_names=[str(key) for key in output] if named else None,
+                custom_translation_table=translations(getattr(onnxscript, f"opset{opset}")),
+                verbose=False,
+            )
+        except Exception as error:  # torch.export and the exporter raise whatever the model makes them
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            raise CompatibilityError(
+                f"export_onnx: model must be one that torch.onnx can export, got {type(cause).__name__}: "
+                f"{str(cause)[:500]}; simplify its forward{hint}"
+            ) from error
+
+
 def _check_shorter(file: Path, reference: nn.Module, inputs: Any) -> float:
     try:
         return check_file(file, reference, one_shorter(plain(inputs)))[0]
@@ -609,9 +618,3 @@ def _check_shorter(file: Path, reference: nn.Module, inputs: Any) -> float:
             f"shorter by one it did not: {str(error)[:500]}; pass dynamic_length=False (eff export: --length for a "
             "folder, no --dynamic-length for a function)"
         ) from error
-
-
-def _output_names(output: Any) -> list[str] | None:
-    if isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values()):
-        return [str(key) for key in output]
-    return None
