@@ -83,16 +83,22 @@ def call_on_batch(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any],
 
 
 @contextmanager
-def evaluated(model: nn.Module) -> Iterator[None]:
-    """Put a model into eval mode, without gradients, and back afterwards."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put every module into evaluation mode; afterwards each has its own mode again."""
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()
-        with torch.no_grad():
-            yield
+        yield
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, without gradients, and back afterwards."""
+    with evaluating(model), torch.no_grad():
+        yield
 
 
 class ExampleCalls:

@@ -35,6 +35,21 @@ class Matched:
     module: nn.Module
 
 
+def replaced(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """Return the model with modules replaced wherever it holds them, in place; a new one where it is replaced itself.
+
+    Example:
+        >>> first, second = nn.ReLU(), nn.GELU()
+        >>> replaced(nn.Sequential(first, first), {first: second})[1] is second
+        True
+    """
+    for parent in [*model.modules()]:
+        for name, child in parent._modules.items():
+            if child is not None and child in made:
+                parent._modules[name] = made[child]
+    return made.get(model, model)
+
+
 def check_model(model: object, where: str) -> None:
     """Raise `ConfigError` unless `model` is a module: a state dict or a path is none."""
     if not isinstance(model, nn.Module):

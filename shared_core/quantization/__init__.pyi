@@ -50,9 +50,11 @@ from .post_training.torchao_calibration import TorchaoReport as TorchaoReport
 from .post_training.torchao_calibration import methods_here as methods_here
 from .post_training.torchao_calibration import quantize_with_torchao as quantize_with_torchao
 from .post_training.torchao_calibration import to_plain_weights as to_plain_weights
+from .ranges.clip_search import kl_range as kl_range
+from .ranges.clip_search import mse_range as mse_range
+from .ranges.clip_search import percentile_range as percentile_range
 from .ranges.histogram import Histogram as Histogram
 from .ranges.observers import EstimatorBank as EstimatorBank
-from .ranges.observers import RangeEstimator as RangeEstimator
-from .ranges.observers import make_observer as make_observer
+from .ranges.observers import RangeBank as RangeBank
 from .ranges.saved_ranges import apply_ranges as apply_ranges
 from .technique import QuantizationAwareTraining as QuantizationAwareTraining

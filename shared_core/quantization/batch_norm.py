@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shared_core.errors import CompatibilityError, MatchError, TrainingError
-from shared_core.modules.calls import call_model
+from shared_core.modules.calls import call_model, evaluated, evaluating
 from shared_core.modules.matching import plain_name
 from shared_core.modules.weight_views import compute, num_outputs, scaled_outputs
-from shared_core.quantization.layer_graph import LAYERS, Flow, Node, evaluating, output_tensor, sole_user, trace
+from shared_core.quantization.layer_graph import LAYERS, Flow, Node, output_tensor, sole_user, trace
 from shared_core.quantization.layers.plain_state import PlainState
 
 
@@ -466,7 +466,7 @@ def fuse_pair_(model: nn.Module, layer: nn.Module, batch_norm: nn.Module) -> Non
 
 def run(model: nn.Module, inputs: Any, where: str = "model: inputs") -> Tensor:
     """Return the output tensor of `model` in evaluation, without a graph; `where` as in `call_model`."""
-    with evaluating(model), torch.no_grad():
+    with evaluated(model):
         return output_tensor(call_model(model, inputs, where)).clone()
 
 

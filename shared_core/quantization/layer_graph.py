@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shared_core.errors import CompatibilityError, ConfigError
-from shared_core.modules.calls import call_model
+from shared_core.modules.calls import call_model, evaluated
 
 LAYERS: tuple[type[nn.Module], ...] = (
     nn.Linear,
@@ -146,18 +145,6 @@ def output_tensor(output: Any) -> Tensor:
         if isinstance(found, Tensor):
             return found
     raise ConfigError(f"output: must hold a tensor, got {type(output).__name__}; wrap the model in one that returns it")
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode; afterwards each has its own mode again."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def trace(model: nn.Module, example_inputs: Any = None, *, where: str = "trace") -> Flow:
@@ -310,7 +297,7 @@ def _observe(model: nn.Module, example_inputs: Any, where: str) -> Flow:
             hooks.append(module.register_forward_pre_hook(recorder.enter, with_kwargs=True))
             hooks.append(module.register_forward_hook(recorder.leave, with_kwargs=True))
     try:
-        with evaluating(model), torch.no_grad(), recorder:
+        with evaluated(model), recorder:
             output = call_model(model, example_inputs)
     except Exception as error:  # the user's code may raise anything
         raise CompatibilityError(

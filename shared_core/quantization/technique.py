@@ -14,7 +14,7 @@ from shared_core.distributed.sharded_tensors import cut, is_sharded, reshard_, w
 from shared_core.engine.claims import Claim
 from shared_core.engine.preview import Ability, Event, Touched
 from shared_core.engine.technique import Context, Technique
-from shared_core.errors import CheckpointError, CompatibilityError, TrainingError
+from shared_core.errors import CheckpointError, CompatibilityError
 from shared_core.modules.fused_encoder import Undo, fast_paths_off, fast_paths_on
 from shared_core.modules.matching import own_class, plain_name
 from shared_core.modules.weight_views import weights_of
@@ -31,11 +31,9 @@ from shared_core.quantization.layers.fake_quant_layers import (
     swap,
     weight_report,
 )
-from shared_core.quantization.layers.layer_quantizer import LayerQuantizer
 from shared_core.quantization.layers.plain_state import own_parameters
-from shared_core.quantization.ranges.gelu import GeluInputs
-from shared_core.quantization.ranges.learned_state import Learned, make_bank
 from shared_core.quantization.ranges.observers import RangeBank
+from shared_core.quantization.ranges.policy import ObservedRanges, make_policy
 from shared_core.quantization.schedule import moments_told, resolve_moments
 from shared_core.quantization.schemes import LayerScheme, layer_schemes
 from shared_core.quantization.selection import select_layers
@@ -58,19 +56,20 @@ class QuantizationAwareTraining(Technique):
         self.left_out: dict[str, str] = {}
         self.schemes: dict[str, LayerScheme] = {}
         """By the same names: how each layer is quantised."""
-        self.static: list[str] = []  # layers with a range, in the order of the bank's rows
         self._weight_keys: dict[str, str] = {}  # key in the state dict → layer
         self._unfolded: dict[str, str] = {}  # batch norm → why it stays beside its layer
         self._undo: Undo = []
         self._folds: list[Any] = []
-        self._pending: Tensor | None = None
-        self._window_restored, self._trains = False, trains
+        self._trains = trains
         self._begin = self._freeze = self._freeze_bn = 0
         self._began_at: int | None = None
         self._final: list[dict[str, Any]] | None = None
-        self.bank = RangeBank([])
-        self.gelu_inputs: GeluInputs | None = None
-        self._learned = Learned(config, {})
+        self.policy = ObservedRanges(config, {})
+
+    @property
+    def bank(self) -> RangeBank:
+        """The ranges of all layers, and the switches."""
+        return self.policy.bank
 
     @classmethod
     def ability(cls, device: torch.device) -> Ability:
@@ -83,25 +82,19 @@ class QuantizationAwareTraining(Technique):
         config = self.config
         self.layers, self.left_out = select_layers(model, config.include, config.skip, trains=self._trains)
         self.schemes = layer_schemes(config, self.layers)
-        self.static = [name for name, scheme in self.schemes.items() if scheme.input == "static"]
+        self.policy = make_policy(config, self.schemes)
         modules = {plain_name(name): module for name, module in model.named_modules()}
         folds = self._find_folds(model)
-        self.bank = make_bank(config, [self.schemes[name].input_range for name in self.static])
-        for number, (name, module) in enumerate(self.layers.items()):
+        for name, module in self.layers.items():
             vars(module).pop("quantized_range", None)  # of an earlier run
-            index = self.static.index(name) if name in self.static else None
-            quantizer = LayerQuantizer(self.bank, index, self.schemes[name], number=number)
+            quantizer = self.policy.quantizers[name]
             if name in folds:
                 _refuse_shards(name, module)
                 quantizer.batch_norm = relative(name, folds[name])
                 fold_and_swap(module, modules[folds[name]], quantizer)
             else:
                 swap(module, quantizer)
-        self._learned = Learned(config, self.layers)
-        if config.clip_gelu is not None:
-            self.gelu_inputs = GeluInputs(
-                model, dict(zip(self.static, self._quantizers(), strict=True)), config.clip_gelu
-            )
+        self.policy.attach(model, self.layers)
         self._undo = fast_paths_off(model, tuple(STOCK))
         names = {id(module): name for name, module in self.layers.items()}
         # a module that the model holds under two names has two keys in the state dict
@@ -129,9 +122,7 @@ class QuantizationAwareTraining(Technique):
         """Give the layers back their stock classes."""
         if self._keeps_modules:
             return
-        self._learned.close()
-        if self.gelu_inputs is not None:
-            self.gelu_inputs.close()
+        self.policy.close()
         for module in self.layers.values():
             restore(module)
         fast_paths_on(self._undo)
@@ -147,14 +138,9 @@ class QuantizationAwareTraining(Technique):
         for name, module in folded.items():
             _refuse_shards(name, module)
         self._folds = [vars(module)["fold"] for module in folded.values()]
-        self._learned.begin()
         self.timeline(context)
-        self.bank.move_(next(iter(weights_of(next(iter(self.layers.values()))).values())).device)
-        if not self._window_restored:
-            self.bank.clear_window()
-        if self.config.rounding == "stochastic":
-            self.bank.noise_seed = context.generator.initial_seed() % 2**31
-        self.bank.quantizing = False  # the best checkpoint may be from before quantisation came on
+        device = next(iter(weights_of(next(iter(self.layers.values()))).values())).device
+        self.policy.begin(device, context.generator.initial_seed() % 2**31)
         self._set_switches(context.step)
 
     def holds(self) -> Mapping[str, nn.Module]:
@@ -179,48 +165,22 @@ class QuantizationAwareTraining(Technique):
         return moments_told(self.config, moments, context.total_steps)
 
     def _set_switches(self, step: int) -> None:
-        bank = self.bank
-        observing = bool(self.static) and step < self._freeze
-        if bank.observing and not observing:
-            bank.refresh()
-        bank.observing = observing
-        bank.num_steps = step
         for fold in self._folds:
             fold.frozen = step >= self._freeze_bn
-        if step >= self._begin and not bank.quantizing:
-            bank.quantizing = True
-            if self._began_at is None:
-                self._learned.start_weights()
-                self._began_at = step
+        quantizing = step >= self._begin
+        if quantizing and self._began_at is None:
+            self.policy.start()
+            self._began_at = step
+        self.policy.set_step(step, observing=step < self._freeze, quantizing=quantizing)
 
     def before_optimizer_step(self, context: Context) -> None:
-        """Take the window of this step; a window already pending belongs to a skipped step and is dropped."""
-        if self.bank.observing and self.gelu_inputs is not None and self.gelu_inputs.settle(self.bank.device):
-            self.bank.clear_window()
-        self._pending = self.bank.take_window() if self.bank.observing else None
-        self._learned.before_step(context.optimizers)
+        """Take what was observed in this step."""
+        self.policy.before_step(context.optimizers)
 
     def after_optimizer_step(self, context: Context) -> None:
-        """Move the ranges by the pending window and turn switches whose step has come."""
-        if self._pending is not None:
-            self.bank.commit(self._pending)
-            self._pending = None
-            self.read_known()
-        self._learned.after_step()
+        """Move the ranges and turn switches whose step has come."""
+        self.policy.after_step()
         self._set_switches(context.step)
-        self._learned.start_inputs(self.bank)
-
-    def read_known(self) -> None:
-        """Tell the layers which of them have a range by now."""
-        quantizers = self._quantizers()
-        # read from the device only until every layer has a range
-        if not all(quantizer.has_range for quantizer in quantizers):
-            for quantizer, known in zip(quantizers, self.bank.known.tolist(), strict=True):
-                quantizer.has_range = known
-
-    def _quantizers(self) -> list[LayerQuantizer]:
-        """Return those with a range, in the order of the bank's rows."""
-        return [self.layers[name].quantizer for name in self.static]  # type: ignore[misc]
 
     @contextlib.contextmanager
     def evaluating(self, context: Context) -> Iterator[None]:
@@ -229,16 +189,16 @@ class QuantizationAwareTraining(Technique):
         try:
             yield
         finally:
-            self.bank.observing = bool(self.static) and context.step < self._freeze
+            self.bank.observing = bool(self.policy.static) and context.step < self._freeze
 
     @contextlib.contextmanager
     def saving(self, context: Context, baked: bool) -> Iterator[None]:
         """Hold what is learned and sharded in whole, so that saving needs no other process."""
-        self._learned.gather()
+        self.policy.gather()
         try:
             yield
         finally:
-            self._learned.release()
+            self.policy.release()
 
     def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Let plain weights be loaded by the parameters' names: what is learned beside them is part of the state."""
@@ -246,32 +206,8 @@ class QuantizationAwareTraining(Technique):
 
     def weights_replaced(self, context: Context) -> None:
         """Estimate the ranges anew from training batches: those of other weights do not fit."""
-        bank, quantizers = self.bank, self._quantizers()
-        if not any(quantizer.has_range for quantizer in quantizers):
-            return
-        before, observing = bank.state_dict(), bank.observing
-        for quantizer in quantizers:
-            quantizer.has_range = False
-        bank.forget()
-        bank.observing = True
-        try:
-            context.services.calibrate(self.config.calibration_batches)
-            bank.commit(bank.take_window())
-            if not bool(bank.known[before["known"]].all()):
-                raise TrainingError(
-                    "qat: calibration batches must reach every quantised layer with finite inputs; "
-                    "raise qat.calibration_batches, or look for NaN"
-                )
-            bank.refresh()
+        if self.policy.reestimate(lambda: context.services.calibrate(self.config.calibration_batches)):
             context.unvalidated = True
-        except BaseException:
-            bank.load_state_dict(before, torch.arange(len(self.static)))
-            raise
-        finally:
-            bank.window.copy_(before["window"])
-            bank.observing = observing
-            self.read_known()
-            self._learned.restart(bank)
 
     def finish(self, model: nn.Module, context: Context) -> None:
         """Bake the quantised weights in place and leave stock layers that carry their range.
@@ -287,7 +223,7 @@ class QuantizationAwareTraining(Technique):
             bank.refresh()
         bank.observing = False
         reshard_(model)
-        self._learned.gather()
+        self.policy.gather()
         self._final = self._layer_reports(gather=True)
         if self.config.keep:
             return
@@ -333,13 +269,7 @@ class QuantizationAwareTraining(Technique):
 
     def state_dict(self) -> dict[str, Any]:
         """Return ranges, the open window, counts and switches."""
-        return {
-            "layers": list(self.static),
-            **self.bank.state_dict(),
-            "learned": self._learned.state_dict(),
-            "gelu_inputs": None if self.gelu_inputs is None else self.gelu_inputs.state_dict(),
-            "began_at": self._began_at,
-        }
+        return {**self.policy.state_dict(), "began_at": self._began_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the saved ranges, each for the layer of its name.
@@ -347,28 +277,13 @@ class QuantizationAwareTraining(Technique):
         Raises:
             CheckpointError: If the state is of other layers, or damaged.
         """
-        bank = self.bank
         try:
-            names = list(state["layers"])
-            if set(names) != set(self.static):
-                odd = ", ".join(sorted(set(names) ^ set(self.static))[:5])
-                raise CheckpointError(
-                    f"qat: saved ranges must be of the layers that are quantised now, but differ in {odd}; "
-                    "resume with the include and skip of the saved run"
-                )
-            rows = torch.tensor([names.index(name) for name in self.static], dtype=torch.int64)
-            bank.load_state_dict(state, rows)
-            self._learned.load_state_dict(state["learned"])
-            if self.gelu_inputs is not None and state.get("gelu_inputs") is not None:
-                self.gelu_inputs.load_state_dict(state["gelu_inputs"])
+            self.policy.load_state_dict(state)
             self._began_at = state["began_at"]
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"qat: state must be one that qat saved, got {error!r}") from error
-        self._window_restored = True
-        for quantizer, known in zip(self._quantizers(), bank.known.tolist(), strict=True):
-            quantizer.has_range = known
 
     def metrics(self) -> dict[str, float]:
         """Return whether quantisation is on, and how many layers and range updates there are."""
@@ -397,7 +312,6 @@ class QuantizationAwareTraining(Technique):
         }
 
     def _layer_reports(self, *, gather: bool = False) -> list[dict[str, Any]]:
-        bank = self.bank
         reports = []
         for name, module in self.layers.items():
             scheme = self.schemes[name]
@@ -411,14 +325,7 @@ class QuantizationAwareTraining(Technique):
                 report["group_size"] = scheme.group_size
             if scheme.input != "none":
                 report["activation_bits"] = scheme.activation_bits
-            if name in self.static:
-                row = self.static.index(name)
-                known = bool(bank.known[row])
-                report["min"], report["max"] = bank.ranges[row].tolist() if known else (None, None)
-                report["scale"] = bank.scale[row].item() if known else None
-                report["zero_point"] = int(bank.zero_point[row]) if known else None
-                if self.gelu_inputs is not None:
-                    report["clip_gelu"] = name in self.gelu_inputs.found
+            report |= self.policy.report(name)
             reports.append({**report, **weight_report(module, gather=gather)})
         return reports
 

@@ -11,6 +11,7 @@ from eff_kernels.quantization.exact_sums import sums_exactly
 from torch import Tensor, nn
 
 from shared_core.errors import ConfigError, MissingExtraError, nearest
+from shared_core.modules.matching import replaced
 from shared_core.quantization.integer.layers import IntConv2d, IntegerLayer, IntLinear, channel_codes
 from shared_core.quantization.integer.onednn import OneDnnConv2d, OneDnnLayer, OneDnnLinear, OneDnnTokenLinear
 from shared_core.quantization.layers.fake_quant_layers import STOCK, FakeQuantLinear, layer_entry
@@ -82,43 +83,43 @@ ON_INTEGERS = (IntegerLayer, TorchaoLinear, OneDnnLayer)
 
 def to_torchao(model: nn.Module) -> nn.Module:
     """Return a converted model with its layers on torchao's and oneDNN's kernels, where there are any; in place."""
-    made: dict[int, nn.Module] = {}
+    made: dict[nn.Module, nn.Module] = {}
     for module in list(model.modules()):
         if isinstance(module, IntLinear | FakeQuantLinear):
             fast, why = _fast_linear(module)
             if fast is None:
                 module.stays_because = why  # type: ignore[assignment]
             else:
-                made[id(module)] = fast
+                made[module] = fast
         elif isinstance(module, IntConv2d):
             why = _why_no_convolution(module)
             if why:
                 module.stays_because = why  # type: ignore[assignment]
             else:
                 OneDnnConv2d.take(module, _told("oneDNN int8 static", "onednn.qconv2d"))
-    if id(model) in made:
-        return made[id(model)]
-    for parent in list(model.modules()):
-        for name, child in parent._modules.items():
-            if child is not None and id(child) in made:
-                parent._modules[name] = made[id(child)]
-    return model
+    return replaced(model, made)
 
 
 def _fast_linear(module: IntLinear | FakeQuantLinear) -> tuple[nn.Module | None, str]:
     """Return (the layer on a kernel, "") or (None, why it has none)."""
-    if isinstance(module, IntLinear):
-        device = module.weight_codes.device
-        why = _why_no_int8_linear(device, module.weight_bits) or _why_no_float64(module.weight_scale.dtype)
-        if not why and _is_of_onednn(device):
-            return OneDnnLinear.take(module, _told("oneDNN int8 static", "onednn.qlinear")), ""
-        if module.activation_bits != 8:
-            why = f"torchao has no inputs of {module.activation_bits} bits"
-        why = why or _why_no_torchao()
-        if why:
-            return None, why
-        weight = _int8(module.weight_codes, module.weight_scale, torch.float32, module)
-        return TorchaoLinear(weight, module.bias, True, _told("torchao int8 static")), ""
+    return _fast_static(module) if isinstance(module, IntLinear) else _fast_weights(module)
+
+
+def _fast_static(module: IntLinear) -> tuple[nn.Module | None, str]:
+    device = module.weight_codes.device
+    why = _why_no_int8_linear(device, module.weight_bits) or _why_no_float64(module.weight_scale.dtype)
+    if not why and _is_of_onednn(device):
+        return OneDnnLinear.take(module, _told("oneDNN int8 static", "onednn.qlinear")), ""
+    if module.activation_bits != 8:
+        why = f"torchao has no inputs of {module.activation_bits} bits"
+    why = why or _why_no_torchao()
+    if why:
+        return None, why
+    weight = _int8(module.weight_codes, module.weight_scale, torch.float32, module)
+    return TorchaoLinear(weight, module.bias, True, _told("torchao int8 static")), ""
+
+
+def _fast_weights(module: FakeQuantLinear) -> tuple[nn.Module | None, str]:
     entry = layer_entry(module) or {}
     scheme = saved_scheme(entry, WHERE)
     float_weight = module.weight.detach()

@@ -11,7 +11,7 @@ from torch import nn
 
 from shared_core.errors import MatchError
 from shared_core.modules.fused_encoder import fast_paths_off
-from shared_core.modules.matching import check_model
+from shared_core.modules.matching import check_model, plain_name, replaced
 from shared_core.quantization.integer.backends import ON_INTEGERS, to_torchao, wants_kernels
 from shared_core.quantization.integer.layers import INTEGER, CodeModule, IntEmbedding
 from shared_core.quantization.layers.fake_quant_layers import STOCK, bake_, conv1d_as_linear, layer_entry, restore
@@ -69,53 +69,55 @@ def convert(
     fast = wants_kernels(backend)
     converted = conv1d_as_linear(copy.deepcopy(model))
     merge_folds_(converted, ranges)
-    layers: dict[str, nn.Module] = {}
-    if ranges is None:
-        found: dict[str, Mapping[str, Any]] = {}
-        for name, module in converted.named_modules():
-            entry = layer_entry(module)
-            if entry is not None:
-                layers[name], found[name] = module, entry
-            elif type(module) in STOCK:
-                warnings.warn(
-                    f"convert: {name} stays in float: it saw no finite input in training",
-                    UserWarning,
-                    stacklevel=2,
-                )
-                restore(module)
-        if not layers:
-            raise MatchError(
-                "convert: model must have layers with activation ranges, found none; train it with qat "
-                "for at least one step, or pass ranges="
-            )
-        ranges = found
-    else:
-        layers = find_layers(converted, ranges, "convert")
-    integer: dict[int, CodeModule] = {}
+    entries = _carried(converted) if ranges is None else ranges
+    integer: dict[nn.Module, nn.Module] = {}
     baked: set[int] = set()
-    for name, module in layers.items():
-        where = f"convert: {name}"
-        scheme = saved_scheme(ranges[name], where)
-        if scheme.input == "static" and scheme.weight == "channel" and STOCK.get(type(module), type(module)) in INTEGER:
-            bounds = check_range(ranges[name], where)
-            restore(module)
-            integer[id(module)] = INTEGER[type(module)](module, bounds, scheme, ranges[name])
-            continue
-        if scheme.weight == "channel" and STOCK.get(type(module), type(module)) is nn.Embedding:
-            restore(module)
-            integer[id(module)] = IntEmbedding(module, scheme, ranges[name])  # type: ignore[arg-type]
+    for name, module in find_layers(converted, entries, "convert").items():
+        made = _on_codes(f"convert: {name}", module, entries[name])
+        if made is not None:
+            integer[module] = made
             continue
         if type(module) in STOCK and not module.quantizer.baked:  # type: ignore[union-attr]
             bake_(module, baked)
         restore(module)
-        apply_ranges(module, {"": ranges[name]})
-    if id(converted) in integer:
-        return (to_torchao(integer[id(converted)]) if fast else integer[id(converted)]).eval()
-    for parent in list(converted.modules()):
-        for name, child in parent._modules.items():
-            if child is not None and id(child) in integer:
-                parent._modules[name] = integer[id(child)]
+        apply_ranges(module, {"": entries[name]})
+    converted = replaced(converted, integer)
     if fast:
         converted = to_torchao(converted)
     fast_paths_off(converted, ON_INTEGERS)
     return converted.eval()
+
+
+def _carried(model: nn.Module) -> dict[str, Mapping[str, Any]]:
+    """Return the ranges that the layers of a model carry; layers that should have one and have none are restored."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, module in model.named_modules():
+        entry = layer_entry(module)
+        if entry is not None:
+            found[plain_name(name)] = entry
+        elif type(module) in STOCK:
+            warnings.warn(
+                f"convert: {name} stays in float: it saw no finite input in training", UserWarning, stacklevel=3
+            )
+            restore(module)
+    if not found:
+        raise MatchError(
+            "convert: model must have layers with activation ranges, found none; train it with qat "
+            "for at least one step, or pass ranges="
+        )
+    return found
+
+
+def _on_codes(where: str, module: nn.Module, entry: Mapping[str, Any]) -> CodeModule | None:
+    """Return the layer that computes on codes, for a layer that then is a stock one; None if there is no such layer."""
+    scheme, kind = saved_scheme(entry, where), STOCK.get(type(module), type(module))
+    if scheme.weight != "channel":
+        return None
+    if scheme.input == "static" and kind in INTEGER:
+        bounds = check_range(entry, where)
+        restore(module)
+        return INTEGER[kind](module, bounds, scheme, entry)
+    if kind is nn.Embedding:
+        restore(module)
+        return IntEmbedding(module, scheme, entry)  # type: ignore[arg-type]
+    return None

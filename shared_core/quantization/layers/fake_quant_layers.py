@@ -6,7 +6,6 @@ Quantised weights in place, and what the quantisation costs them.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +15,9 @@ from torch import Tensor, nn
 
 from shared_core.distributed.sharded_tensors import fill_, is_sharded, whole
 from shared_core.engine.claims import Grid, Where
-from shared_core.modules.matching import change_class, conv1d_of, is_transformers_conv1d, own_class
+from shared_core.modules.matching import change_class, conv1d_of, is_transformers_conv1d, own_class, replaced
 from shared_core.modules.weight_views import as_rows, compute, weights_of
+from shared_core.numerics.noise import SignalToNoise
 from shared_core.quantization.batch_norm import STOCK as STOCK_OF_FOLDED
 from shared_core.quantization.batch_norm import fold_pair_, unfold_pair_
 from shared_core.quantization.layers.layer_quantizer import LayerQuantizer
@@ -134,7 +134,7 @@ def conv1d_as_linear(model: nn.Module) -> nn.Module:
     """
     know_conv1d(model)
     weights: dict[int, nn.Parameter] = {}
-    made: dict[int, nn.Module] = {}
+    made: dict[nn.Module, nn.Module] = {}
     for module in [*model.modules()]:
         if not is_transformers_conv1d(module) or not (type(module) in FAKE_QUANT or is_quantized(module)):
             continue
@@ -146,12 +146,8 @@ def conv1d_as_linear(model: nn.Module) -> nn.Module:
         if id(old) not in weights:
             weights[id(old)] = nn.Parameter(old.detach().t().contiguous(), old.requires_grad)
         layer._parameters["weight"] = weights[id(old)]
-        made[id(module)] = layer
-    for parent in [*model.modules()]:
-        for name, child in parent._modules.items():
-            if id(child) in made:
-                parent._modules[name] = made[id(child)]
-    return made.get(id(model), model)
+        made[module] = layer
+    return replaced(model, made)
 
 
 def swap(module: nn.Module, quantizer: LayerQuantizer) -> None:
@@ -217,14 +213,15 @@ def weight_report(module: nn.Module, *, gather: bool = False) -> dict[str, float
     numel = sum(weight.numel() for weight in weights)
     if not gather and any(map(is_sharded, weights)):
         return {"weights": numel}
-    signal, noise, peak, largest = 0.0, 0.0, 0.0, 0.0
+    sums, peak, largest = SignalToNoise(), 0.0, 0.0
     for exact in filter(Tensor.numel, map(whole, weights)):
-        error = exact.double() - module.quantizer.baked_weight(module, exact).double()  # type: ignore[operator, union-attr]
-        signal, noise = signal + exact.double().square().sum().item(), noise + error.square().sum().item()
-        peak, largest = max(peak, exact.abs().max().item()), max(largest, error.abs().max().item())
+        rounded = module.quantizer.baked_weight(module, exact)  # type: ignore[operator, union-attr]
+        sums.add(exact, rounded)
+        error = (exact.double() - rounded.double()).abs().max().item()
+        peak, largest = max(peak, exact.abs().max().item()), max(largest, error)
     return {
         "weights": numel,
-        "sqnr_db": 10 * math.log10(signal / noise) if noise and signal else math.inf,
+        "sqnr_db": sums.decibels,
         "largest_relative_error": largest / peak if peak else 0.0,
     }
 
@@ -240,9 +237,10 @@ def grid_of(module: nn.Module, scheme: LayerScheme, entry: Mapping[str, Any]) ->
     kind = scheme.weight
     group = {"group": scheme.group_size, "mxfp4": 32, "nvfp4": 16}.get(kind, 0)
     levels = {"fp8": 255, "mxfp4": 15, "nvfp4": 15, "ternary": 3}.get(kind, 2**scheme.weight_bits)
-    largest = {"channel": scheme.weight_qmax, "fp8": 448}.get(kind)
     # of a folded layer the weight is unfolded again: its rows are multiples of other steps than the folded weight's
     is_folded = "batch_norm" in entry
+    # the smallest code of a learned scale is -(qmax + 1); without a scale the largest weight tells the step
+    largest = {"channel": scheme.weight_qmax + is_folded, "fp8": 448}.get(kind)
     scale = None if is_folded else entry.get("weight_scale")
     return Grid(
         functools.partial(as_rows, module),

@@ -1,4 +1,7 @@
-"""What a fake-quantising layer holds: its scheme, its row of the bank of ranges, and what it learns."""
+"""What a fake-quantising layer holds: its scheme, its row of the bank of ranges, and scales of its own.
+
+`LayerQuantizer` is what most layers have; the others add what is clipped, learned or saved.
+"""
 
 from __future__ import annotations
 
@@ -21,70 +24,59 @@ if TYPE_CHECKING:
 
 
 class LayerQuantizer:
-    """Quantises the weight and the input of one layer.
+    """Quantises the weight of one layer by what it holds, and its input by that or by the observed range.
 
     Args:
         bank: The ranges of all layers, and the switches.
         index: This layer's row; None if its input has no range.
         scheme: How it is quantised.
         number: This layer's place among all of them.
-        baked: The weight holds the values of its codes: quantising it again could move one by an ulp.
     """
 
-    def __init__(
-        self, bank: RangeBank, index: int | None, scheme: LayerScheme, *, number: int = 0, baked: bool = False
-    ) -> None:
-        self.bank, self.index, self.scheme, self.number, self.baked = bank, index, scheme, number, baked
+    baked = False
+    """Whether the weight holds the values of its codes: quantising it again could move one by an ulp."""
+
+    def __init__(self, bank: RangeBank, index: int | None, scheme: LayerScheme, *, number: int = 0) -> None:
+        self.bank, self.index, self.scheme, self.number = bank, index, scheme, number
         self.has_range = False  # a host-side copy of bank.known, so that a forward reads nothing from the device
-        self.saved: dict[str, Any] | None = None
-        """What `entry` returns for a layer that was put back together from it: learned scales are not derived anew."""
         self.batch_norm: str | None = None
         """The batch norm that the layer computes, seen from it; None if there is none."""
-        self.fixed_scale: Tensor | None = None
-        """Saved scales of the folded weight, one a channel; None: those that the weight gives."""
-        self.clip: float | None = None
-        """Largest value that is observed: of the output of a GELU."""
-        self.gelu_inputs: GeluInputs | None = None
-        """Looks at the input, as long as it is not known whether that is the output of a GELU."""
-        self.learned_input: InputRange | None = None
-        self.learned_weight: WeightScale | None = None
+        self.weight_scale: WeightScale | None = None
+        """Scales of the weight that were searched or are learned; None: those that the weight gives."""
 
     def input(self, module: nn.Module, x: Tensor) -> Tensor:
         """Observe `x` in training; return it fake-quantised once that is switched on and a range exists."""
-        bank, index = self.bank, self.index
-        if index is None:
+        bank = self.bank
+        if self.index is None:
             return quantize_input(module, x, self.scheme) if bank.quantizing else x
         if x.device != bank.device:
             bank.move_(x.device)
-        learned = self.learned_input
-        if (
-            bank.observing
-            and (module.training or bank.observes_in_eval)
-            and x.numel()
-            and (learned is None or not learned.learns)
-        ):
-            if self.gelu_inputs is not None:
-                self.gelu_inputs.look(self, x)
-            bank.observe(index, x if self.clip is None else x.detach().clamp(max=self.clip))
+        if bank.observing and (module.training or bank.observes_in_eval) and x.numel():
+            self.observe(self.index, x)
+        return self.in_range(module, self.index, x)
+
+    def observe(self, index: int, x: Tensor) -> None:
+        """Widen the window of the range by an input."""
+        self.bank.observe(index, x)
+
+    def in_range(self, module: nn.Module, index: int, x: Tensor) -> Tensor:
+        """Return an input fake-quantised with the layer's range, once that is switched on and there is one."""
+        bank = self.bank
         if not (bank.quantizing and self.has_range):
-            return x if learned is None else stay_in_graph(x, *learned.parameters(module))
-        if learned is not None and learned.learns:
-            return learned.quantize(module, x)
+            return x
         qmin, qmax = self.scheme.input_range
-        y = kernels.fake_quantize(x, bank.scale[index], bank.zero_point[index], qmin, qmax, bank.rounded_gate)
-        return y if learned is None else stay_in_graph(y, *learned.parameters(module))
+        return kernels.fake_quantize(x, bank.scale[index], bank.zero_point[index], qmin, qmax, bank.rounded_gate)
 
     def weight(self, module: nn.Module, weight: Tensor) -> Tensor:
         """Return one of the layer's weights, fake-quantised once that is switched on."""
-        if self.baked:
-            return weight
-        if self.fixed_scale is not None:
-            return on_grid(module, weight, self.fixed_scale)
         if not self.bank.quantizing:
-            return weight if self.learned_weight is None else stay_in_graph(weight, module.weight_magnitude)
-        if self.learned_weight is not None:
-            return self.learned_weight.quantize(module, weight)
-        noise = self.bank.noise(weight, self.number) if module.training else None
+            return weight
+        return self.rounded(module, weight, self.bank.noise(weight, self.number) if module.training else None)
+
+    def rounded(self, module: nn.Module, weight: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Return `weight`, folded if the layer is, as its codes can hold it, rounded to nearest without noise."""
+        if self.weight_scale is not None:
+            return self.weight_scale.quantize(module, weight)
         return quantize_weight(module, weight, self.scheme, noise)
 
     @torch.no_grad()
@@ -94,21 +86,17 @@ class LayerQuantizer:
             return unfolded_weight(module, self.rounded(module, folded_weight(module, weight)), weight)
         return self.rounded(module, weight)
 
-    def rounded(self, module: nn.Module, weight: Tensor) -> Tensor:
-        """Return `weight`, folded if the layer is, as its codes can hold it, rounded to nearest."""
-        if self.fixed_scale is not None:
-            return on_grid(module, weight, self.fixed_scale)
-        if self.learned_weight is not None:
-            return self.learned_weight.quantize(module, weight)
-        return quantize_weight(module, weight, self.scheme)
+    def qparams(self, module: nn.Module) -> tuple[Tensor, Tensor] | None:
+        """Return (scale, zero point) of the input's range, in signed codes; None if there is none."""
+        if self.index is None or not self.has_range:
+            return None
+        return self.bank.scale[self.index].clone(), self.bank.zero_point[self.index].clone()
 
     def entry(self, module: nn.Module) -> dict[str, Any] | None:
         """Return the layer's scheme and range as plain values; None if it should have a range and has none."""
         entry = dataclasses.asdict(self.scheme)
-        if self.saved is not None:
-            return {**entry, **self.saved}
-        if self.learned_weight is not None:
-            entry["weight_scale"] = self.learned_weight.scale(module).tolist()
+        if self.weight_scale is not None:
+            entry["weight_scale"] = self.weight_scale.scale(module).tolist()
         elif self.batch_norm is not None:
             rows = as_rows(module, folded_weight(module, module.weight.detach()))  # type: ignore[operator, union-attr]
             entry["weight_scale"] = kernels.symmetric_scale(rows, 0, self.scheme.weight_qmax).tolist()
@@ -116,9 +104,106 @@ class LayerQuantizer:
             entry["batch_norm"] = self.batch_norm
         if self.index is None:
             return entry
-        if not self.has_range:
-            return None
-        if self.learned_input is not None and self.learned_input.learns:
-            return {**entry, **self.learned_input.entry(module)}
-        minimum, maximum = self.bank.ranges[self.index].tolist()
-        return {**entry, "min": minimum, "max": maximum}
+        return {**entry, **self.input_entry(module, self.index)} if self.has_range else None
+
+    def input_entry(self, module: nn.Module, index: int) -> dict[str, Any]:
+        """Return the input's range as plain values."""
+        minimum, maximum = self.bank.ranges[index].tolist()
+        return {"min": minimum, "max": maximum}
+
+
+class LearnedQuantizer(LayerQuantizer):
+    """Quantises with scales that the layer learns; `register` says which."""
+
+    learned_input: InputRange | None = None
+
+    def observe(self, index: int, x: Tensor) -> None:
+        """Widen the window of the range by an input, until what is learned has taken its place."""
+        if self.learned_input is None or not self.learned_input.learns:
+            super().observe(index, x)
+
+    def in_range(self, module: nn.Module, index: int, x: Tensor) -> Tensor:
+        """Return an input on the learned grid, on that of the observed range where nothing is learned."""
+        learned = self.learned_input
+        if learned is None:
+            return super().in_range(module, index, x)
+        if learned.learns and self.bank.quantizing and self.has_range:
+            return learned.quantize(module, x)
+        return stay_in_graph(super().in_range(module, index, x), *learned.parameters(module))
+
+    def weight(self, module: nn.Module, weight: Tensor) -> Tensor:
+        """Return one of the layer's weights, fake-quantised once that is switched on."""
+        if self.weight_scale is not None and not self.bank.quantizing:
+            return stay_in_graph(weight, module.weight_magnitude)
+        return super().weight(module, weight)
+
+    def qparams(self, module: nn.Module) -> tuple[Tensor, Tensor] | None:
+        """Return (scale, zero point) of the input's range, in signed codes; None if there is none."""
+        found = super().qparams(module)
+        if found is None or self.learned_input is None or not self.learned_input.learns:
+            return found
+        entry = self.learned_input.entry(module)
+        return torch.tensor(entry["scale"]), torch.tensor(entry["zero_point"], dtype=torch.int32)
+
+    def input_entry(self, module: nn.Module, index: int) -> dict[str, Any]:
+        """Return the input's range as plain values."""
+        if self.learned_input is None or not self.learned_input.learns:
+            return super().input_entry(module, index)
+        return self.learned_input.entry(module)
+
+
+class ClippedQuantizer(LayerQuantizer):
+    """Observes its input clipped, if that is the output of a GELU."""
+
+    clip: float | None = None
+    """Largest value that is observed; None: all are."""
+    gelu_inputs: GeluInputs | None = None
+    """Looks at the input, as long as it is not known whether that is the output of a GELU."""
+
+    def observe(self, index: int, x: Tensor) -> None:
+        """Widen the window of the range by an input."""
+        if self.gelu_inputs is not None:
+            self.gelu_inputs.look(self, x)
+        super().observe(index, x if self.clip is None else x.detach().clamp(max=self.clip))
+
+
+class ClippedLearnedQuantizer(LearnedQuantizer, ClippedQuantizer):
+    """Learns its scales (PACT), and observes a GELU's output clipped until then."""
+
+
+class SavedQuantizer(LayerQuantizer):
+    """Quantises a layer that was put back together from saved ranges.
+
+    Args:
+        bank: The ranges of all layers.
+        index: This layer's row; None if its input has no range.
+        scheme: How it is quantised.
+        saved: What `entry` returns beside the scheme: learned scales are not derived anew.
+        fixed_scale: Scales of the folded weight, one a channel; None: the weight is baked.
+    """
+
+    def __init__(
+        self,
+        bank: RangeBank,
+        index: int | None,
+        scheme: LayerScheme,
+        saved: dict[str, Any] | None,
+        fixed_scale: Tensor | None = None,
+    ) -> None:
+        super().__init__(bank, index, scheme)
+        self.saved, self.fixed_scale = saved, fixed_scale
+        self.has_range, self.baked = saved is not None, fixed_scale is None
+
+    def weight(self, module: nn.Module, weight: Tensor) -> Tensor:
+        """Return the weight on its saved grid, on which a baked one lies."""
+        return weight if self.fixed_scale is None else self.rounded(module, weight)
+
+    def rounded(self, module: nn.Module, weight: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Return `weight`, folded if the layer is, as its codes can hold it."""
+        if self.fixed_scale is None:
+            return super().rounded(module, weight, noise)
+        return on_grid(module, weight, self.fixed_scale)
+
+    def entry(self, module: nn.Module) -> dict[str, Any] | None:
+        """Return the saved entry; None if the layer has no range."""
+        return None if self.saved is None else {**dataclasses.asdict(self.scheme), **self.saved}

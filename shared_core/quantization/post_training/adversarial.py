@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
+from shared_core.modules.calls import evaluating
 from shared_core.quantization.integer.backends import ON_INTEGERS
-from shared_core.quantization.layer_graph import evaluating, output_tensor
+from shared_core.quantization.layer_graph import output_tensor
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Logits and targets → the loss summed over the examples, a scalar."""

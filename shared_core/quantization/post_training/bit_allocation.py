@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -386,6 +386,19 @@ def _source(node: Node) -> Node | None:
     return source
 
 
+def _with_costs(
+    sensitivities: Mapping[str, Mapping[int, float]], keep: Collection[str], bits: int, where: str
+) -> list[str]:
+    """Return the layers that may be quantised, each of which has a finite cost."""
+    able = [name for name in sensitivities if name not in keep]
+    for name in able:
+        if not math.isfinite(sensitivities[name].get(bits, math.nan)):
+            raise ConfigError(f"{where}: bits must be a width at which {name!r} has a finite cost, got {bits}")
+    if not able:
+        raise ConfigError(f"{where}: sensitivities must name a layer that keep does not, got {list(sensitivities)}")
+    return able
+
+
 def plan_by_quality(
     model: nn.Module,
     evaluate: Callable[[nn.Module], float],
@@ -431,12 +444,7 @@ def plan_by_quality(
     if start not in ("quantized", "float"):
         raise ConfigError(f"{where}: start must be 'quantized' or 'float', got {start!r}")
     modules = weighted_layers(model, [*sensitivities, *keep], where)
-    able = [name for name in sensitivities if name not in keep]
-    for name in able:
-        if not math.isfinite(sensitivities[name].get(bits, math.nan)):
-            raise ConfigError(f"{where}: bits must be a width at which {name!r} has a finite cost, got {bits}")
-    if not able:
-        raise ConfigError(f"{where}: sensitivities must name a layer that keep does not, got {list(sensitivities)}")
+    able = _with_costs(sensitivities, keep, bits, where)
     order = sorted(able, key=lambda name: sensitivities[name][bits])  # a stable sort: ties in order of execution
     sizes = {name: module.weight.numel() for name, module in modules.items()}  # type: ignore[operator, union-attr]
     widths = {name: module.weight.element_size() * 8 for name, module in modules.items()}  # type: ignore[operator, union-attr]

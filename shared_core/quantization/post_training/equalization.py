@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError, nearest
-from shared_core.modules.calls import call_model
+from shared_core.modules.calls import call_model, evaluated
 from shared_core.modules.weight_views import (
     by_channel,
     channel_sums,
@@ -28,7 +28,7 @@ from shared_core.modules.weight_views import (
     scale_outputs_,
 )
 from shared_core.quantization.batch_norm import check_same_function, run
-from shared_core.quantization.layer_graph import LAYERS, Flow, Node, evaluating, sole_user, trace
+from shared_core.quantization.layer_graph import LAYERS, Flow, Node, sole_user, trace
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _means(
     calls: dict[str, int] = {}
     shapes = layers if like is None else like
     num_batches = 0
-    with _watch(layers) as outputs, evaluating(model), torch.no_grad():
+    with _watch(layers) as outputs, evaluated(model):
         for batch in batches:
             call_model(model, batch)
             num_batches += 1

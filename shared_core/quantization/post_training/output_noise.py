@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,36 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from shared_core.errors import ConfigError
-from shared_core.modules.calls import call_model
-from shared_core.quantization.layer_graph import evaluating, output_tensor
+from shared_core.modules.calls import call_model, evaluating
+from shared_core.numerics.noise import SignalToNoise
+from shared_core.quantization.layer_graph import output_tensor
 
 
-class SignalToNoise:
-    """Sums of squares of what is exact and of what quantisation adds to it, over many batches.
-
-    Example:
-        >>> sums = SignalToNoise()
-        >>> sums.add(torch.tensor([10.0, 0.0]), torch.tensor([9.0, 0.0]))
-        >>> sums.decibels
-        20.0
-    """
-
-    def __init__(self) -> None:
-        self._signal = self._noise = 0.0
-
-    def add(self, exact: Tensor, rounded: Tensor) -> None:
-        """Count a batch; where `exact` is infinite or NaN, as masked logits are, nothing is counted."""
-        finite = torch.isfinite(exact)
-        exact, rounded = exact[finite].double(), rounded[finite].double()
-        self._signal += exact.square().sum().item()
-        self._noise += (rounded - exact).square().sum().item()
-
-    @property
-    def decibels(self) -> float:
-        """``10·log10(Σy² / Σ(ŷ - y)²)``, infinite without noise."""
-        if self._noise == 0:
-            return math.inf
-        return 10 * math.log10(self._signal / self._noise) if self._signal else -math.inf
+def _add(sums: SignalToNoise, exact: Tensor, rounded: Tensor) -> None:
+    finite = torch.isfinite(exact)  # masked logits are infinite
+    sums.add(exact[finite], rounded[finite])
 
 
 @torch.no_grad()
@@ -78,7 +55,8 @@ def output_noise(
         other = quantized.get_submodule(name)
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            found.setdefault(name, SignalToNoise()).add(output_tensor(output), output_tensor(other(*args, **kwargs)))
+            sums = found.setdefault(name, SignalToNoise())
+            _add(sums, output_tensor(output), output_tensor(other(*args, **kwargs)))
 
         return hook
 
@@ -96,7 +74,7 @@ def output_noise(
                     f"{where}: outputs must have one shape in float and quantised, got {tuple(exact.shape)} and "
                     f"{tuple(rounded.shape)}; give inputs whose outputs do not depend on small changes"
                 )
-            whole.add(exact, rounded)
+            _add(whole, exact, rounded)
             if progress is not None:
                 progress(done, len(batches))
     return whole.decibels, {name: sums.decibels for name, sums in found.items()}

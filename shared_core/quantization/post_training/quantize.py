@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from shared_core.engine import coverage
 from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
-from shared_core.modules.calls import call_model
+from shared_core.modules.calls import call_model, evaluated
 from shared_core.modules.matching import check_model
 from shared_core.modules.weight_views import as_rows, weights_of
 from shared_core.numerics.block_formats import NVFP4_GROUP
 from shared_core.quantization.batch_norm import folded_weight, fuse_batch_norm
 from shared_core.quantization.config import QatConfig
-from shared_core.quantization.layer_graph import evaluating
 from shared_core.quantization.layers.fake_quant_layers import layer_entry
 from shared_core.quantization.post_training import equalization
 from shared_core.quantization.post_training import equalization as bias_correction
@@ -225,7 +224,7 @@ def _calibrate(
     progress: Callable[[int, int], None] | None,
 ) -> int:
     bank = technique.bank
-    if not technique.static:
+    if not technique.policy.static:
         return 0
     if batches is None:
         raise ConfigError(
@@ -235,27 +234,25 @@ def _calibrate(
     bank.move_(next(model.parameters()).device)
     # histograms of all batches fit into one window, and ranges are derived from it once
     at_once = isinstance(bank, EstimatorBank)
-    gelu = technique.gelu_inputs
-    with _observing(technique), evaluating(model), torch.no_grad():
+    with _observing(technique), evaluated(model):
         for done, batch in enumerate(batches, 1):
-            with contextlib.nullcontext() if gelu is None else gelu.gradients(model):
+            with technique.policy.calibrating(model):
                 call_model(model, batch, f"{WHERE}: calibration")
-            if gelu is not None:
-                gelu.settle(bank.device)
+            technique.policy.settle()
             if not at_once:
                 bank.commit(bank.take_window())
             if progress is not None:
                 progress(done, len(batches))
     if at_once:
         bank.commit(bank.take_window())
-    technique.read_known()
-    missing = [name for name, known in zip(technique.static, bank.known.tolist(), strict=True) if not known]
+    technique.policy.read_known()
+    missing = [name for name, known in zip(technique.policy.static, bank.known.tolist(), strict=True) if not known]
     if missing:
         raise TrainingError(
             f"{WHERE}: calibration must reach every quantised layer with finite inputs, but {', '.join(missing[:5])} "
             "saw none; skip them, or look for NaN"
         )
-    odd = [name for name, count in zip(technique.static, bank.non_finite.tolist(), strict=True) if count]
+    odd = [name for name, count in zip(technique.policy.static, bank.non_finite.tolist(), strict=True) if count]
     if odd:
         notes.append(f"calibration held NaN or infinity, left out of the ranges of {', '.join(odd[:5])}")
     return len(batches)
@@ -286,7 +283,7 @@ def _search_weights(technique: QuantizationAwareTraining) -> None:
                 layer,
                 least_error_scale(as_rows(layer, folded_weight(layer, weight.detach())), searched.qmin, searched.qmax),
             )
-            quantizer.learned_weight = searched
+            quantizer.weight_scale = searched
 
 
 @torch.no_grad()

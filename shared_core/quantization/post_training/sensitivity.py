@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shared_core.errors import ConfigError, MatchError, TrainingError, nearest
-from shared_core.modules.calls import call_model
+from shared_core.modules.calls import call_model, evaluating
 from shared_core.modules.matching import is_transformers_conv1d
 from shared_core.quantization.functional.quantizers import quantize_weight
-from shared_core.quantization.layer_graph import LAYERS, evaluating, output_tensor
+from shared_core.quantization.layer_graph import LAYERS, output_tensor
 from shared_core.quantization.schemes import LayerScheme
 
 Loss = Callable[[nn.Module, Any], Tensor]

@@ -26,7 +26,7 @@ from shared_core.config.options import TechniqueConfig, option
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError, TrainingError
 from shared_core.modules.calls import call_model
 from shared_core.modules.matching import match_modules
-from shared_core.numerics.noise import sqnr
+from shared_core.numerics.noise import decibels, sqnr
 from shared_core.quantization.layer_graph import output_tensor
 
 WHERE = "quantize: torchao"
@@ -539,7 +539,7 @@ def _measure(
             layer.weight = original[name]
         _add(whole, exact, outputs)
         tell(len(batches) + done, 2 * len(batches))
-    ratios = {name: {form: _decibels(found["signal"], found[form]) for form in forms} for name, found in sums.items()}
+    ratios = {name: {form: decibels(found["signal"], found[form]) for form in forms} for name, found in sums.items()}
     errors = {form: math.sqrt(whole[form] / whole["signal"]) if whole["signal"] else math.inf for form in forms}
     return ratios, errors
 
@@ -549,12 +549,6 @@ def _add(sums: dict[str, float], exact: Tensor, forms: dict[str, Tensor]) -> Non
     sums["signal"] += exact.square().sum().item()
     for form, output in forms.items():
         sums[form] += (output.double() - exact).square().sum().item()
-
-
-def _decibels(signal: float, noise: float) -> float:
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
 def _entry(name: str, layer: nn.Linear, config: TorchaoMethodConfig, weight: Tensor) -> dict[str, Any]:

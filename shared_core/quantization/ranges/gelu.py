@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from shared_core.distributed.collectives import all_reduce_
 from shared_core.errors import MatchError
-from shared_core.quantization.layers.layer_quantizer import LayerQuantizer
+from shared_core.quantization.layers.layer_quantizer import ClippedQuantizer
 
 # They hand values on, or drop some: a dropout on the CPU is a product with a mask, which has no gradient itself.
 _PASSES = frozenset(
@@ -38,7 +39,6 @@ class GeluInputs:
     only modules are found.
 
     Args:
-        model: Whose GELU modules are watched until every layer has been judged.
         quantizers: Name → quantiser of a layer whose input has a range.
         clip: Largest value of a GELU's output that gets a code.
 
@@ -48,7 +48,7 @@ class GeluInputs:
     Source: Wu et al. 2020, arXiv:2004.09602, section 3.2.1 and table 6 (GELU10).
     """
 
-    def __init__(self, model: nn.Module, quantizers: Mapping[str, LayerQuantizer], clip: float) -> None:
+    def __init__(self, quantizers: Mapping[str, ClippedQuantizer], clip: float) -> None:
         if not quantizers:
             raise MatchError(
                 "qat: clip_gelu must find layers whose inputs have a range, found none; leave clip_gelu out"
@@ -60,9 +60,13 @@ class GeluInputs:
         self._late = False
         self._outputs: dict[int, weakref.ref[Tensor]] = {}
         self._sources: set[tuple[Any, int]] = set()
-        self._hooks = [module.register_forward_hook(self._remember) for module in model.modules() if _is_gelu(module)]
+        self._hooks: list[RemovableHandle] = []
         for quantizer in self.quantizers.values():
             quantizer.gelu_inputs = self
+
+    def watch(self, model: nn.Module) -> None:
+        """Watch a model's GELU modules until every layer has been judged."""
+        self._hooks = [module.register_forward_hook(self._remember) for module in model.modules() if _is_gelu(module)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GeluInputs:
         # in the middle of a step there are nodes of a graph, which cannot be copied
@@ -88,7 +92,7 @@ class GeluInputs:
                 self._sources.add((output.grad_fn, output.output_nr))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def look(self, quantizer: LayerQuantizer, x: Tensor) -> None:
+    def look(self, quantizer: ClippedQuantizer, x: Tensor) -> None:
         """Judge a layer by its input."""
         self._seen.update(name for name, mine in self.quantizers.items() if mine is quantizer)
         if quantizer.clip is None and self._is_gelu_output(x):

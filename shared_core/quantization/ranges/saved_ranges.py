@@ -24,7 +24,7 @@ from shared_core.quantization.layers.fake_quant_layers import (
     restore,
     swap,
 )
-from shared_core.quantization.layers.layer_quantizer import LayerQuantizer
+from shared_core.quantization.layers.layer_quantizer import SavedQuantizer
 from shared_core.quantization.ranges.observers import RangeBank
 from shared_core.quantization.schemes import Input, LayerScheme, Weight
 
@@ -64,12 +64,11 @@ def apply_ranges(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]]) -> n
         restore(module)
         index = static.index(name) if name in static else None
         entry = ranges[name]
-        quantizer = LayerQuantizer(bank, index, schemes[name], baked="batch_norm" not in entry)
-        quantizer.has_range, quantizer.saved = True, dict(entry)
         if "batch_norm" not in entry:
-            swap(module, quantizer)
+            swap(module, SavedQuantizer(bank, index, schemes[name], dict(entry)))
             continue
-        quantizer.batch_norm, quantizer.fixed_scale = entry["batch_norm"], torch.tensor(entry["weight_scale"])
+        quantizer = SavedQuantizer(bank, index, schemes[name], dict(entry), torch.tensor(entry["weight_scale"]))
+        quantizer.batch_norm = entry["batch_norm"]
         fold_and_swap(module, batch_norm_of(model, name, entry["batch_norm"], "apply_ranges"), quantizer)
     fast_paths_off(model, tuple(STOCK))
     return model
@@ -167,8 +166,6 @@ def merge_folds_(model: nn.Module, ranges: Mapping[str, Mapping[str, Any]] | Non
         fuse_pair_(model, module, batch_norm)
         with torch.no_grad():
             layer.weight.copy_(weight)  # fusing rounds the weight and the factor apart
-        merged = LayerQuantizer(quantizer.bank, quantizer.index, quantizer.scheme, baked=True)
-        merged.has_range = quantizer.has_range
-        merged.saved = None if saved is None else {key: value for key, value in saved.items() if key != "batch_norm"}
-        _take_learned(quantizer.bank, quantizer.index, merged.saved or {})
-        swap(module, merged)
+        saved = None if saved is None else {key: value for key, value in saved.items() if key != "batch_norm"}
+        _take_learned(quantizer.bank, quantizer.index, saved or {})
+        swap(module, SavedQuantizer(quantizer.bank, quantizer.index, quantizer.scheme, saved))

@@ -26,10 +26,10 @@ from torch.utils._pytree import (
     tree_map_with_path,
 )
 
-from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError, nearest
+from shared_core.errors import CompatibilityError, ConfigError, MatchError, MissingExtraError, TrainingError, nearest
 from shared_core.files.atomic import atomic_write, scratch_folder
 from shared_core.modules.calls import call_model
-from shared_core.quantization.ranges.observers import RangeEstimator, make_observer
+from shared_core.quantization.ranges.observers import EstimatorBank
 from shared_core.tools.export.onnx_layers import to_export, translations
 from shared_core.tools.export.source import (
     arguments,
@@ -40,7 +40,7 @@ from shared_core.tools.export.source import (
     quantized_reference,
     quiet,
 )
-from shared_core.tools.export.verify import check_file, feeds, integer_nodes, relative_change, session_of
+from shared_core.tools.export.verify import check_file, feeds, integer_nodes, probing, relative_change, session_of
 
 # A quantiser behind one of these moves before it, or takes it in: onnxruntime computes it on the codes.
 _FOLLOWS = frozenset({"Relu", "Clip", "MaxPool", "Reshape", "Flatten", "Transpose"})
@@ -67,37 +67,35 @@ def quantize_activations(exact: Path, file: Path, calibration: Iterable[Any]) ->
 
     Source: the integer-only graphs of Jacob et al. 2018, arXiv:1712.05877, sections 2.3 and 2.4.
     """
-    import onnx
+    import onnx_ir
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-    model = onnx.load(exact)
-    graph = _Graph(model.graph)
-    for node in list(model.graph.node):
-        integer = graph.is_integer_convolution(node)
+    model = onnx_ir.load(exact)
+    graph = model.graph
+    new: list[Any] = []
+    for node in tuple(graph):
+        integer = _is_integer_convolution(node)
         if integer:
-            graph.round_bias(node)
-        if integer or graph.joins_codes(node):
-            graph.hand_on_codes(graph.end_of(node.output[0]))
-    for name, observer in _observed(exact, graph.new, calibration).items():
-        scale, zero_point = observer.scale_zero_point()
-        graph.constants[f"{name}_scale"] = np.array(scale.item(), np.float32)
-        graph.constants[f"{name}_zero_point"] = np.array(zero_point.item(), np.uint8)
-    graph.write()
-    onnx.save(model, file)
-    return tuple(graph.new)
+            _round_bias(graph, node)
+        if integer or _joins_codes(node):
+            _hand_on_codes(graph, _end_of(node.outputs[0]), new)
+    names = tuple(quantizer.inputs[0].name for quantizer in new)
+    bank = _observed(exact, names, calibration)
+    for quantizer, scale, zero_point in zip(new, bank.scale.tolist(), bank.zero_point.tolist(), strict=True):
+        for value, found in zip(quantizer.inputs[1:], (np.float32(scale), np.uint8(zero_point)), strict=True):
+            value.const_value = onnx_ir.tensor(np.asarray(found), name=value.name)
+            graph.register_initializer(value)
+    RemoveUnusedNodesPass()(model)
+    graph.sort()  # a reader may have come before the quantiser of another layer, whose codes it reads now
+    onnx_ir.save(model, file)
+    return names
 
 
-def _observed(file: Path, names: list[str], calibration: Iterable[Any]) -> dict[str, RangeEstimator]:
-    """Return an observer of each tensor; it has seen all batches."""
-    import onnx
-
-    model = onnx.load(file)
-    model.graph.output.extend(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in names)
-    observers = {name: make_observer("mse", qmin=0, qmax=255) for name in names}
+def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) -> EstimatorBank:
+    """Return the ranges of the tensors, a row each, over all batches."""
+    bank = EstimatorBank("mse", [(0, 255)] * len(names))
     batches = 0
-    with scratch_folder() as folder:
-        probe = folder / "probe.onnx"
-        onnx.save(model, probe)
-        session = session_of(probe, optimise=False)
+    with probing(file, names, "FLOAT") as session:
         for batch in calibration:
             batches += 1
             try:
@@ -107,156 +105,119 @@ def _observed(file: Path, names: list[str], calibration: Iterable[Any]) -> dict[
                     f"export_onnx: calibration must hold what the model takes, got {type(batch).__name__} "
                     f"({str(error)[:300]}); pass batches like example_inputs, without labels"
                 ) from error
-            for name, value in zip(names, found, strict=True):
-                observers[name].update(torch.from_numpy(value))
+            for row, value in enumerate(found):
+                bank.observe(row, torch.from_numpy(value))
     if not batches:
         raise ConfigError("export_onnx: calibration must hold batches, got none")
-    return observers
-
-
-class _Graph:
-    """Who makes and who reads each tensor of a graph, and the nodes that are to be added.
-
-    Args:
-        graph: An ONNX graph in topological order.
-    """
-
-    def __init__(self, graph: Any) -> None:
-        import onnx
-
-        self._graph = graph
-        self._outputs = {value.name for value in graph.output}
-        self._makers = {name: node for node in graph.node for name in node.output}
-        self._readers: dict[str, list[Any]] = {}
-        for node in graph.node:
-            for name in dict.fromkeys(node.input):
-                self._readers.setdefault(name, []).append(node)
-        self.constants = {value.name: onnx.numpy_helper.to_array(value) for value in graph.initializer}
-        """Name → array; those that are added are written too."""
-        self._added: dict[str, list[Any]] = {}  # tensor → nodes that follow its maker
-        self._first: list[Any] = []  # nodes that read constants alone
-        self._removed: set[int] = set()
-        self.new: list[str] = []
-        """Tensors that got a quantiser."""
-
-    def is_integer_convolution(self, node: Any) -> bool:
-        """Return whether codes go in, of input and weight and of the bias if there is one."""
-        parameters = filter(None, node.input[1:])
-        return node.op_type == "Conv" and self._is_activation(node.input[0]) and all(map(self._is_code, parameters))
-
-    def joins_codes(self, node: Any) -> bool:
-        """Return whether all that a sum or concatenation reads are codes, or can be: then it does."""
-        if node.op_type not in _JOINS or not any(map(self._is_activation, node.input)):
-            return False
-        others = {name: self._quantizer_of(name) for name in node.input if not self._is_activation(name)}
-        if None in others.values():
-            return False
-        for name, quantizer in others.items():
-            self._let_read(name, quantizer)
-        return True
-
-    def round_bias(self, convolution: Any) -> None:
-        """Put the bias of an integer convolution on the grid of its sums, for no kernel takes another."""
-        import onnx
-
-        if len(convolution.input) < 3:
-            return
-        x, weight, bias = (self._makers[name] for name in convolution.input[:3])
-        step = self.constants[x.input[1]].astype(np.float64) * self.constants[weight.input[1]]
-        value = self.constants[bias.input[0]] * self.constants[bias.input[1]].astype(np.float64)
-        name = f"{convolution.output[0]}_bias"
-        largest = 2**30
-        self.constants[f"{name}_codes"] = np.clip(np.rint(value / step), -largest, largest).astype(np.int32)
-        self.constants[f"{name}_scale"] = step.astype(np.float32)
-        self.constants[f"{name}_zero_point"] = np.zeros(len(step), np.int32)
-        parameters = [f"{name}_{kind}" for kind in ("codes", "scale", "zero_point")]
-        readers = self._readers[bias.output[0]]
-        readers.remove(convolution)
-        if not readers:  # two convolutions may share it
-            self._removed.add(id(bias))
-        self._first.append(onnx.helper.make_node("DequantizeLinear", parameters, [name], axis=0))
-        self._makers[name] = self._first[-1]
-        convolution.input[2] = name
-
-    def _is_code(self, name: str) -> bool:
-        return name in self._makers and self._makers[name].op_type == "DequantizeLinear"
-
-    def _is_activation(self, name: str) -> bool:
-        # an embedding's codes come out of a Gather
-        maker = self._makers.get(self._makers[name].input[0]) if self._is_code(name) else None
-        return maker is not None and maker.op_type in ("QuantizeLinear", "Clip")
-
-    def end_of(self, name: str) -> str:
-        """Return the tensor behind the operations that a runtime computes on codes."""
-        readers = self._readers.get(name, [])
-        while len(readers) == 1 and readers[0].op_type in _FOLLOWS and name not in self._outputs:
-            name = readers[0].output[0]
-            readers = self._readers.get(name, [])
-        return name
-
-    def hand_on_codes(self, name: str) -> None:
-        """Make all readers of a tensor read its codes."""
-        readers = self._readers.get(name, [])
-        if name in self._outputs or not readers:
-            return
-        if len(readers) == 1 and readers[0].op_type == "QuantizeLinear":
-            return
-        self._let_read(name, self._quantizer_of(name) or self._new_quantizer(name))
-
-    def _quantizer_of(self, name: str) -> Any | None:
-        """Return the quantiser that some layer has for a tensor: in 8 bits, of the widest range."""
-        found = [node for node in self._readers.get(name, []) if node.op_type == "QuantizeLinear"]
-        found = [node for node in found if self._dequantizer(node) is not None]
-        return max(found, key=lambda node: float(self.constants[node.input[1]]), default=None)
-
-    def _dequantizer(self, quantizer: Any) -> Any | None:
-        readers = self._readers.get(quantizer.output[0], [])
-        return next((node for node in readers if node.op_type == "DequantizeLinear"), None)
-
-    def _new_quantizer(self, name: str) -> Any:
-        import onnx
-
-        codes, values = f"{name}_codes", f"{name}_values"
-        parameters = [f"{name}_scale", f"{name}_zero_point"]
-        quantizer = onnx.helper.make_node("QuantizeLinear", [name, *parameters], [codes])
-        dequantizer = onnx.helper.make_node("DequantizeLinear", [codes, *parameters], [values])
-        self._makers |= {codes: quantizer, values: dequantizer}
-        self._readers |= {codes: [dequantizer], values: []}
-        self._added[name] = [quantizer, dequantizer]
-        self.new.append(name)
-        return quantizer
-
-    def _let_read(self, name: str, quantizer: Any) -> None:
-        dequantizer: Any = self._dequantizer(quantizer)
-        values = dequantizer.output[0]
-        for reader in self._readers[name]:
-            if reader is not quantizer:
-                reader.input[:] = [values if entry == name else entry for entry in reader.input]
-                self._readers.setdefault(values, []).append(reader)
-        self._readers[name] = [quantizer]
-        # a reader may come before the quantiser's own layer
-        self._added[name] = [quantizer, dequantizer]
-
-    def write(self) -> None:
-        """Put nodes and constants into the graph, each quantiser right behind what makes its tensor."""
-        import onnx
-
-        moved = self._removed | {id(node) for nodes in self._added.values() for node in nodes}
-        nodes = [
-            *self._first,
-            *(node for name in self._added if name not in self._makers for node in self._added[name]),
-        ]
-        for node in self._graph.node:
-            if id(node) not in moved:
-                nodes += [node, *(added for name in node.output for added in self._added.get(name, []))]
-        copies = [type(node).FromString(node.SerializeToString()) for node in nodes]
-        del self._graph.node[:]
-        self._graph.node.extend(copies)
-        unused = self._readers.keys() - {name for node in copies for name in node.input}
-        del self._graph.initializer[:]
-        self._graph.initializer.extend(
-            onnx.numpy_helper.from_array(value, name) for name, value in self.constants.items() if name not in unused
+    bank.commit(bank.window)  # one process exports, whatever others there are
+    missing = [name for name, known in zip(names, bank.known.tolist(), strict=True) if not known]
+    if missing:
+        raise TrainingError(
+            f"export_onnx: calibration must give finite values, but {', '.join(missing[:5])} had none; look for NaN"
         )
+    return bank
+
+
+def _is_code(value: Any) -> bool:
+    """Return whether a tensor (an `onnx_ir.Value`) is dequantised codes."""
+    return value.producer() is not None and value.producer().op_type == "DequantizeLinear"
+
+
+def _is_activation(value: Any) -> bool:
+    # an embedding's codes come out of a Gather
+    maker = value.producer().inputs[0].producer() if _is_code(value) else None
+    return maker is not None and maker.op_type in ("QuantizeLinear", "Clip")
+
+
+def _is_integer_convolution(node: Any) -> bool:
+    """Return whether codes go in, of input and weight and of the bias if there is one."""
+    return node.op_type == "Conv" and _is_activation(node.inputs[0]) and all(map(_is_code, filter(None, node.inputs)))
+
+
+def _joins_codes(node: Any) -> bool:
+    """Return whether all that a sum or concatenation reads are codes, or can be: then it does."""
+    if node.op_type not in _JOINS or not any(map(_is_activation, node.inputs)):
+        return False
+    others = {value: _quantizer_of(value) for value in node.inputs if not _is_activation(value)}
+    if None in others.values():
+        return False
+    for value, quantizer in others.items():
+        _let_read(value, quantizer)
+    return True
+
+
+def _constant(graph: Any, name: str, array: Any) -> Any:
+    """Return the graph's constant of this name, made of the array if there is none."""
+    import onnx_ir
+
+    if name not in graph.initializers:
+        graph.register_initializer(onnx_ir.val(name, const_value=onnx_ir.tensor(np.asarray(array), name=name)))
+    return graph.initializers[name]
+
+
+def _round_bias(graph: Any, convolution: Any) -> None:
+    """Put the bias of an integer convolution on the grid of its sums, for no kernel takes another."""
+    import onnx_ir
+
+    if len(convolution.inputs) < 3:
+        return
+    makers = [value.producer() for value in convolution.inputs]
+    x_scale, w_scale, b_scale = (maker.inputs[1].const_value.numpy().astype(np.float64) for maker in makers)
+    step = x_scale * w_scale
+    codes = np.rint(makers[2].inputs[0].const_value.numpy() * b_scale / step)
+    name, largest = f"{convolution.outputs[0].name}_bias", 2**30
+    arrays = {
+        "codes": np.clip(codes, -largest, largest).astype(np.int32),
+        "scale": step.astype(np.float32),
+        "zero_point": np.zeros(len(step), np.int32),
+    }
+    inputs = [_constant(graph, f"{name}_{kind}", array) for kind, array in arrays.items()]
+    rounded = onnx_ir.node("DequantizeLinear", inputs, {"axis": 0}, outputs=[onnx_ir.val(name)])
+    graph.insert_before(convolution, rounded)
+    convolution.replace_input_with(2, rounded.outputs[0])
+
+
+def _end_of(value: Any) -> Any:
+    """Return the tensor behind the operations that a runtime computes on codes."""
+    readers = value.consumers()
+    while len(readers) == 1 and readers[0].op_type in _FOLLOWS and not value.is_graph_output():
+        value = readers[0].outputs[0]
+        readers = value.consumers()
+    return value
+
+
+def _hand_on_codes(graph: Any, value: Any, new: list[Any]) -> None:
+    """Make all readers of a tensor read its codes; a quantiser that it gets for that is added to `new`."""
+    import onnx_ir
+
+    readers = value.consumers()
+    if value.is_graph_output() or not readers or [node.op_type for node in readers] == ["QuantizeLinear"]:
+        return
+    quantizer = _quantizer_of(value)
+    if quantizer is None:
+        parameters = [onnx_ir.val(f"{value.name}_{kind}") for kind in ("scale", "zero_point")]
+        codes, values = (onnx_ir.val(f"{value.name}_{kind}") for kind in ("codes", "values"))
+        quantizer = onnx_ir.node("QuantizeLinear", [value, *parameters], outputs=[codes])
+        graph.extend([quantizer, onnx_ir.node("DequantizeLinear", [codes, *parameters], outputs=[values])])
+        new.append(quantizer)
+    _let_read(value, quantizer)
+
+
+def _quantizer_of(value: Any) -> Any | None:
+    """Return the quantiser that some layer has for a tensor: in 8 bits, of the widest range."""
+    found = [node for node in value.consumers() if node.op_type == "QuantizeLinear" and _dequantized(node) is not None]
+    return max(found, key=lambda node: float(node.inputs[1].const_value.numpy()), default=None)
+
+
+def _dequantized(quantizer: Any) -> Any | None:
+    readers = quantizer.outputs[0].consumers()
+    return next((node.outputs[0] for node in readers if node.op_type == "DequantizeLinear"), None)
+
+
+def _let_read(value: Any, quantizer: Any) -> None:
+    for reader, place in tuple(value.uses()):
+        if reader is not quantizer:
+            reader.replace_input_with(place, _dequantized(quantizer))
 
 
 _SHORTEST = 3  # torch.export takes a length of 1 for a constant, and the file is run with one less, too
@@ -394,33 +355,29 @@ def make_unsigned(file: Path) -> bool:
 
     Weights whose codes are too small to saturate stay, and so do embeddings, of which rows are taken.
     """
-    import onnx
-    from onnx import numpy_helper
+    import onnx_ir
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-    model = onnx.load(file)
-    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    made: dict[str, Any] = {}
-    for node in model.graph.node:
+    model: Any = onnx_ir.load(file)
+    graph, changed = model.graph, False
+    for node in graph:
         place = {"DequantizeLinear": 0, "MatMulInteger": 1}.get(node.op_type)
-        codes = None if place is None else constants.get(node.input[place])
-        if place is None or codes is None or codes.dtype != np.int8:
+        value = None if place is None else node.inputs[place]
+        if place is None or value is None or value.const_value is None:
             continue
-        if np.abs(codes.astype(np.int32)).max(initial=0) <= _EXACT:
+        codes = value.const_value.numpy()
+        if codes.dtype != np.int8 or np.abs(codes.astype(np.int32)).max(initial=0) <= _EXACT:
             continue
-        name = f"{node.input[place]}_unsigned"
-        made[name] = (codes.astype(np.int16) + 128).astype(np.uint8)
+        name = f"{value.name}_unsigned"
         # of a product the second zero point is that of the weights
-        zero_point, shape = (f"{name}_zero_point", constants[node.input[1]].shape) if place == 0 else ("of_128", ())
-        made[zero_point] = np.full(shape, 128, np.uint8)
-        node.input[place] = name
-        del node.input[2 + place :]
-        node.input.append(zero_point)
-    read = {name for node in model.graph.node for name in node.input}
-    kept = [tensor for tensor in model.graph.initializer if tensor.name in read]
-    del model.graph.initializer[:]
-    model.graph.initializer.extend([*kept, *(numpy_helper.from_array(value, name) for name, value in made.items())])
-    onnx.save(model, file)
-    return bool(made)
+        zero_point, like = (f"{name}_zero_point", node.inputs[1].const_value.numpy()) if place == 0 else ("of_128", 0)
+        node.resize_inputs(3 + place)
+        node.replace_input_with(place, _constant(graph, name, (codes.astype(np.int16) + 128).astype(np.uint8)))
+        node.replace_input_with(2 + place, _constant(graph, zero_point, np.full_like(like, 128, np.uint8)))
+        changed = True
+    RemoveUnusedNodesPass()(model)
+    onnx_ir.save(model, file)
+    return changed
 
 
 _LARGEST_FILE = 2**31 - 2**20  # protobuf's limit, less room for the graph
@@ -589,46 +546,25 @@ def _export(
     exported: nn.Module, inputs: Any, file: Path, opset: int, dynamic_batch: bool, dynamic_length: bool
 ) -> dict[str, tuple[int | str, ...]]:
     """Write the file, and return name → shape of its inputs."""
-    import onnxscript
     from onnx_ir.passes.common import DeduplicateInitializersPass
 
     inputs = plain(inputs)
     if dynamic_batch:
         inputs = two_examples(inputs)
-    args, kwargs = arguments(inputs)
     shapes = dynamic_shapes(inputs, batch=dynamic_batch, length=dynamic_length)
     open_axes = {"dynamic_batch": dynamic_batch, "dynamic_length": dynamic_length}
     hint = "".join(f", or pass {name}=False" for name, is_open in open_axes.items() if is_open)
-    with quiet(), torch.no_grad():
-        try:
-            program: Any = torch.onnx.export(
-                exported,
-                args,
-                kwargs=kwargs,
-                dynamo=True,
-                opset_version=opset,
-                dynamic_shapes=shapes,
-                output_names=_output_names(call_model(exported, inputs)),
-                custom_translation_table=translations(getattr(onnxscript, f"opset{opset}")),
-                verbose=False,
-            )
-        except Exception as error:  # torch.export and the exporter raise whatever the model makes them
-            cause: BaseException = error
-            while cause.__cause__ is not None:
-                cause = cause.__cause__
-            raise CompatibilityError(
-                f"export_onnx: model must be one that torch.onnx can export, got {type(cause).__name__}: "
-                f"{str(cause)[:500]}; simplify its forward{hint}"
-            ) from error
-    size = sum(value.const_value.nbytes for value in program.model.graph.initializers.values())
+    program = _program(exported, inputs, shapes, opset, hint)
+    graph = program.model.graph
+    size = sum(value.const_value.nbytes for value in graph.initializers.values())
     if size > _LARGEST_FILE:
         raise CompatibilityError(f"export_onnx: model must be smaller than 2 GiB to be one file, got {size} bytes")
     DeduplicateInitializersPass(size_limit=_LARGEST_FILE)(program.model)  # tied weights
-    for node in program.model.graph:
+    for node in graph:
         node.metadata_props.clear()  # stack traces of this machine
     taken = {
         value.name: tuple(size if isinstance(size, int) else str(size) for size in value.shape)
-        for value in program.model.graph.inputs
+        for value in graph.inputs
     }
     # the exporter fixes an axis without a word where the model needs it to be fixed (torch 2.13)
     asked = {axis.__name__ for axis in tree_leaves(shapes) if axis is not None}
@@ -643,6 +579,36 @@ def _export(
     return taken
 
 
+def _program(exported: nn.Module, inputs: Any, shapes: Any, opset: int, hint: str) -> Any:
+    """Return what torch.onnx makes of a model."""
+    import onnxscript
+
+    args, kwargs = arguments(inputs)
+    with quiet(), torch.no_grad():
+        try:
+            output = call_model(exported, inputs)
+            named = isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values())
+            return torch.onnx.export(
+                exported,
+                args,
+                kwargs=kwargs,
+                dynamo=True,
+                opset_version=opset,
+                dynamic_shapes=shapes,
+                output_names=[str(key) for key in output] if named else None,
+                custom_translation_table=translations(getattr(onnxscript, f"opset{opset}")),
+                verbose=False,
+            )
+        except Exception as error:  # torch.export and the exporter raise whatever the model makes them
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            raise CompatibilityError(
+                f"export_onnx: model must be one that torch.onnx can export, got {type(cause).__name__}: "
+                f"{str(cause)[:500]}; simplify its forward{hint}"
+            ) from error
+
+
 def _check_shorter(file: Path, reference: nn.Module, inputs: Any) -> float:
     try:
         return check_file(file, reference, one_shorter(plain(inputs)))[0]
@@ -652,9 +618,3 @@ def _check_shorter(file: Path, reference: nn.Module, inputs: Any) -> float:
             f"shorter by one it did not: {str(error)[:500]}; pass dynamic_length=False (eff export: --length for a "
             "folder, no --dynamic-length for a function)"
         ) from error
-
-
-def _output_names(output: Any) -> list[str] | None:
-    if isinstance(output, Mapping) and all(isinstance(value, Tensor) for value in output.values()):
-        return [str(key) for key in output]
-    return None

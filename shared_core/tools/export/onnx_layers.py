@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from shared_core.errors import CompatibilityError
 from shared_core.modules.weight_views import TRANSPOSED, as_rows, compute, from_rows
 from shared_core.quantization.layers.fake_quant_layers import STOCK, restore
-from shared_core.quantization.layers.layer_quantizer import LayerQuantizer
 from shared_core.quantization.schemes import LayerScheme
 
 _ON_GRID = 1e-3
@@ -417,17 +416,6 @@ def check_exportable(name: str, module: Any, where: str = "export_onnx") -> None
     weight: Tensor = module.weight
     if weight.dtype != torch.float32:
         raise CompatibilityError(f"{where}: {name} must be float32, got {weight.dtype}; call model.float() first")
-
-
-def input_qparams(module: Any) -> tuple[Tensor, Tensor] | None:
-    """Return (scale, zero point) of a layer's static input, in signed codes; None if it has none."""
-    quantizer: LayerQuantizer = module.quantizer
-    if quantizer.index is None or not quantizer.has_range:
-        return None
-    if quantizer.learned_input is not None and quantizer.learned_input.learns:
-        entry = quantizer.learned_input.entry(module)
-        return torch.tensor(entry["scale"]), torch.tensor(entry["zero_point"], dtype=torch.int32)
-    return quantizer.bank.scale[quantizer.index].clone(), quantizer.bank.zero_point[quantizer.index].clone()
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from shared_core.quantization.layers.fake_quant_layers import (
 )
 from shared_core.quantization.ranges.saved_ranges import apply_ranges, merge_folds_
 from shared_core.quantization.schemes import LayerScheme
-from shared_core.tools.export.onnx_layers import check_begun, check_exportable, input_qparams
+from shared_core.tools.export.onnx_layers import check_begun, check_exportable
 
 
 def plain(inputs: Any) -> Any:
@@ -68,7 +68,7 @@ def quantized_reference(model: nn.Module, where: str) -> tuple[nn.Module, tuple[
         name: layer_entry(module)
         for name, module in reference.named_modules()
         # stock layers that training left, and layers whose batch norm was just merged
-        if type(module) in FAKE_QUANT or (is_quantized(module) and module.quantizer.saved is not None)  # type: ignore[union-attr]
+        if type(module) in FAKE_QUANT or (is_quantized(module) and module.quantizer.baked)  # type: ignore[union-attr]
     }
     after = {name: entry for name, entry in entries.items() if entry is not None}
     if after:
@@ -97,7 +97,7 @@ def baked_copy(
     """
     exported = copy.deepcopy(reference)
     layers: dict[str, Any] = {name: exported.get_submodule(name) for name in names}
-    qparams = {name: input_qparams(layer) for name, layer in layers.items()}
+    qparams = {name: layer.quantizer.qparams(layer) for name, layer in layers.items()}
     schemes = {}
     baked: set[int] = set()
     for name, layer in layers.items():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from shared_core.errors import CompatibilityError
 from shared_core.files.atomic import scratch_folder
 from shared_core.modules.calls import call_model
 from shared_core.quantization.layers.fake_quant_layers import STOCK
-from shared_core.tools.export.onnx_layers import input_qparams
 
 TOLERANCE = 1e-5
 _TOKEN_TOLERANCE = 1e-2  # codes of tokens are not compared one by one, so that one may have moved
@@ -100,13 +100,28 @@ def _run(file: Path, inputs: Any) -> tuple[list[Any], list[Any]]:
         if node.op_type == "DequantizeLinear" and makers.get(node.input[0]) in ("QuantizeLinear", "Clip")
     )
     num_outputs = len(model.graph.output)
-    model.graph.output.extend(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.UINT8, None) for name in wanted)
+    with probing(file, wanted, "UINT8") as session:
+        found = session.run(None, feeds(session, inputs))
+    return found[:num_outputs], found[num_outputs:]
+
+
+@contextlib.contextmanager
+def probing(file: Path, names: Iterable[str], kind: str) -> Iterator[Any]:
+    """Open a file in onnxruntime, without optimisation, with tensors of its graph as further outputs.
+
+    Args:
+        file: The ONNX file.
+        names: The tensors.
+        kind: Their type, as ONNX names it.
+    """
+    import onnx
+
+    model, element = onnx.load(file), onnx.TensorProto.DataType.Value(kind)
+    model.graph.output.extend(onnx.helper.make_tensor_value_info(name, element, None) for name in names)
     with scratch_folder() as folder:
         probe = folder / "probe.onnx"
         onnx.save(model, probe)
-        session = session_of(probe, optimise=False)
-        found = session.run(None, feeds(session, inputs))
-    return found[:num_outputs], found[num_outputs:]
+        yield session_of(probe, optimise=False)
 
 
 class _Forced:
@@ -140,10 +155,11 @@ class _Forced:
 def _force(reference: nn.Module, codes: list[Any]) -> _Forced:
     forced = _Forced(codes)
     for module in reference.modules():
-        qparams = input_qparams(module) if type(module) in STOCK else None
+        quantizer: Any = module.quantizer if type(module) in STOCK else None
+        qparams = None if quantizer is None else quantizer.qparams(module)
         if qparams is not None:
-            quantizer: Any = module.quantizer
-            quantizer.input = _forced_input(quantizer.input, *qparams, quantizer.scheme.input_range[0], forced)
+            (scale, zero_point), lowest = qparams, quantizer.scheme.input_range[0]
+            quantizer.input = _forced_input(quantizer.input, scale, zero_point, lowest, forced)
     return forced
 
 

@@ -105,13 +105,13 @@ def test_what_does_not_is_an_error_after_one_step(kind):
     technique, context = start(model)
     with pytest.raises(MatchError, match="clip_gelu must find a layer with a range that reads the output of a GELU, f"):
         step(technique, context, model, [torch.randn(32, 4)])
-    assert "down" not in technique.gelu_inputs.found
+    assert "down" not in technique.policy.gelu_inputs.found
 
 
 @pytest.mark.parametrize("kind", ["ema", "minmax", "percentile", "kl", "mse", "pact"])
 def test_no_range_passes_the_clip_whatever_finds_it(kind):
     technique, _ = trained(Mlp(nn.GELU()), steps=3, range=kind)
-    row = technique.static.index("down")
+    row = technique.policy.static.index("down")
     assert clipped(technique) == ["down"]
     assert technique.bank.ranges[row, 1] <= 10
     assert technique.bank.ranges[row, 1] > 5
@@ -147,7 +147,7 @@ def test_small_negative_values_get_codes_of_their_own():
             model.up.weight.mul_(8)  # up to about 200
         technique, context = start(model, clip_gelu=clip)
         step(technique, context, model, [torch.randn(64, 4)])
-        row = technique.static.index("down")
+        row = technique.policy.static.index("down")
         lobe = F.gelu(torch.linspace(-4, 0, 1000))
         codes[clip] = len(torch.unique((lobe / technique.bank.scale[row]).round()))
     assert codes[None] == 1
@@ -176,7 +176,7 @@ def test_the_model_is_watched_until_its_layers_were_reached_and_no_longer():
     assert clipped(technique) == ["first.down", "second.down"]
     assert technique.ranges()["second.down"]["max"] == 10.0
     assert not any(module._forward_hooks for module in model.modules())
-    assert all(quantizer.gelu_inputs is None for quantizer in technique.gelu_inputs.quantizers.values())
+    assert all(quantizer.gelu_inputs is None for quantizer in technique.policy.gelu_inputs.quantizers.values())
 
 
 def test_evaluation_before_the_first_step_judges_nothing():
@@ -185,7 +185,7 @@ def test_evaluation_before_the_first_step_judges_nothing():
     model.eval()
     with technique.evaluating(context):
         model(torch.randn(3, 4))
-    assert technique.gelu_inputs.found == []
+    assert technique.policy.gelu_inputs.found == []
     model.train()
     loss = model(torch.randn(3, 4)).sum()
     copied = copy.deepcopy(model)  # in the middle of a step

@@ -106,3 +106,18 @@ def test_no_step_takes_a_scale_below_zero():
         assert min(entry["weight_scale"]) > 0 < entry["scale"]
         learned = [value for name, value in model.named_parameters() if "magnitude" in name]
         assert min(value.min().item() for value in learned) > 0
+
+
+def test_a_folded_weight_with_the_smallest_code_lies_on_the_grid_that_the_receipt_tells():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+    session = Session(Recipe.from_dict({"qat": {"scheme": "int8", "range": "lsq_plus"}}))
+    session.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    session.begin([optimizer], total_steps=1)
+    with torch.no_grad():
+        model[0].weight_magnitude.mul_(0.5)  # rows reach past both ends of the codes
+    step(model, session, optimizer, torch.randn(8, 8), torch.randn(8, 4))
+    session.finish()
+    assert (model[0].weight.amax(1) < -model[0].weight.amin(1)).any()
+    session.verify(None, "the model")

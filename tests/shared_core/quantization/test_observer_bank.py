@@ -1,4 +1,4 @@
-"""Ranges of all layers from histograms, and observers and banks on two ranks: those of one process on all data."""
+"""Ranges of all layers: over steps, from histograms, and on two ranks those of one process on all data."""
 
 import math
 import sys
@@ -6,22 +6,33 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from observed_data import HISTOGRAMS, STREAMING, sample
+from observed_data import DATA, HISTOGRAMS, range_of, sample
 from torch.utils.checkpoint import checkpoint
 from two_ranks import leave, run_two_ranks
 
-from shared_core.errors import ConfigError, TrainingError
-from shared_core.quantization import EstimatorBank, Histogram, make_observer
+from shared_core.errors import ConfigError
+from shared_core.quantization import EstimatorBank, Histogram, RangeBank
 
 
-def bank_of(kind, layers=2, **options):
-    return EstimatorBank(kind, [(-8, 7)] * layers, bins=64, **options)
+def bank_of(kind, layers=2, codes=(-8, 7), bins=64, **options):
+    if kind in HISTOGRAMS:
+        return EstimatorBank(kind, [codes] * layers, bins=bins, **options)
+    return RangeBank([codes] * layers, ema_constant=None if kind == "minmax" else 0.01)
+
+
+def ranges_of(kind, *steps, **options):
+    bank = bank_of(kind, 1, **options)
+    for x in steps:
+        bank.observe(0, x)
+        bank.commit(bank.take_window())
+    bank.refresh()
+    return bank
 
 
 @pytest.mark.parametrize("kind", HISTOGRAMS)
-def test_a_bank_has_the_ranges_of_an_observer_of_the_committed_windows(kind):
+def test_a_bank_has_the_ranges_of_the_committed_windows(kind):
     bank = bank_of(kind, 3)
-    observer = make_observer(kind, bits=4, bins=64)
+    committed = []
     for step in range(8):
         x = sample("heavy", step)
         bank.observe(0, x[:1000].view(10, 100))
@@ -30,11 +41,10 @@ def test_a_bank_has_the_ranges_of_an_observer_of_the_committed_windows(kind):
         window = bank.take_window()
         if step == 3:
             continue  # this optimizer step was skipped
-        observer.update(x)
+        committed.append(x)
         bank.commit(window)
     bank.refresh()
-    assert torch.equal(bank.ranges[0], torch.stack(observer.range()))
-    assert torch.equal(bank.scale[0], observer.scale_zero_point()[0])
+    assert bank.ranges[0].tolist() == pytest.approx(range_of(kind, committed, bits=4, bins=64), rel=1e-7)
     assert bank.known.tolist() == [True, False, False]
     assert bank.non_finite.tolist() == [0, 7, 0]
     assert bank.num_updates == 7
@@ -71,9 +81,7 @@ def test_codes_may_differ_between_layers():
         bank.observe(layer, x)
     bank.commit(bank.take_window())
     for layer, bits in enumerate((4, 8, 4)):
-        observer = make_observer("mse", bits=bits)
-        observer.update(x)
-        assert torch.equal(bank.ranges[layer], torch.stack(observer.range()))
+        assert bank.ranges[layer].tolist() == pytest.approx(range_of("mse", [x], bits=bits), rel=1e-7)
 
 
 def test_a_bank_resumes_bit_for_bit_with_its_layers_in_another_order():
@@ -121,78 +129,67 @@ def test_a_bank_refuses(options, message):
         EstimatorBank(codes=[(-8, 7)], **options)
 
 
+@pytest.mark.parametrize("kind", ["minmax", *HISTOGRAMS])
+@pytest.mark.parametrize("name", DATA)
+def test_ranges_do_not_depend_on_batches_and_order(kind, name):
+    x = sample(name)
+    shuffled = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(1))]
+    assert torch.equal(ranges_of(kind, x).ranges, ranges_of(kind, *shuffled.split(217)).ranges)
+
+
+@pytest.mark.parametrize("kind", ["minmax", "ema", *HISTOGRAMS])
+@pytest.mark.parametrize("value", [0.0, 3.3, -7.1, 1e-38, -3e38])
+@pytest.mark.parametrize("count", [1, 1000])
+def test_a_constant_is_its_own_range(kind, value, count):
+    bank = ranges_of(kind, torch.full((count,), value))
+    assert bank.ranges[0].tolist() == [torch.tensor(value).item()] * 2
+    assert 0 < bank.scale < math.inf
+    assert -8 <= bank.zero_point <= 7
+
+
+@pytest.mark.parametrize("kind", HISTOGRAMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_values_count_as_they_are_and_nan_and_infinity_move_nothing(kind, dtype):
+    x = sample("normal").to(dtype)
+    odd = torch.tensor([math.nan, math.inf, -math.inf], dtype=dtype)
+    assert torch.equal(ranges_of(kind, x.double()).ranges, ranges_of(kind, torch.cat([x[:9], odd, x[9:]])).ranges)
+
+
+@pytest.mark.parametrize("kind", ["minmax", *HISTOGRAMS])
+def test_codes_of_a_relu_begin_at_zero(kind):
+    bank = ranges_of(kind, sample("relu"), codes=(0, 255), bins=2048)
+    assert bank.zero_point == 0
+    assert bank.scale == bank.ranges[0, 1] / 255
+
+
 def per_rank(rank):
     data = sample("heavy", rank) * (1 + 9 * rank)
     return data[: 1200 + 600 * rank].view(-1, 3)
 
 
+def observed(ranks, kind):
+    bank = bank_of(kind)
+    for rank in ranks:
+        bank.observe(rank, per_rank(rank))
+        bank.observe(0, per_rank(rank))
+    bank.commit(bank.take_window())
+    return [bank.ranges, getattr(bank, "history", bank.known)]
+
+
 def worker(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    result = {}
-    for kind in STREAMING:
-        for axis in (None, 1):
-            observer = make_observer(kind, axis=axis)
-            observer.update(per_rank(rank))
-            observer.all_reduce()
-            observer.all_reduce()  # nothing is counted twice
-            if rank == 0:  # a rank without a batch
-                observer.update(torch.tensor([[5000.0, -1.0, math.nan]]).double())
-            observer.all_reduce()
-            result[f"{kind} {axis}"] = [*observer.range(), observer.non_finite]
-    empty = make_observer("mse", axis=1)
-    if rank == 1:
-        empty.update(per_rank(1))
-    empty.all_reduce()
-    result["empty"] = list(empty.range())
-    average = make_observer("ema")
-    for step in range(3):
-        average.update(sample("normal", 2 * step + rank))
-        average.all_reduce()
-    result["ema"] = list(average.range())
-    bank = bank_of("kl")
-    bank.observe(rank, per_rank(rank))
-    bank.observe(0, per_rank(rank))
-    bank.commit(bank.take_window())
-    result["bank"] = [bank.ranges, bank.history]
-    average.update(torch.ones(1))
-    average.update(torch.full((1,), rank + 1.0))
-    average.update(torch.ones(1))
-    channels = make_observer("minmax", axis=0)
-    channels.update(torch.ones(rank + 1))
-    for observer, error in ((average, TrainingError), (channels, ConfigError)):
-        with pytest.raises(error, match=r"every rank|all ranks"):
-            observer.all_reduce()
-    torch.save(result, f"{folder}/{rank}.pt")
+    torch.save({kind: observed([rank], kind) for kind in ("minmax", "ema", *HISTOGRAMS)}, f"{folder}/{rank}.pt")
     leave()
 
 
 def test_two_ranks_hold_what_one_process_would(tmp_path):
     run_two_ranks(__file__, tmp_path)
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
-    expected = {}
-    for kind in STREAMING:
-        for axis in (None, 1):
-            observer = make_observer(kind, axis=axis)
-            for batch in (per_rank(0), per_rank(1), torch.tensor([[5000.0, -1.0, math.nan]]).double()):
-                observer.update(batch)
-            expected[f"{kind} {axis}"] = [*observer.range(), observer.non_finite]
-    alone = make_observer("mse", axis=1)
-    alone.update(per_rank(1))
-    expected["empty"] = list(alone.range())
-    average = make_observer("ema")
-    for step in range(3):
-        average.update(torch.cat([sample("normal", 2 * step), sample("normal", 2 * step + 1)]))
-    expected["ema"] = list(average.range())
-    bank = bank_of("kl")
-    for layer, rank in ((0, 0), (1, 1), (0, 0), (0, 1)):
-        bank.observe(layer, per_rank(rank))
-    bank.commit(bank.take_window())
-    expected["bank"] = [bank.ranges, bank.history]
-    for name, values in expected.items():
-        for ours, theirs, one in zip(first[name], second[name], values, strict=True):
-            assert torch.equal(ours, theirs), name
-            assert torch.equal(ours, one), name
+    for kind, values in first.items():
+        for ours, theirs, one in zip(values, second[kind], observed([0, 1], kind), strict=True):
+            assert torch.equal(ours, theirs), kind
+            assert torch.equal(ours, one), kind
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def clipped_branches(rank):
         technique.before_optimizer_step(context)
         context.step += 1
         technique.after_optimizer_step(context)
-    return {"ranges": technique.ranges(), "gelu": technique.gelu_inputs.state_dict()}
+    return {"ranges": technique.ranges(), "gelu": technique.policy.gelu_inputs.state_dict()}
 
 
 def worker(rank, folder):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from observed_data import range_of
 from torch import nn
 
 from shared_core.engine.recipe import Recipe
@@ -11,7 +12,7 @@ from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, ConfigError, MatchError
 from shared_core.modules.weight_views import as_rows, from_rows, weights_of
 from shared_core.numerics import mx_round_to, nvfp4_round_to
-from shared_core.quantization import QatConfig, apply_ranges, convert, make_observer
+from shared_core.quantization import QatConfig, apply_ranges, convert
 from shared_core.quantization.config import Scheme
 from shared_core.quantization.schemes import LayerScheme, layer_schemes
 
@@ -180,12 +181,8 @@ def test_observed_ranges_are_those_of_their_estimator():
             session.after_optimizer_step()
         session.finish()
         entry = session.deployment()["qat"]["ranges"]["0"]
-        observer = make_observer(name, bits=4, **own)
-        for x in inputs:
-            observer.update(x)
-        low, high = (float(bound) for bound in observer.range())
-        assert entry["min"] == pytest.approx(low, rel=1e-6), name
-        assert entry["max"] == pytest.approx(high, rel=1e-6), name
+        expected = range_of(name, inputs, bits=4, **own)
+        assert [entry["min"], entry["max"]] == pytest.approx(expected, rel=1e-6), name
         found[name] = entry["max"]
     assert found["percentile"] < found["mse"] < found["minmax"]
     assert len(set(found.values())) == 5

@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
+from observed_data import range_of
 from quantization_digits import accuracy, batches, data, make, trained
 from torch import nn
 
 from shared_core.errors import CompatibilityError, ConfigError, MatchError, TrainingError
-from shared_core.quantization import QatConfig, convert, make_observer, quantize, quantize_with_report
+from shared_core.quantization import QatConfig, convert, quantize, quantize_with_report
 from shared_core.quantization.config import Scheme
 from shared_core.quantization.layers.fake_quant_layers import STOCK
 
@@ -58,12 +59,8 @@ def test_ranges_are_those_of_an_observer_of_the_same_inputs(range):
     model = trained("mlp")
     options = {"percentile": 99.0} if range == "percentile" else {}
     _, report = quantize_with_report(model, {"scheme": "int8", "range": range, **options}, batches())
-    observer = make_observer(range, **options)
-    for batch in batches():
-        observer.update(batch)
-    low, high = observer.range()
     entry = report.ranges["1"]
-    assert (entry["min"], entry["max"]) == pytest.approx((low.item(), high.item()), abs=1e-6)
+    assert [entry["min"], entry["max"]] == pytest.approx(range_of(range, batches(), **options), abs=1e-6)
 
 
 def test_the_split_of_the_batches_does_not_matter_but_for_the_moving_average():

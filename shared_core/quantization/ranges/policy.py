@@ -1,0 +1,470 @@
+"""The range policy of a run: how the inputs' ranges, and the scales of weights, are found while a model trains.
+
+`make_policy` chooses one at the start, and the technique drives it: `ObservedRanges` for what is observed,
+`LearnedRanges` for LSQ, LSQ+ and PACT, each with its clipped form for inputs that a GELU makes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from shared_core.distributed.collectives import local_part
+from shared_core.distributed.sharded_tensors import fill_, is_sharded, whole
+from shared_core.errors import CheckpointError, CompatibilityError, TrainingError
+from shared_core.modules.weight_views import weights_of
+from shared_core.quantization.config import QatConfig
+from shared_core.quantization.layers.layer_quantizer import (
+    ClippedLearnedQuantizer,
+    ClippedQuantizer,
+    LayerQuantizer,
+    LearnedQuantizer,
+)
+from shared_core.quantization.layers.plain_state import LEARNED
+from shared_core.quantization.ranges.gelu import GeluInputs
+from shared_core.quantization.ranges.learned_scales import SMALLEST_MAGNITUDE, InputRange, WeightScale, learned_value
+from shared_core.quantization.ranges.observers import EstimatorBank, RangeBank
+from shared_core.quantization.schemes import LayerScheme
+
+
+class ObservedRanges:
+    """Ranges follow the inputs that layers see: a moving average, the extrema, or histograms of all steps.
+
+    Args:
+        config: The options.
+        schemes: Name → how the layer is quantised.
+    """
+
+    quantizer_class: ClassVar[type[LayerQuantizer]] = LayerQuantizer
+    observes_means: ClassVar[bool] = False
+
+    def __init__(self, config: QatConfig, schemes: Mapping[str, LayerScheme]) -> None:
+        self.config, self.schemes = config, schemes
+        self.static = [name for name, scheme in schemes.items() if scheme.input == "static"]
+        """Layers with a range, in the order of the bank's rows."""
+        self.bank = self._make_bank([schemes[name].input_range for name in self.static])
+        self.quantizers = {
+            name: self.quantizer_class(
+                self.bank, self.static.index(name) if scheme.input == "static" else None, scheme, number=number
+            )
+            for number, (name, scheme) in enumerate(schemes.items())
+        }
+        self._pending: Tensor | None = None
+        self._window_restored = False
+
+    def _make_bank(self, codes: list[tuple[int, int]]) -> RangeBank:
+        config, rounded = self.config, self.config.gate == "rounded"
+        if config.range in ("percentile", "kl", "mse"):
+            return EstimatorBank(config.range, codes, percentile=config.percentile, rounded_gate=rounded)
+        constant = None if config.range == "minmax" else config.ema_constant
+        return RangeBank(codes, ema_constant=constant, rounded_gate=rounded, means=self.observes_means)
+
+    @property
+    def ranged(self) -> list[LayerQuantizer]:
+        """The quantisers with a range, in the order of the bank's rows."""
+        return [self.quantizers[name] for name in self.static]
+
+    def attach(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+        """Register what the swapped layers need; called once they have their quantisers."""
+
+    def begin(self, device: torch.device, seed: int) -> None:
+        """Begin or resume a run: the optimizer exists."""
+        self.bank.move_(device)
+        if not self._window_restored:
+            self.bank.clear_window()
+        if self.config.rounding == "stochastic":
+            self.bank.noise_seed = seed
+        self.bank.quantizing = False  # the best checkpoint may be from before quantisation came on
+
+    def start(self) -> None:
+        """Fake quantisation comes on for the first time."""
+
+    def set_step(self, step: int, *, observing: bool, quantizing: bool) -> None:
+        """Set the switches for the next step; ranges that freeze are derived from all that was seen."""
+        bank = self.bank
+        if bank.observing and not observing:
+            bank.refresh()
+        bank.observing, bank.num_steps = observing and bool(self.static), step
+        bank.quantizing = bank.quantizing or quantizing
+
+    def before_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Take the window of this step; a window already pending belongs to a skipped step and is dropped."""
+        self._pending = self.bank.take_window() if self.bank.observing else None
+
+    def after_step(self) -> None:
+        """Move the ranges by the pending window: the step was applied."""
+        if self._pending is not None:
+            self.bank.commit(self._pending)
+            self._pending = None
+            self.read_known()
+
+    def read_known(self) -> None:
+        """Tell the layers which of them have a range by now."""
+        # read from the device only until every layer has a range
+        if not all(quantizer.has_range for quantizer in self.ranged):
+            for quantizer, known in zip(self.ranged, self.bank.known.tolist(), strict=True):
+                quantizer.has_range = known
+
+    def reestimate(self, calibrate: Callable[[], None]) -> bool:
+        """Find the ranges anew from what `calibrate` runs; return whether there were any before."""
+        bank = self.bank
+        if not any(quantizer.has_range for quantizer in self.ranged):
+            return False
+        before, observing = bank.state_dict(), bank.observing
+        for quantizer in self.ranged:
+            quantizer.has_range = False
+        bank.forget()
+        bank.observing = True
+        try:
+            calibrate()
+            bank.commit(bank.take_window())
+            if not bool(bank.known[before["known"]].all()):
+                raise TrainingError(
+                    "qat: calibration batches must reach every quantised layer with finite inputs; "
+                    "raise qat.calibration_batches, or look for NaN"
+                )
+            bank.refresh()
+        except BaseException:
+            bank.load_state_dict(before, torch.arange(len(self.static)))
+            raise
+        finally:
+            bank.window.copy_(before["window"])
+            bank.observing = observing
+            self.read_known()
+        return True
+
+    def calibrating(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a forward that is observed without training."""
+        return contextlib.nullcontext()
+
+    def settle(self) -> None:
+        """Agree with the other ranks on how what was observed is read; every rank must call it."""
+
+    def gather(self) -> None:
+        """Hold all that is sharded whole until `release`; every process must call it."""
+
+    def release(self) -> None:
+        """Undo `gather`."""
+
+    def close(self) -> None:
+        """Release the layers, which are about to become stock ones."""
+
+    def report(self, name: str) -> dict[str, Any]:
+        """Return a layer's range for the receipt; empty if it has none by its scheme."""
+        if name not in self.static:
+            return {}
+        bank, row = self.bank, self.static.index(name)
+        if not bool(bank.known[row]):
+            return dict.fromkeys(("min", "max", "scale", "zero_point"))
+        minimum, maximum = bank.ranges[row].tolist()
+        return {
+            "min": minimum,
+            "max": maximum,
+            "scale": bank.scale[row].item(),
+            "zero_point": int(bank.zero_point[row]),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return ranges, the open window and what is learned."""
+        return {"layers": list(self.static), **self.bank.state_dict(), "learned": {}, "gelu_inputs": None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the saved ranges, each for the layer of its name.
+
+        Raises:
+            CheckpointError: If the state is of other layers.
+        """
+        names = list(state["layers"])
+        if set(names) != set(self.static):
+            odd = ", ".join(sorted(set(names) ^ set(self.static))[:5])
+            raise CheckpointError(
+                f"qat: saved ranges must be of the layers that are quantised now, but differ in {odd}; "
+                "resume with the include and skip of the saved run"
+            )
+        rows = torch.tensor([names.index(name) for name in self.static], dtype=torch.int64)
+        self.bank.load_state_dict(state, rows)
+        self._window_restored = True
+        for quantizer, known in zip(self.ranged, self.bank.known.tolist(), strict=True):
+            quantizer.has_range = known
+
+
+class ClippedRanges(ObservedRanges):
+    """Observed ranges of which those of a GELU's output end at `clip_gelu`."""
+
+    quantizer_class = ClippedQuantizer
+
+    def __init__(self, config: QatConfig, schemes: Mapping[str, LayerScheme]) -> None:
+        super().__init__(config, schemes)
+        quantizers = {name: cast("ClippedQuantizer", self.quantizers[name]) for name in self.static}
+        self.gelu_inputs = GeluInputs(quantizers, cast("float", config.clip_gelu))
+
+    def attach(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+        """Watch the layers until each is known to read a GELU or not."""
+        super().attach(model, layers)
+        self.gelu_inputs.watch(model)
+
+    def before_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Take the window of this step, if every layer knew what it reads when it observed."""
+        self.settle()
+        super().before_step(optimizers)
+
+    def calibrating(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a forward that is observed without training; it keeps the graph."""
+        return self.gelu_inputs.gradients(model)
+
+    def settle(self) -> None:
+        """Agree with the other ranks on which layers read a GELU; every rank must call it."""
+        if self.bank.observing and self.gelu_inputs.settle(self.bank.device):
+            self.bank.clear_window()
+
+    def close(self) -> None:
+        """Release the layers, which are about to become stock ones."""
+        super().close()
+        self.gelu_inputs.close()
+
+    def report(self, name: str) -> dict[str, Any]:
+        """Return a layer's range for the receipt, and whether it is clipped; empty if it has none by its scheme."""
+        found = super().report(name)
+        return {**found, "clip_gelu": name in self.gelu_inputs.found} if found else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return ranges, the open window, what is learned, and which layers are clipped."""
+        return {**super().state_dict(), "gelu_inputs": self.gelu_inputs.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the saved ranges, each for the layer of its name."""
+        super().load_state_dict(state)
+        if state.get("gelu_inputs") is not None:
+            self.gelu_inputs.load_state_dict(state["gelu_inputs"])
+
+
+# they subtract lr·decay·p from the parameter; all others add decay·p to its gradient
+_DECOUPLED = ("AdamW", "Lion", "Adafactor", "Muon")
+
+
+def _is_decoupled(optimizer: torch.optim.Optimizer, group: dict[str, object]) -> bool:
+    flag = group.get("decoupled_weight_decay")
+    return bool(flag) if flag is not None else any(name in type(optimizer).__name__ for name in _DECOUPLED)
+
+
+class NoDecay:
+    """Takes back, step by step, what weight decay does to some parameters.
+
+    A group of their own would need no such thing, but learning-rate schedulers and saved optimizer states count the
+    groups that the user's code made.
+
+    Args:
+        parameters: Those that take no decay.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._ids = {id(parameter) for parameter in parameters}
+        self._before: list[tuple[nn.Parameter, Tensor, float]] = []
+
+    @torch.no_grad()
+    def before_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Subtract a coupled decay from the gradient; remember the values that a decoupled one will shrink."""
+        self._before = []
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                decay = float(group.get("weight_decay") or 0.0)
+                if not decay:
+                    continue
+                for parameter in group["params"]:
+                    if id(parameter) not in self._ids or parameter.grad is None:
+                        continue
+                    if _is_decoupled(optimizer, group):
+                        self._before.append((parameter, parameter.detach().clone(), float(group["lr"]) * decay))
+                    else:
+                        parameter.grad.add_(parameter, alpha=-decay)
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Restore what a decoupled decay took."""
+        for parameter, before, share in self._before:
+            parameter.add_(before, alpha=share)
+        self._before = []
+
+
+_STOCK_WEIGHTS = (nn.Embedding, nn.RNNBase)
+
+
+class LearnedRanges(ObservedRanges):
+    """Scales are parameters that layers learn beside their weights (LSQ, LSQ+, PACT); an observed range starts them.
+
+    Embeddings and recurrent layers keep the scales that their weights give: of the one a step sees few rows, of the
+    other a library sees all weights at once. So do layers that share a weight: it is baked once, for all of them.
+    """
+
+    quantizer_class = LearnedQuantizer
+    observes_means = True
+
+    def __init__(self, config: QatConfig, schemes: Mapping[str, LayerScheme]) -> None:
+        super().__init__(config, schemes)
+        self.layers: dict[str, nn.Module] = {}
+        self._closed: dict[str, Any] | None = None
+        self._decay, self._positive = NoDecay([]), list[nn.Parameter]()
+
+    def attach(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+        """Register the parameters that the layers learn."""
+        super().attach(model, layers)
+        self.layers = dict(layers)
+        kind = self.config.range
+        if any(map(is_sharded, (weight for layer in layers.values() for weight in weights_of(layer).values()))):
+            raise CompatibilityError(
+                f"qat: range must be an observed one, such as ema, for a model that is sharded already, got "
+                f"{kind}: FSDP2 takes in no parameters afterwards, and learned scales are such; observe "
+                "ranges, or use strategy eff_fsdp or the Hugging Face Trainer, which shard later, or DDP"
+            )
+        rounded = self.config.gate == "rounded"
+        owners = Counter(id(weight) for layer in layers.values() for weight in weights_of(layer).values())
+        for layer, quantizer in self._learning():
+            scheme = quantizer.scheme
+            if quantizer.index is not None:
+                quantizer.learned_input = InputRange(layer, kind, scheme, rounded)
+            alone = all(owners[id(weight)] == 1 for weight in weights_of(layer).values())
+            learnable = scheme.weight == "channel" and alone and not isinstance(layer, _STOCK_WEIGHTS)
+            if kind != "pact" and learnable:
+                quantizer.weight_scale = WeightScale(layer, scheme, kind == "lsq_plus", rounded)
+
+    def _learning(self) -> Iterable[tuple[nn.Module, LearnedQuantizer]]:
+        return ((layer, cast("LearnedQuantizer", self.quantizers[name])) for name, layer in self.layers.items())
+
+    def _parameters(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        return [(layer, name, value) for layer in self.layers.values() for name, value in _parameters(layer)]
+
+    def begin(self, device: torch.device, seed: int) -> None:
+        """Begin or resume a run: FSDP2 has put its own parameters in the place of those that were registered."""
+        super().begin(device, seed)
+        for name, layer in self.layers.items():
+            _refuse_other_dtypes(name, layer)
+        found = self._parameters()
+        # PACT's clip is meant to decay (Choi et al. 2018, section 3.1)
+        self._decay = NoDecay(value for _, name, value in found if name != "input_clip")
+        self._positive = [value for _, name, value in found if name != "input_offset"]
+
+    def start(self) -> None:
+        """Set the scales of weights from the weights that there are: fake quantisation comes on."""
+        for layer, quantizer in self._learning():
+            if quantizer.weight_scale is not None:
+                quantizer.weight_scale.start(layer)
+
+    def set_step(self, step: int, *, observing: bool, quantizing: bool) -> None:
+        """Set the switches for the next step, and where a range has been seen what layers learn of their inputs."""
+        super().set_step(step, observing=observing, quantizing=quantizing)
+        self._start_inputs()
+
+    def _start_inputs(self) -> None:
+        bank = self.bank
+        for layer, quantizer in self._learning() if bank.quantizing else ():
+            learned = quantizer.learned_input
+            if learned is not None and not learned.started and quantizer.has_range and quantizer.index is not None:
+                minimum, maximum = bank.ranges[quantizer.index].tolist()
+                learned.start(layer, minimum, maximum, bank.mean[quantizer.index].item())
+
+    def before_step(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Take the window; gradients are complete: keep weight decay away."""
+        super().before_step(optimizers)
+        self._decay.before_step(optimizers)
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """The step was applied: move the ranges, and keep positive what must be."""
+        super().after_step()
+        self._decay.after_step()
+        torch._foreach_clamp_min_([local_part(value) for value in self._positive], SMALLEST_MAGNITUDE)
+
+    def reestimate(self, calibrate: Callable[[], None]) -> bool:
+        """Find the ranges anew, and start what is learned from them: the weights came from elsewhere."""
+        if not super().reestimate(calibrate):
+            return False
+        for _, quantizer in self._learning():
+            if quantizer.learned_input is not None:
+                quantizer.learned_input.started = False
+        if self.bank.quantizing:
+            self.start()
+        self._start_inputs()
+        return True
+
+    def gather(self) -> None:
+        """Hold all that is sharded whole until `release`; every process must call it."""
+        for layer in self.layers.values():
+            layer.gathered = {key: whole(value.detach()) for key, value in _parameters(layer) if is_sharded(value)}  # type: ignore[assignment]
+
+    def release(self) -> None:
+        """Undo `gather`."""
+        for layer in self.layers.values():
+            vars(layer).pop("gathered", None)
+
+    def close(self) -> None:
+        """Release the layers, which are about to become stock ones."""
+        super().close()
+        if self._closed is None:
+            whole_here = all(
+                name in vars(layer).get("gathered", {}) or not is_sharded(value)
+                for layer, name, value in self._parameters()
+            )
+            self._closed = self._learned() if whole_here else {}  # cut short: the other processes may be gone
+        self.release()
+        self.layers = {}
+
+    def _learned(self) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        for name, (layer, quantizer) in zip(self.layers, self._learning(), strict=True):
+            values = {key: learned_value(layer, key).detach().clone() for key, _ in _parameters(layer)}
+            learned = quantizer.learned_input
+            state[name] = {"parameters": values, "input": None if learned is None else learned.state_dict()}
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return ranges, the open window and what is learned, by layer; readable after `close` too."""
+        return {**super().state_dict(), "learned": self._learned() if self._closed is None else self._closed}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the saved ranges and what was learned, each for the layer of its name."""
+        super().load_state_dict(state)
+        for name, layer in self.layers.items():
+            for key, value in state["learned"][name]["parameters"].items():
+                fill_(cast("Tensor", layer._parameters[key]), value)
+            learned = cast("LearnedQuantizer", self.quantizers[name]).learned_input
+            if learned is not None:
+                learned.load_state_dict(state["learned"][name]["input"])
+
+
+class ClippedLearnedRanges(LearnedRanges, ClippedRanges):
+    """Learned scales (PACT) that start from clipped ranges where a layer reads a GELU's output."""
+
+    quantizer_class = ClippedLearnedQuantizer
+
+
+def make_policy(config: QatConfig, schemes: Mapping[str, LayerScheme]) -> ObservedRanges:
+    """Return the range policy that a config asks for, for layers that are quantised like this."""
+    learns, clips = config.range in ("lsq", "lsq_plus", "pact"), config.clip_gelu is not None
+    kinds = {
+        (False, False): ObservedRanges,
+        (False, True): ClippedRanges,
+        (True, False): LearnedRanges,
+        (True, True): ClippedLearnedRanges,
+    }
+    return kinds[learns, clips](config, schemes)
+
+
+def _refuse_other_dtypes(name: str, layer: nn.Module) -> None:
+    learned = {value.dtype for _, value in _parameters(layer) if is_sharded(value)}
+    other = {weight.dtype for weight in weights_of(layer).values() if weight.requires_grad} - learned
+    if learned and other:
+        raise CompatibilityError(
+            f"qat: range must be an observed one, such as ema, for 16-bit weights under FSDP2, got {name} in "
+            f"{other.pop()} with learned scales in {learned.pop()}: FSDP2 takes parameters of one dtype "
+            "together; observe ranges, or load the model in float32 and let FSDP2 compute in 16 bits"
+        )
+
+
+def _parameters(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, value) for name in LEARNED if (value := layer._parameters.get(name)) is not None]
