@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 import torch
-from fp8_runs import ALL, LOSS_SCALE, Quiet, backward, data, net, update
+from fp8_runs import ALL, LOSS_SCALE, Quiet, data, net
+from plain_loop import backward, update
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

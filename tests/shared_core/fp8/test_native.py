@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from eff_kernels import fp8 as kernels
-from fp8_runs import Quiet, data, net, update
+from fp8_runs import Quiet, data, net
 from fp8_values import E4M3, memory, quantized
-from plain_loop import begun_session
+from plain_loop import begun_session, update
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -5,7 +5,8 @@ import math
 
 import pytest
 import torch
-from fp8_runs import ALL, LOSS_SCALE, Quiet, backward, data, net, update
+from fp8_runs import ALL, LOSS_SCALE, Quiet, data, net
+from plain_loop import backward, update
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -153,7 +154,7 @@ def test_hfp8_refuses_weights_that_have_lost_their_update_already():
         start(net().bfloat16(), "hfp8")
 
 
-@pytest.mark.parametrize("recipe", ["int16", "hfp8", "s2fp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["delayed", "int16", "hfp8", "s2fp8", "nvfp4"])
 @pytest.mark.parametrize("stop", [1, 3])
 def test_a_resume_is_bit_exact_also_inside_a_step(recipe, stop, tmp_path):
     batches = data()

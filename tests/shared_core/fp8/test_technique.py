@@ -8,14 +8,12 @@ from collections import deque
 import pytest
 import torch
 from fp8_runs import ALL, Quiet, data, net
-from plain_loop import begun_session, plain_step
+from plain_loop import begun_session
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shared_core.engine import compatibility
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
-from shared_core.engine.state_file import load_state, save_state
 from shared_core.errors import CheckpointError, CompatibilityError, TrainingError
 from shared_core.fp8 import Fp8Linear
 from shared_core.fp8.scaling import ROLES
@@ -204,35 +202,6 @@ def test_a_scaler_skips_the_step_that_overflowed(recipe):
         assert not amaxes(session).any()
 
 
-@pytest.mark.parametrize("stop", [1, 3])
-def test_a_resume_is_bit_exact_also_inside_a_window(stop, tmp_path):
-    batches = data()
-
-    def run(model, session, optimizer, first, last):
-        for x in batches[first:last]:
-            step(session, optimizer, model, x.chunk(2))
-        return amaxes(session)
-
-    model = net()
-    session, optimizer = start(model, amax_history=4)
-    run(model, session, optimizer, 0, stop)
-    session.loss(model(batches[stop][:6]).square().mean() / 2).backward()
-    save_state(tmp_path, session.state_dict())
-    gradients = [parameter.grad.clone() for parameter in model.parameters()]
-    again = net(seed=5)
-    again.load_state_dict(model.state_dict())
-    resumed, other = start(again, load_state(tmp_path), amax_history=4)
-    for parameter, gradient in zip(again.parameters(), gradients, strict=True):
-        parameter.grad = gradient
-    ends = []
-    for one, mine, its in ((model, session, optimizer), (again, resumed, other)):
-        step(mine, its, one, [batches[stop][6:]])
-        ends.append(run(one, mine, its, stop + 1, 7))
-    assert torch.equal(*ends)
-    for a, b in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_states_of_other_runs_are_refused():
     session, _ = start(net())
     state = session.state_dict()
@@ -311,34 +280,7 @@ def test_the_fused_encoder_layer_does_not_bypass_fp8():
         assert torch.equal(model(x), exact)
 
 
-def test_learning_in_fp8_is_learning():
-    torch.manual_seed(0)
-    x = torch.randn(256, 16)
-    target = torch.tanh(x @ torch.randn(16, 16) / 4)
-    losses = {}
-    for recipe in (None, "delayed", "tensorwise", "rowwise", "blockwise", "mx"):
-        model = net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        session = Session(Recipe.from_dict({"fp8": {"recipe": recipe}} if recipe else {}), services=Quiet())
-        session.attach(model)
-        session.begin([optimizer], total_steps=150)
-        for _ in range(150):
-            loss = session.loss((model(x) - target).square().mean())
-            loss.backward()
-            plain_step(session, optimizer)
-        losses[recipe] = loss.item()
-    exact = losses.pop(None)
-    assert exact < 0.02
-    assert all(loss < 1.5 * exact + 2e-3 for loss in losses.values()), (exact, losses)
-
-
 @pytest.mark.parametrize("other", ["deepspeed", "fsdp1", "tensor_parallel", "lbfgs", "data_parallel", "tpu"])
 def test_surroundings_that_are_not_proven_are_refused(other):
     with pytest.raises(CompatibilityError, match="fp8 cannot be combined with"):
         start(net(), surroundings=[other])
-
-
-def test_int8_and_fp8_of_the_same_layers_are_refused_with_the_reason():
-    with pytest.raises(CompatibilityError, match="change the class of the same linear layers"):
-        compatibility.check(["qat", "fp8"])
-    compatibility.check(["prune", "fp8", "distill", "loss_scale", "soup"])

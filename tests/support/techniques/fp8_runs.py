@@ -31,22 +31,3 @@ def net(seed=0):
 def data(count=8, size=12):
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(size, 16, generator=generator) * (1 + step % 3) for step in range(count)]
-
-
-def backward(session, loss):
-    scaler = session.techniques["loss_scale"].scaler if "loss_scale" in session.techniques else None
-    (loss if scaler is None else scaler.scale(loss)).backward()
-
-
-def update(session, optimizer):
-    scaler = session.techniques["loss_scale"].scaler if "loss_scale" in session.techniques else None
-    if scaler is None:
-        session.before_optimizer_step()
-        optimizer.step()
-    else:
-        scaler.unscale_(optimizer)
-        session.before_optimizer_step()
-        scaler.step(optimizer)
-        scaler.update()
-    session.after_optimizer_step()
-    optimizer.zero_grad()
