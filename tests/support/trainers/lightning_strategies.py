@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 import torch
-from lightning_blocks import AVERAGE, LOW_RANK, PRUNE, batches, module_class, train, weights
+from fsdp2_runs import AVERAGE, PRUNE, weights
+from lightning_blocks import LOW_RANK, batches, module_class, train
 from lightning_world import BOTH
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule, fully_shard
