@@ -7,38 +7,25 @@ from collections import deque
 
 import pytest
 import torch
-from fp8_runs import ALL, Quiet, data, net
-from plain_loop import begun_session
+from fp8_runs import ALL, Quiet, data, net, start
+from plain_loop import begun_session, plain_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 from shared_core.errors import CheckpointError, CompatibilityError, TrainingError
 from shared_core.fp8 import Fp8Linear
 from shared_core.fp8.scaling import ROLES
 
 
-def start(model, state=None, surroundings=(), **options):
-    session = Session(Recipe.from_dict({"fp8": {"recipe": "delayed", **options}}), services=Quiet())
-    session.attach(model, surroundings)
-    if state is not None:
-        session.load_state_dict(state)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    session.begin([optimizer], total_steps=100)
-    return session, optimizer
-
-
 def step(session, optimizer, forward, micro_batches, *, skip=False):
     for x in micro_batches:
         session.loss(forward(x).square().mean() / len(micro_batches)).backward()
-    session.before_optimizer_step()
     if skip:
+        session.before_optimizer_step()
         session.skipped_optimizer_step()
+        optimizer.zero_grad()
     else:
-        optimizer.step()
-        session.after_optimizer_step()
-    optimizer.zero_grad()
+        plain_step(session, optimizer)
 
 
 def amaxes(session):
@@ -145,10 +132,7 @@ def test_a_step_with_nan_or_infinity_moves_nothing_and_training_goes_on(recipe, 
         x[0, 0] = bad
     y = model(x)
     y.backward(torch.full_like(y, bad if where == "gradient" else 0.1))
-    session.before_optimizer_step()
-    optimizer.step()
-    assert session.after_optimizer_step() is False
-    optimizer.zero_grad()
+    assert plain_step(session, optimizer) is False
     after = everything(session, model, optimizer)
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
@@ -173,7 +157,7 @@ def test_training_stops_when_every_step_is_discarded():
     step(session, optimizer, model, [bad[3]])
     with pytest.raises(TrainingError, match=r"finite at least once in 3 steps \(max_skips\)"):
         step(session, optimizer, model, [bad[4]])
-    session, optimizer = start(net(), state, recipe="rowwise", max_skips=3)  # and a resume does not
+    session, optimizer = start(net(), state=state, recipe="rowwise", max_skips=3)  # and a resume does not
     step(session, optimizer, session.context.model, [bad[5]])
     with pytest.raises(TrainingError, match="max_skips"):
         step(session, optimizer, session.context.model, [bad[6]])
@@ -206,12 +190,12 @@ def test_states_of_other_runs_are_refused():
     session, _ = start(net())
     state = session.state_dict()
     with pytest.raises(CheckpointError, match=r"must be of the layers that are in FP8 now, but differ in 0, 2"):
-        start(net(), state, include=["0"])
+        start(net(), state=state, include=["0"])
     with pytest.raises(CheckpointError, match="amax_history must be the saved 16 steps, got 4"):
-        start(net(), state, amax_history=4)
+        start(net(), state=state, amax_history=4)
     del state["techniques"]["fp8"]["bank"]["window"]
     with pytest.raises(CheckpointError, match="must be one that fp8 saved"):
-        start(net(), state)
+        start(net(), state=state)
 
 
 def test_the_run_says_once_and_aloud_that_it_emulates():
