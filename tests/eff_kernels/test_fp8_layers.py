@@ -3,8 +3,8 @@
 import pytest
 import torch
 from eff_kernels import fp8
-from fp8_runs import Quiet, backward, data, net, update
-from plain_loop import begun_session
+from fp8_runs import Quiet, data, net
+from plain_loop import backward, begun_session, update
 
 from shared_core.numerics import block_formats, rounding
 

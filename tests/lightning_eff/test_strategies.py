@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning_blocks import AVERAGE, LOW_RANK, PRUNE, module_class, train, weights
+from fsdp2_runs import AVERAGE, PRUNE, weights
+from lightning_blocks import LOW_RANK, module_class, train
 from lightning_world import BOTH, make_trainer
 from torch import nn
 from two_ranks import ENVIRONMENT, run_two_ranks

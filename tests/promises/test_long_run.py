@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
-from promise_drivers import CLIP, LoopServices, batches, hf_trainer, run_lightning, step_and_tell
+from plain_loop import backward, update
+from promise_drivers import CLIP, LoopServices, batches, hf_trainer, run_lightning
 from promise_table import TOGETHER, make_net, recipe_of
 from torch import Tensor
 from transformers import TrainerCallback
@@ -96,16 +97,11 @@ def bare(steps, watch, folder):
     session.attach(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session.begin([optimizer], total_steps=steps, steps_per_epoch=4)
-    scaler = session.techniques["loss_scale"].scaler
     for step in range(1, steps + 1):
         with session.forward():
             loss = session.loss(model(**data[step % len(data)])["loss"])
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        session.before_optimizer_step()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        step_and_tell(session, optimizer, scaler)
-        optimizer.zero_grad()
+        backward(session, loss)
+        update(session, optimizer, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP))
         watch.look(step, model, optimizer, session)
     session.finish()
 

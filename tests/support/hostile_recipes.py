@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import torch
 from hypothesis import strategies as st
-from promise_drivers import step_and_tell
+from plain_loop import backward, update
 from torch import nn
 
 from shared_core.config.training_time import Position
@@ -203,16 +203,11 @@ def two_steps(recipe: Any) -> None:
     session.attach(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     session.begin([optimizer], total_steps=2, steps_per_epoch=1)
-    scaler = getattr(session.techniques.get("loss_scale"), "scaler", None)
     for _ in range(2):
         with session.forward():
             loss = session.loss(model(x=x, labels=labels)["loss"])
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        session.before_optimizer_step()
-        step_and_tell(session, optimizer, scaler)
-        optimizer.zero_grad()
+        backward(session, loss)
+        update(session, optimizer)
     session.finish()
     session.receipt()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_loop import backward, update
 from promise_table import BATCH, NUM_STEPS, DigitsNet, eval_examples, make_net, train_examples
 from safetensors.torch import load_file
 from torch import Tensor
@@ -82,18 +83,6 @@ class LoopServices(BareServices):
         self._model.train(training)
 
 
-def step_and_tell(session: Session, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
-    """Step as a plain loop does, with the scaler if there is one, and tell the session whether it was applied."""
-    if scaler is None:
-        optimizer.step()
-        session.after_optimizer_step()
-    else:
-        scaler.step(optimizer)
-        skipped = scaler.was_skipped(optimizer)
-        scaler.update()
-        session.skipped_optimizer_step() if skipped else session.after_optimizer_step()
-
-
 def run_bare(
     recipe: Any, *, accumulate: int = 1, batch_norm: bool = True, optim: str = "adamw_torch", clip: float | None = None
 ) -> Result:
@@ -110,23 +99,20 @@ def run_bare(
         loader = private.loader(DataLoader(train_examples(), batch_size=BATCH // accumulate), accumulate)  # type: ignore
         epochs = [loader for _ in epochs]
     session.begin([optimizer], total_steps=NUM_STEPS, steps_per_epoch=steps_per_epoch, clips_gradients=clip > 0)
-    scaler = getattr(session.techniques.get("loss_scale"), "scaler", None)
     model.train()
+
+    def clip_each_student() -> None:
+        for student in (model, *getattr(session.techniques.get("distill"), "peers", ())):
+            if clip:
+                torch.nn.utils.clip_grad_norm_(student.parameters(), clip)
+
     micro = itertools.islice((batch for epoch in epochs for batch in epoch), NUM_STEPS * accumulate)
     for index, batch in enumerate(micro, 1):
         with session.forward():
             loss = session.loss(model(**batch)["loss"]) / accumulate
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        if index % accumulate:
-            continue
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        session.before_optimizer_step()
-        for student in (model, *getattr(session.techniques.get("distill"), "peers", ())):
-            if clip:
-                torch.nn.utils.clip_grad_norm_(student.parameters(), clip)
-        step_and_tell(session, optimizer, scaler)
-        optimizer.zero_grad()
+        backward(session, loss)
+        if index % accumulate == 0:
+            update(session, optimizer, clip_each_student)
     session.finish()
     return Result(dict(model.state_dict()), session.receipt().values, model=model)
 

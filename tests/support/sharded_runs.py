@@ -2,19 +2,17 @@
 
 import itertools
 import os
-import sys
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from two_ranks import leave
+from two_ranks import be_a_rank
 
 from shared_core.distributed.collectives import rank, world_size
 from shared_core.distributed.sharded_tensors import fill_, fill_parameters_, reshard_, whole
@@ -206,11 +204,9 @@ def refused(later, recipe):
     return str(error.value)
 
 
-def main(place, folder):
-    torch.set_num_threads(1)
+def main(rank, folder):
     os.makedirs(folder / "two", exist_ok=True)
     os.chdir(folder / "two")  # where tickets lie
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=place, world_size=2)
     results = {}
     for name, recipe in RECIPES.items():
         later = name in SHARDED_LATER
@@ -219,9 +215,8 @@ def main(place, folder):
         results[name] = {"ended": ended, "saved": saved, "resumed": resumed}
     results["refused"] = [refused(later, {"lora": {"base": "none", "rank": 3}}) for later in (False, True)]
     results["refused"].append(refused(False, RECIPES["dp-functorch"]))
-    torch.save(results, folder / f"{place}.pt")
-    leave()
+    return results
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    be_a_rank(main)

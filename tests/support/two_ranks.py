@@ -46,6 +46,15 @@ def leave():
     os._exit(0)
 
 
+def be_a_rank(work):
+    """Meet the other rank, as ``FILE RANK FOLDER``; save what ``work(rank, folder)`` returns as ``RANK.pt``; end."""
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    torch.save(work(rank, folder), folder / f"{rank}.pt")
+    leave()
+
+
 def run_as_script(arguments, environment, log):
     """Run ``FILE ARGUMENTS`` in this process, its output in `log`."""
     with Path(log).open("w") as file:

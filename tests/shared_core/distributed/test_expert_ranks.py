@@ -1,15 +1,11 @@
 """Two processes whose batches take other paths: each reaches another expert, with sequences of another length."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 from plain_loop import plain_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import leave, saved_by_two_ranks
+from two_ranks import be_a_rank, saved_by_two_ranks
 
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
@@ -81,10 +77,10 @@ def test_units_that_processes_trace_otherwise_are_refused_on_both(found):
         assert "every process must find the same neurons" in rank["refused"]
 
 
-if __name__ == "__main__":
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+def work(rank, folder):
     trained = {name: train(recipe, rank) for name, recipe in RECIPES.items()}
-    torch.save({**trained, "refused": refused(rank)}, folder / f"{rank}.pt")
-    leave()
+    return {**trained, "refused": refused(rank)}
+
+
+if __name__ == "__main__":
+    be_a_rank(work)

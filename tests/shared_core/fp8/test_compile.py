@@ -7,12 +7,11 @@ import shutil
 
 import pytest
 import torch
-from fp8_runs import ALL, LOSS_SCALE, Quiet, backward, data, net, update
+from fp8_runs import ALL, data, net, start
+from plain_loop import backward, update
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 from shared_core.errors import TrainingError
 from shared_core.fp8 import Fp8Config, convert_to_fp8
 from shared_core.fp8.layers import _LAYERS, fp8_grad_input, fp8_grad_weight, fp8_grads, fp8_linear
@@ -23,16 +22,6 @@ def fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def start(model, recipe):
-    session = Session(
-        Recipe.from_dict({"fp8": {"recipe": recipe}, **(LOSS_SCALE if recipe == "hfp8" else {})}), services=Quiet()
-    )
-    session.attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    session.begin([optimizer], total_steps=100)
-    return session, optimizer
 
 
 def train(session, optimizer, forward, batches):

@@ -1,13 +1,11 @@
 """The int16 recipe: fixed point with one exponent a tensor, moved by the count of overflows."""
 
 import math
-import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from fp8_values import skewed
-from two_ranks import leave, run_two_ranks
+from two_ranks import be_a_rank, saved_by_two_ranks
 
 from shared_core.errors import CheckpointError
 from shared_core.fp8.int16 import Int16Cast, SharedExponentBank, fixed_point_round_to, needed_exponent
@@ -170,25 +168,20 @@ def shards():
 
 
 def worker(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     bank = SharedExponentBank(1)
     trace = [step(bank, pair[rank], applied=index != 4) for index, pair in enumerate(shards())]
-    torch.save({"trace": trace, **bank.state_dict()}, f"{folder}/{rank}.pt")
-    leave()
+    return {"trace": trace, **bank.state_dict()}
 
 
 def test_two_processes_have_the_exponents_of_one(tmp_path):
-    run_two_ranks(__file__, tmp_path)
     bank = SharedExponentBank(1)
     alone = {"trace": [step(bank, *pair, applied=index != 4) for index, pair in enumerate(shards())]}
     alone |= bank.state_dict()
-    for rank in range(2):
-        saved = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+    for saved in saved_by_two_ranks(__file__, tmp_path):
         for key, value in alone.items():
             assert torch.equal(torch.as_tensor(saved[key]), torch.as_tensor(value)), key
     assert len(set(alone["trace"])) > 2
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    worker(int(sys.argv[1]), sys.argv[2])
+    be_a_rank(worker)

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from eff_kernels import fp8 as kernels
-from fp8_runs import Quiet, data, net, update
+from fp8_runs import data, net, start
 from fp8_values import E4M3, memory, quantized
-from plain_loop import begun_session
+from plain_loop import update
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -149,11 +149,6 @@ def test_three_native_products_a_layer_and_step(recipe, scaled_matmul):
     assert scaled_matmul.calls == [(values, weights), (values, weights), (values, values)]
     for found, emulated in zip(*results, strict=True):
         assert (found - emulated).abs().max() <= 1e-5 * emulated.abs().max()
-
-
-def start(model, **options):
-    session, optimizer = begun_session({"fp8": options}, model, 10, lr=0.05, services=Quiet())
-    return session, optimizer
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -1,19 +1,15 @@
 """FP8 layers in two processes: DDP keeps ranks equal, FSDP2 gives the numbers of one process."""
 
-import faulthandler
-import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from fp8_runs import ALL, LOSS_SCALE, Quiet, backward, data, net, update
+from fp8_runs import ALL, LOSS_SCALE, Quiet, data, net
+from plain_loop import backward, update
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import saved_by_two_ranks
+from two_ranks import be_a_rank, saved_by_two_ranks
 
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
@@ -87,25 +83,17 @@ def sharded(recipe, **options):
 
 
 def worker(rank, folder):
-    faulthandler.dump_traceback_later(100, exit=True)  # a rank that waits for ever says where
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     found, told = {}, {}
     for recipe in ALL:
         found[f"ddp.{recipe}"] = replicated(rank, recipe)
         found[f"fsdp.{recipe}"], told[recipe] = sharded(recipe)
     found["fsdp.torchao"], told["torchao"] = sharded("rowwise", backend="torchao")
-    torch.save(found, f"{folder}/{rank}.pt")
-    Path(folder, f"{rank}.json").write_text(json.dumps(told))
-    dist.barrier()  # nobody leaves while the other still reads
-    dist.destroy_process_group()
+    return found, told
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    found = saved_by_two_ranks(__file__, folder)
-    return found, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return list(zip(*saved_by_two_ranks(__file__, tmp_path_factory.mktemp("ranks")), strict=True))
 
 
 @pytest.mark.parametrize("recipe", ALL)
@@ -136,7 +124,7 @@ def test_fsdp2_gives_the_numbers_of_one_process(ranks, recipe):
     first, second = (found[f"fsdp.{recipe}"] for found in ranks[0])
     assert all(torch.equal(value, second[name]) for name, value in first.items())
     for told in (one[recipe] for one in ranks[1]):
-        assert told["seen"] == [[True, [32, 32]]] * STEPS  # forward meets the whole weight, a plain parameter
+        assert told["seen"] == [(True, (32, 32))] * STEPS  # forward meets the whole weight, a plain parameter
         assert told["stock"]
         assert told["class"] == "FSDPLinear"
     model = net()
@@ -154,4 +142,4 @@ def test_fsdp2_gives_the_numbers_of_one_process(ranks, recipe):
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[1]), sys.argv[2])
+    be_a_rank(worker)

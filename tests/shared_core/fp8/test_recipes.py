@@ -2,10 +2,13 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
-from fp8_runs import ALL, LOSS_SCALE, Quiet, backward, data, net, update
+from fp8_runs import ALL, LOSS_SCALE, Quiet, data, net
+from fp8_runs import start as start_fp8
+from plain_loop import backward, update
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,21 +22,8 @@ from shared_core.fp8.arithmetic import cast_for
 from shared_core.fp8.int16 import SharedExponentBank
 from shared_core.fp8.recipes import cast_16bit
 
+start = partial(start_fp8, optimizer=torch.optim.AdamW)
 CASTS = ["s2fp8", "hfp8", "mxfp4", "nvfp4", "int16"]
-
-
-def start(model, recipe, state=None, lr=0.05):
-    session = Session(
-        Recipe.from_dict({"fp8": {"recipe": recipe}, **(LOSS_SCALE if recipe == "hfp8" else {})}),
-        services=Quiet(),
-        seed=3,
-    )
-    session.attach(model)
-    if state is not None:
-        session.load_state_dict(state)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    session.begin([optimizer], total_steps=100)
-    return session, optimizer
 
 
 def step(session, optimizer, model, micro_batches):
@@ -153,7 +143,7 @@ def test_hfp8_refuses_weights_that_have_lost_their_update_already():
         start(net().bfloat16(), "hfp8")
 
 
-@pytest.mark.parametrize("recipe", ["int16", "hfp8", "s2fp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["delayed", "int16", "hfp8", "s2fp8", "nvfp4"])
 @pytest.mark.parametrize("stop", [1, 3])
 def test_a_resume_is_bit_exact_also_inside_a_step(recipe, stop, tmp_path):
     batches = data()

@@ -3,11 +3,14 @@
 import copy
 import math
 import sys
+from functools import partial
 
 import pytest
 import torch
 from eff_kernels import fp8 as kernels
 from fp8_runs import Quiet
+from fp8_runs import start as start_fp8
+from plain_loop import plain_step
 from torch import nn
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
@@ -26,23 +29,11 @@ def net(seed=0):
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16))
 
 
-def start(model, **options):
-    session = Session(
-        Recipe.from_dict({"fp8": {"recipe": "rowwise", "backend": "torchao", **options}}), services=Quiet()
-    )
-    session.attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    session.begin([optimizer], total_steps=100)
-    return session, optimizer
+start = partial(start_fp8, recipe="rowwise", backend="torchao")
 
 
 def step(session, optimizer, model, x):
-    session.loss(model(x).square().mean()).backward()
-    session.before_optimizer_step()
-    optimizer.step()
-    applied = session.after_optimizer_step()
-    optimizer.zero_grad()
-    return applied
+    return plain_step(session, optimizer, model(x).square().mean())
 
 
 def three_products(backend, recipe, fmt, dtype=torch.float32, tokens=21):

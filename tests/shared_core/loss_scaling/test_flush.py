@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from plain_loop import backward, update
 from torch import nn
 
 from shared_core.engine.recipe import Recipe
@@ -151,17 +152,11 @@ def session(model, optimizer, state=None):
 
 
 def step(model, optimizer, made, bad=False):
-    scaler = made.techniques["loss_scale"].scaler
-    optimizer.zero_grad()
     for _ in range(2):
         with torch.autocast("cpu", torch.float16):
             loss = loss_of(model(data()), float("inf") if bad else 1e-6)
-        scaler.scale(made.loss(loss)).backward()
-    scaler.unscale_(optimizer)
-    made.before_optimizer_step()
-    scaler.step(optimizer)
-    scaler.update()
-    made.skipped_optimizer_step() if scaler.was_skipped(optimizer) else made.after_optimizer_step()
+        backward(made, made.loss(loss))
+    update(made, optimizer)
 
 
 def test_a_session_measures_every_kth_applied_step_and_resumes(tmp_path):

@@ -2,15 +2,14 @@
 
 import json
 import math
-import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from eff_kernels import loss_scaling as kernels
+from plain_loop import update
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from two_ranks import run_two_ranks
+from two_ranks import be_a_rank, saved_by_two_ranks
 
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
@@ -139,18 +138,9 @@ class Loop:
         self.technique.scaler.scale(self.model(batch(index)).square().mean()).backward()
 
     def update(self, bad=False):
-        scaler = self.technique.scaler
         if bad:
             self.model.first.bias.grad[0] = INF
-        scaler.unscale_(self.optimizer)
-        self.session.before_optimizer_step()
-        scaler.step(self.optimizer)
-        scaler.update()
-        if scaler.was_skipped(self.optimizer):
-            self.session.skipped_optimizer_step()
-        else:
-            self.session.after_optimizer_step()
-        self.optimizer.zero_grad()
+        update(self.session, self.optimizer)
 
     def step(self, index, bad=False):
         self.backward(index)
@@ -335,7 +325,7 @@ def test_refusals(every):
         LossScaleConfig(kind="static", histogram_every=every)
 
 
-def joined(rank):
+def joined(rank, folder):
     """One step of DDP on half a batch each."""
     loop = Loop()
     net = nn.parallel.DistributedDataParallel(loop.model)
@@ -344,17 +334,8 @@ def joined(rank):
     return {" ".join(key): found.state_dict() for key, found in loop.probe.layers.items()}
 
 
-def worker(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    torch.save(joined(rank), f"{folder}/{rank}.pt")
-    dist.barrier()  # nobody leaves while the other still reads
-    dist.destroy_process_group()
-
-
 def test_two_processes_add_up_activations_and_count_the_rest_once(tmp_path):
-    run_two_ranks(__file__, tmp_path)
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    first, second = saved_by_two_ranks(__file__, tmp_path)
     assert first == second
     model = Net()
     assert Log2Histogram.from_state(first["weights first"]) == recount(model.first.weight, model.first.bias)
@@ -363,4 +344,4 @@ def test_two_processes_add_up_activations_and_count_the_rest_once(tmp_path):
 
 
 if __name__ == "__main__":
-    worker(int(sys.argv[1]), sys.argv[2])
+    be_a_rank(joined)

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from plain_loop import backward, update
 from torch import nn
 
 from shared_core.engine.recipe import Recipe
@@ -125,20 +126,11 @@ class Loop:
         self.technique = self.session.techniques["loss_scale"]
 
     def step(self, index, bad=False):
-        scaler = self.technique.scaler
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(index))
-        self.optimizer.zero_grad()
-        scaler.scale(self.session.loss(self.model(x).square().mean())).backward()
+        backward(self.session, self.session.loss(self.model(x).square().mean()))
         if bad:
             self.model[0].bias.grad[0] = float("inf")
-        scaler.unscale_(self.optimizer)
-        self.session.before_optimizer_step()
-        scaler.step(self.optimizer)
-        scaler.update()
-        if scaler.was_skipped(self.optimizer):
-            self.session.skipped_optimizer_step()
-        else:
-            self.session.after_optimizer_step()
+        update(self.session, self.optimizer)
 
 
 def test_it_measures_every_kth_applied_step_and_waits_for_a_good_one():

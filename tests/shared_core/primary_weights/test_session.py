@@ -1,16 +1,15 @@
 """Primary weights beside loss scaling, pruning and two processes, saved and resumed through a file."""
 
 import copy
-import gc
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from plain_loop import backward, update
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import run_two_ranks
+from two_ranks import be_a_rank, run_two_ranks
 
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
@@ -43,29 +42,11 @@ def recipe(kind, scaled, **more):
 
 def train(model, optimizer, session, steps, bad=(3, 7)):
     """Train, with an overflow in the bad steps where a scaler looks out for them."""
-    technique = session.techniques.get("loss_scale")
     for index in steps:
-        optimizer.zero_grad()
-        if technique is None:
-            loss_of(model, index).backward()
-            session.before_optimizer_step()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            session.after_optimizer_step()
-            continue
-        scaler = technique.scaler
-        scaler.scale(loss_of(model, index)).backward()
-        if index in bad:
+        backward(session, loss_of(model, index))
+        if index in bad and "loss_scale" in session.techniques:
             next(model.parameters()).grad[0] = float("inf")
-        scaler.unscale_(optimizer)
-        session.before_optimizer_step()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-        if scaler.was_skipped(optimizer):
-            session.skipped_optimizer_step()
-        else:
-            session.after_optimizer_step()
+        update(session, optimizer, lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5))
 
 
 def by_hand(model, steps, bad=(3, 7)):
@@ -312,7 +293,7 @@ def ddp_by_session(rank, view, kind="fp32_copy", set_to_none=True, scaled=True):
     return model
 
 
-def two_processes(rank):
+def two_processes(rank, folder):
     for view in (False, True):
         reference = ddp_by_hand(rank, view)
         for set_to_none in (False, True):
@@ -334,9 +315,4 @@ def test_two_processes(tmp_path):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/store", rank=int(sys.argv[1]), world_size=2)
-    two_processes(int(sys.argv[1]))
-    gc.collect()  # DDP's reducers hold the process group, and must not outlive it
-    dist.barrier()  # nobody leaves while the other still reads
-    dist.destroy_process_group()
+    be_a_rank(two_processes)

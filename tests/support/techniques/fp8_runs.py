@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from shared_core import Recipe, Session
 from shared_core.engine.technique import BareServices
 
 ALL = ["tensorwise", "delayed", "rowwise", "blockwise", "mx", "s2fp8", "hfp8", "mxfp4", "nvfp4", "int16"]
@@ -33,20 +34,13 @@ def data(count=8, size=12):
     return [torch.randn(size, 16, generator=generator) * (1 + step % 3) for step in range(count)]
 
 
-def backward(session, loss):
-    scaler = session.techniques["loss_scale"].scaler if "loss_scale" in session.techniques else None
-    (loss if scaler is None else scaler.scale(loss)).backward()
-
-
-def update(session, optimizer):
-    scaler = session.techniques["loss_scale"].scaler if "loss_scale" in session.techniques else None
-    if scaler is None:
-        session.before_optimizer_step()
-        optimizer.step()
-    else:
-        scaler.unscale_(optimizer)
-        session.before_optimizer_step()
-        scaler.step(optimizer)
-        scaler.update()
-    session.after_optimizer_step()
-    optimizer.zero_grad()
+def start(model, recipe="delayed", state=None, *, optimizer=torch.optim.SGD, lr=0.05, surroundings=(), **options):
+    """Return a session with FP8, and the scaler that hfp8 needs, that has begun on a model, and its optimizer."""
+    scaler = LOSS_SCALE if recipe == "hfp8" else {}
+    session = Session(Recipe.from_dict({"fp8": {"recipe": recipe, **options}, **scaler}), services=Quiet(), seed=3)
+    session.attach(model, surroundings)
+    if state is not None:
+        session.load_state_dict(state)
+    made = optimizer(model.parameters(), lr=lr)
+    session.begin([made], total_steps=100)
+    return session, made

@@ -1,14 +1,11 @@
 """One of two processes whose DDP compresses gradients: ``gradient_compression_runs.py RANK FOLDER``."""
 
-import sys
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import leave
+from two_ranks import be_a_rank
 
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
@@ -163,10 +160,10 @@ def without_sync(run):
         run.step(0)
 
 
-if __name__ == "__main__":
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+def work(rank, folder):
     found = {"hooks": every_hook(rank), "resumed": resumed(rank), "overflow": overflowing(rank)}
-    torch.save(found | {"refused": refused(rank)}, folder / f"{rank}.pt")
-    leave()
+    return found | {"refused": refused(rank)}
+
+
+if __name__ == "__main__":
+    be_a_rank(work)

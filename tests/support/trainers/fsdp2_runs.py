@@ -1,10 +1,56 @@
 """A script run by one process and by two under FSDP2: what each of them left behind."""
 
 import json
+import os
+import sys
+from pathlib import Path
 
 import torch
 from codes import assert_codes_close, code_step
+from torch.distributed.tensor import DTensor
 from two_ranks import run_scripts, run_two_ranks
+
+from shared_core.distributed.collectives import rank
+
+SCALE = {"loss_scale": {"kind": "dynamic", "init_scale": 1024.0, "telemetry_every": 1, "histogram_every": 2}}
+FP8 = {recipe: {"fp8": {"recipe": recipe}} for recipe in ("tensorwise", "delayed")}
+AVERAGE = {"average": {"kind": "ema", "decay": 0.7, "every": 2}}
+PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
+DP = {"dp": {"noise_multiplier": 0.5, "seed": 1, "delta": 1e-3}}
+
+
+def ticket(folder, out, found=None):
+    """Return the recipe of a round, of the first or with what another found."""
+    given = {} if found is None else {"ticket": str(folder / found / "ticket.safetensors")}
+    return {"lottery": {"out": str(folder / out), "rewind_to": 2, "rate": 0.4, **given}}
+
+
+def run_one_or_two(compared, sharded_only):
+    """Be a script of `run_by_one_and_by_two`: one process saves what it can be compared by, each of two more."""
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    tensors = compared(folder)
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        torch.save(tensors, folder / "alone.pt")
+    else:
+        more, told = sharded_only(folder)
+        torch.save({**tensors, **more}, folder / f"{rank()}.pt")
+        (folder / f"{rank()}.json").write_text(json.dumps(told))
+
+
+def weights(model):
+    """Return the state dict as whole tensors."""
+    state = model.state_dict().items()
+    return {name: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for name, v in state}
+
+
+def left(model, session):
+    """Return all that two equal runs have in common, as whole tensors."""
+    values = weights(model)
+    bank = session.state_dict()["techniques"].get("fp8", {}).get("bank", {})
+    if "qat" in session.techniques:
+        values |= ranges_and_steps(session.techniques["qat"], values)
+    return {**values, **{f"fp8.{name}": torch.as_tensor(value) for name, value in bank.items()}}
 
 
 def run_by_one_and_by_two(script, folder):

@@ -5,14 +5,13 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import SequentialSampler
 from transformers import Trainer
-from two_ranks import leave
+from two_ranks import be_a_rank
 
 from hf_eff import EffTrainer, EffTrainingArguments, attach
 from shared_core.errors import CompatibilityError
@@ -81,10 +80,7 @@ def refused(folder):
     return lines
 
 
-if __name__ == "__main__":
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+def work(rank, folder):
     tensors, told = {"two": weights(train(folder / "two", AVERAGED)[0])}, {}
     tensors["grown"] = weights(train(folder / "grown", AVERAGED, resume=str(folder / "one" / "checkpoint-3"))[0])
     flags = {
@@ -98,5 +94,8 @@ if __name__ == "__main__":
         trainer, session = train(folder / name, **settings)
         tensors[name], told[name] = weights(trainer), session.receipt()["techniques"]["comm"]
     told["refused"] = refused(folder)
-    torch.save({"tensors": tensors, "told": told}, folder / f"{rank}.pt")
-    leave()
+    return {"tensors": tensors, "told": told}
+
+
+if __name__ == "__main__":
+    be_a_rank(work)

@@ -3,7 +3,6 @@
 Started by itself with ``FOLDER alone`` it trains the same in one process that is not sharded, for comparison.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from fsdp2_runs import ranges_and_steps
+from fsdp2_runs import AVERAGE, DP, FP8, PRUNE, SCALE, left, run_one_or_two, ticket
 from torch.distributed.tensor import DTensor
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, Trainer
@@ -26,10 +25,6 @@ from conftest import make_arguments, make_language_model, make_texts
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))  # torch's own count comes with the first trainer
 STEPS, BATCH, POISONED = 6, 4, 2
-SCALE = {"loss_scale": {"kind": "dynamic", "init_scale": 1024.0, "telemetry_every": 1, "histogram_every": 2}}
-FP8 = {recipe: {"fp8": {"recipe": recipe}} for recipe in ("tensorwise", "delayed")}
-AVERAGE = {"average": {"kind": "ema", "decay": 0.7, "every": 2}}
-PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
 ACTIVATIONS = {"activations": {"pack": "exact", "min_size": 8}}
 QAT = {
     "FULL_STATE_DICT": {"qat": {"scheme": "int8", "range": "lsq", "begin": 2}},
@@ -43,14 +38,7 @@ SOUP = {**PRUNE, "soup": {"kind": "greedy"}}
 PRIMARY = {"primary_weights": {"kind": "fp32_copy", "telemetry_every": 1}}
 COMM = {"comm": {"hook": "bf16"}}
 LORA = {"lora": {"base": "none", "rank": 4}, **AVERAGE}
-DP = {"dp": {"noise_multiplier": 0.5, "seed": 1, "delta": 1e-3}}
 ATTENTION = ["model.layers.?.self_attn=model.layers.?.self_attn"]
-
-
-def ticket(folder, out, found=None):
-    """Return the recipe of a round, of the first or with what another found."""
-    given = {} if found is None else {"ticket": str(folder / found / "ticket.safetensors")}
-    return {"lottery": {"out": str(folder / out), "rewind_to": 2, "rate": 0.4, **given}}
 
 
 def distilled(**options):
@@ -157,15 +145,7 @@ def train(
 
 
 def found(trainer, session):
-    """Return all that two equal runs have in common, as whole tensors."""
-    values = {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in trainer.model.state_dict().items()
-    }
-    bank = session.state_dict()["techniques"].get("fp8", {}).get("bank", {})
-    if "qat" in session.techniques:
-        values |= ranges_and_steps(session.techniques["qat"], values)
-    return {**values, **{f"fp8.{name}": torch.as_tensor(value) for name, value in bank.items()}}
+    return left(trainer.model, session)
 
 
 def compared(folder):
@@ -275,12 +255,4 @@ def sharded_only(folder):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
-    if PROCESSES == 1:
-        torch.save(compared(folder), folder / "alone.pt")
-    else:
-        tensors, told = compared(folder), {}
-        more, told = sharded_only(folder)
-        torch.save({**tensors, **more}, folder / f"{rank()}.pt")
-        (folder / f"{rank()}.json").write_text(json.dumps(told))
+    run_one_or_two(compared, sharded_only)

@@ -4,9 +4,8 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from transformers import ResNetConfig, ResNetForImageClassification, Trainer
-from two_ranks import leave
+from two_ranks import be_a_rank
 
 from hf_eff import attach
 
@@ -47,13 +46,13 @@ def train(folder, case, seed, resume=None):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-if __name__ == "__main__":
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+def work(rank, folder):
     found = {}
     for case in CASES:
         whole = train(folder / case, case, seed=0)
         found[case] = whole, train(folder / f"{case} resumed", case, 9, str(folder / case / "checkpoint-2"))
-    torch.save(found, folder / f"{rank}.pt")
-    leave()
+    return found
+
+
+if __name__ == "__main__":
+    be_a_rank(work)

@@ -6,6 +6,7 @@ import warnings
 from functools import cache
 
 import torch
+from fsdp2_runs import AVERAGE
 from lightning_world import BOTH, QUIET, saver
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -17,8 +18,6 @@ from lightning_eff import EffCallback
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 RANK = int(os.environ.get("RANK", "0"))
 STEPS, BATCH, WIDTH = 6, 8, 32
-PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
-AVERAGE = {"average": {"kind": "ema", "decay": 0.7, "every": 2}}
 LOW_RANK = {"low_rank": {"rank": 8, "min_size": 512, "decomposition": "scaled", "calibration_batches": 3}, **AVERAGE}
 
 
@@ -91,11 +90,3 @@ def train(folder, recipe, *, namespace=BOTH[0], module=None, ckpt_path=None, val
         warnings.simplefilter("ignore")
         trainer.fit(module, batches(), batches() if validate else None, ckpt_path=ckpt_path)
     return trainer, (callbacks or [None])[0], module
-
-
-def weights(module):
-    """Return the state dict as whole tensors."""
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in module.state_dict().items()
-    }

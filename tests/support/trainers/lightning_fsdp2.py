@@ -4,15 +4,13 @@ Started by itself it trains the same in one process that is not sharded, for com
 """
 
 import itertools
-import json
 import os
-import sys
 import warnings
 from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
-from fsdp2_runs import ranges_and_steps
+from fsdp2_runs import AVERAGE, DP, FP8, PRUNE, SCALE, left, run_one_or_two, ticket
 from lightning_world import BOTH, QUIET, saver
 from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import ModelParallelStrategy
@@ -30,22 +28,11 @@ from shared_core.fp8 import Fp8Linear
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 STEPS, BATCH, POISONED = 6, 8, 2
-SCALE = {"loss_scale": {"kind": "dynamic", "init_scale": 1024.0, "telemetry_every": 1, "histogram_every": 2}}
-FP8 = {recipe: {"fp8": {"recipe": recipe}} for recipe in ("tensorwise", "delayed")}
-AVERAGE = {"average": {"kind": "ema", "decay": 0.7, "every": 2}}
-PRUNE = {"prune": {"sparsity": 0.6, "begin": 0.2, "end": 0.8, "every": 2}}
 QAT = {"qat": {"scheme": "int8", "range": "minmax", "begin": 1}}
 LSQ = {"qat": {"scheme": "int8", "range": "lsq", "begin": 1}}
 LORA = {"lora": {"base": "none", "rank": 3}, **AVERAGE}
-DP = {"dp": {"noise_multiplier": 0.5, "seed": 1, "delta": 1e-3}}
 SOUP = {"soup": {"kind": "greedy", "metric": "val_loss", "order": "newest"}}
 ALL = {**FP8["delayed"], **SCALE, **PRUNE, **AVERAGE, "matmul": {"precision": "high"}}
-
-
-def ticket(folder, out, found=None):
-    """Return the recipe of a round, of the first or with what another found."""
-    given = {} if found is None else {"ticket": str(folder / found / "ticket.safetensors")}
-    return {"lottery": {"out": str(folder / out), "rewind_to": 2, "rate": 0.4, **given}}
 
 
 def distilled():
@@ -187,15 +174,7 @@ def private(folder, **options):
 
 
 def found(trainer, callback, module):
-    """Return all that two equal runs have in common, as whole tensors."""
-    values = {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in module.state_dict().items()
-    }
-    bank = callback.session.state_dict()["techniques"].get("fp8", {}).get("bank", {})
-    if "qat" in callback.session.techniques:
-        values |= ranges_and_steps(callback.session.techniques["qat"], values)
-    return {**values, **{f"fp8.{name}": torch.as_tensor(value) for name, value in bank.items()}}
+    return left(module, callback.session)
 
 
 def compared(folder):
@@ -278,12 +257,4 @@ def sharded_only(folder):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
-    if PROCESSES == 1:
-        torch.save(compared(folder), folder / "alone.pt")
-    else:
-        tensors = compared(folder)
-        more, told = sharded_only(folder)
-        torch.save({**tensors, **more}, folder / f"{rank()}.pt")
-        (folder / f"{rank()}.json").write_text(json.dumps(told))
+    run_one_or_two(compared, sharded_only)

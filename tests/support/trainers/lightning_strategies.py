@@ -4,13 +4,13 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from lightning_blocks import AVERAGE, LOW_RANK, PRUNE, batches, module_class, train, weights
+from fsdp2_runs import AVERAGE, PRUNE, weights
+from lightning_blocks import LOW_RANK, batches, module_class, train
 from lightning_world import BOTH
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from two_ranks import leave
+from two_ranks import be_a_rank
 
 from lightning_eff import EffDDPStrategy, EffFSDPStrategy
 from lightning_eff.strategies import fsdp_class
@@ -112,12 +112,13 @@ def refused(told):
             told["refused"].append(str(error))
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{FOLDER}/meeting", rank=RANK, world_size=2)
+def work(rank, folder):
     tensors, told = {}, {}
     sharded(tensors, told)
     replicated(tensors, told)
     refused(told)
-    torch.save({"tensors": tensors, "told": told}, FOLDER / f"{RANK}.pt")
-    leave()
+    return {"tensors": tensors, "told": told}
+
+
+if __name__ == "__main__":
+    be_a_rank(work)
