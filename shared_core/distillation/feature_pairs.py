@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from shared_core.distillation.forward_capture import ForwardHook
 from shared_core.distillation.losses.features import (
     RELATIONS,
-    attention_kl_each,
-    hidden_cosine_each,
-    hidden_mse_each,
+    attention_kl,
+    hidden_cosine,
+    hidden_mse,
     relation_sum,
 )
 from shared_core.distributed.sharded_tensors import is_sharded
@@ -263,7 +263,7 @@ class AttentionPairs(WatchedPairs):
             )
             _check_probabilities(student, ours, "student")
             _check_probabilities(teacher, theirs, "teacher")
-            distances = attention_kl_each(student, teacher, average_heads=student.shape[1] != teacher.shape[1])
+            distances = attention_kl(student, teacher, average_heads=student.shape[1] != teacher.shape[1])
             terms.append(normalise(*summed_over_positions(distances, real, mask)))
         return torch.stack(terms).sum()
 
@@ -456,7 +456,7 @@ class HiddenPairs(WatchedPairs):
             )
         real = real_positions(features.shape[:-1], mask, inputs)
         features, targets = _filled(features, real), _filled(targets, real)
-        distance = hidden_mse_each if self._kind == "mse" else hidden_cosine_each
+        distance = hidden_mse if self._kind == "mse" else hidden_cosine
         return normalise(*summed_over_positions(distance(features, targets), real, mask))
 
     def detach(self) -> None:
