@@ -60,7 +60,7 @@ class Peers(Teachers):
             hook.active = True
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
-    def begin(self, context: Context) -> None:
+    def join_optimizers(self, context: Context) -> None:
         """Join the optimizers, whose own saved state has been loaded; a second call does nothing."""
         if not self._optimizer_of:
             for module in self.modules:
@@ -373,7 +373,7 @@ class MutualComparison(Comparison):
 
     def begin(self, context: Context) -> None:
         """Let the optimizers train the peers."""
-        self._peers.begin(context)
+        self._peers.join_optimizers(context)
 
     def compare(self, batch: StudentBatch) -> Compared:
         """Return how far the student is from its peers, and keep how far each of them is from the others."""

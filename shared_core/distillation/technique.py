@@ -151,8 +151,7 @@ class Distillation(Technique):
         if self._student is not None and self._comparison is not None:
             for pairs in self._pairs.values():
                 pairs.check_shards(self._student)
-            self._comparison.teachers.shard_like(self._student)
-            self._comparison.teachers.follow(self._student)
+            self._comparison.teachers.begin(self._student)
             self._comparison.begin(context)
             if self._saved_teachers:
                 self._comparison.teachers.load_state_dict(self._saved_teachers, self._student)
