@@ -84,7 +84,7 @@ def hidden_mse(student_hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
     """Return the squared difference of hidden states ``(..., D)``, averaged over the width: ``(...)``, one a position.
 
     Args:
-        student_hidden: ``(..., D)``, any float dtype; where the widths differ, what `Projection` made of it.
+        student_hidden: ``(..., D)``, any float dtype; where the widths differ, what a projection made of it.
         teacher_hidden: ``(..., D)``, any float dtype.
 
     Returns:
