@@ -362,11 +362,6 @@ class HiddenPairs(WatchedPairs):
         self._handles.append(student.register_state_dict_post_hook(_leave_out))  # type: ignore[no-untyped-call]
         self._handles.append(student.register_load_state_dict_post_hook(_miss_nothing))  # type: ignore[no-untyped-call]
 
-    @property
-    def num_projections(self) -> int:
-        """How many pairs have different widths."""
-        return len(self._projections)
-
     def check_shards(self, student: nn.Module) -> None:
         """Refuse projections of a student that FSDP2 shards.
 

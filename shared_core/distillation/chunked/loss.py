@@ -24,15 +24,14 @@ from torch.autograd.function import once_differentiable
 from shared_core.distillation.chunked.autograd import (
     ChunkedDistillation,
     Head,
+    HeadGradients,
     Terms,
-    WeightGradient,
     check_first_backward,
     even_rows,
     graph_is_kept,
     multiplied,
     product,
     rows_in_budget,
-    scaled_product,
 )
 from shared_core.distillation.losses.divergences import DIVERGENCES
 from shared_core.distillation.losses.softened_pair import (
@@ -408,28 +407,16 @@ class _CrossEntropyRows(torch.autograd.Function):
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
         head, terms, chunk_rows = ctx.arguments
-        by_hidden, by_weight, by_bias, *_ = ctx.needs_input_grad
-        hidden_grad = torch.empty_like(hidden) if by_hidden else None
         several = len(hidden) > chunk_rows
-        weight_grad = WeightGradient(weight, len(weight), several) if by_weight else None
-        bias_grad = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32)) if by_bias else None
+        gradients = HeadGradients(hidden, head, ctx.needs_input_grad[:3], hidden.dtype, several=several)
         with torch.autocast(hidden.device.type, enabled=False):
             used = head.used
             for here, logits, inputs in _chunks(hidden, used, chunk_rows):
                 for tile in _tiles(logits):
                     _to_gradient_(logits[tile], targets[here][tile], grad_losses[here][tile], head.softcap, terms)
-                if hidden_grad is not None:
-                    hidden_grad[here] = scaled_product(logits, used[0], 1.0)
-                if weight_grad is not None:
-                    weight_grad.add(logits, inputs, 1.0)
-                if bias_grad is not None:
-                    bias_grad += logits.sum(0, dtype=bias_grad.dtype)
-        return (
-            hidden_grad,
-            None if weight_grad is None else weight_grad.value().to(weight.dtype),
-            None if bias_grad is None else bias_grad.to(bias.dtype),
-            *[None] * 4,
-        )
+                gradients.add(here, logits, inputs, used[0])
+        found = zip((hidden, weight, bias), gradients.values(), strict=True)
+        return (*(None if grad is None else grad.to(like.dtype) for like, grad in found), *[None] * 4)
 
 
 def _chunks(

@@ -111,7 +111,8 @@ def logit_mse_sum(
         (6.0, 3)
     """
     student, teacher, count = _outputs("logit_mse", student_logits, teacher_logits, teacher_log_probs, mask)
-    return (student - teacher).masked_fill(_both_out(student, teacher), 0.0).square().mean(-1).sum(), count
+    both_out = torch.isneginf(student) & torch.isneginf(teacher)
+    return (student - teacher).masked_fill(both_out, 0.0).square().mean(-1).sum(), count
 
 
 def bernoulli_kl_sum(
@@ -253,10 +254,6 @@ def log1m_exp(log_probs: Tensor) -> Tensor:
 def _term(log_p: Tensor, log_q: Tensor) -> Tensor:
     p = log_p.exp()
     return p * (log_p - log_q).masked_fill(p == 0, 0.0)
-
-
-def _both_out(student: Tensor, teacher: Tensor) -> Tensor:
-    return torch.isneginf(student) & torch.isneginf(teacher)
 
 
 def _outputs(
