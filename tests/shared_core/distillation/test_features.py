@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from shared_core.distillation.feature_pairs import AttentionPairs
 from shared_core.distillation.losses.features import (
     attention_kl,
     hidden_cosine,
@@ -178,3 +180,11 @@ class TestAttention:
     def test_refusals(self, student, teacher, message):
         with pytest.raises(ConfigError, match=message):
             attention_kl(student, teacher)
+
+    def test_pairs_of_maps_over_other_keys_are_refused(self):
+        student, teacher = (nn.Sequential(nn.Softmax(-1)) for _ in range(2))
+        pairs = AttentionPairs(student, teacher, [("0", "0")])
+        pairs.activate(True)
+        student(torch.ones(2, 2, 3, 4)), teacher(torch.ones(2, 2, 3, 5))
+        with pytest.raises(ConfigError, match=r"must have the batch, queries and keys .* got \(2, 2, 3, 5\)"):
+            pairs.loss(None, {}, torch.div)
