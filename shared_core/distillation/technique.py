@@ -6,8 +6,9 @@ chunks, or of students with each other), and `WatchedPairs` of features, if any.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,8 @@ class Distillation(Technique):
     def finish(self, model: nn.Module, context: Context) -> None:
         """Detach: the student is a plain model already."""
         self._told |= self._examples.finish(model, context)
-        self.before_save(context, baked=True)  # its state stays readable
+        if self._comparison is not None:
+            self._comparison.teachers.gather()  # its state stays readable
         self.detach(model)
 
     def _find_student(self, model: nn.Module) -> nn.Module:
@@ -272,19 +274,22 @@ class Distillation(Technique):
         if self._student is not None and self._comparison is not None:
             self._comparison.teachers.after_step(self._student)
 
-    def before_eval(self, context: Context) -> None:
+    def evaluating(self, context: Context) -> contextlib.AbstractContextManager[None]:
         """Release the last batch."""
         self._forget_batch()
+        return contextlib.nullcontext()
 
-    def before_save(self, context: Context, baked: bool) -> None:
-        """Gather an average that is sharded, so that saving needs no other process."""
-        if self._comparison is not None:
-            self._comparison.teachers.gather()
-
-    def after_save(self, context: Context) -> None:
-        """Release it."""
-        if self._comparison is not None:
-            self._comparison.teachers.release()
+    @contextlib.contextmanager
+    def saving(self, context: Context, baked: bool) -> Iterator[None]:
+        """Hold an average that is sharded in whole, so that saving needs no other process."""
+        teachers = self._comparison.teachers if self._comparison is not None else None
+        if teachers is not None:
+            teachers.gather()
+        try:
+            yield
+        finally:
+            if teachers is not None:
+                teachers.release()
 
     # -- saved state
 
