@@ -418,11 +418,10 @@ class MutualComparison(Comparison):
         if world_size() > 1:
             # DDP knows nothing of the peers. Averaged at the end of each backward, before a scaler looks for overflow,
             # so that all processes skip the same steps.
-            together.register_hook(self._after_this_backward)  # type: ignore[no-untyped-call]
+            together.register_hook(  # type: ignore[no-untyped-call]
+                lambda _: Variable._execution_engine.queue_callback(self._peers.average_gradients)  # type: ignore[attr-defined]
+            )
         return mixed + (together - together.detach())
-
-    def _after_this_backward(self, gradient: Tensor) -> None:
-        Variable._execution_engine.queue_callback(self._peers.average_gradients)  # type: ignore[attr-defined]
 
     def metrics(self) -> dict[str, float]:
         """Return the peers' mean task loss."""

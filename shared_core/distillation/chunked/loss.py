@@ -33,7 +33,7 @@ from shared_core.distillation.chunked.autograd import (
     product,
     rows_in_budget,
 )
-from shared_core.distillation.losses.divergences import DIVERGENCES
+from shared_core.distillation.losses.divergences import DIVERGENCES, without_ends
 from shared_core.distillation.losses.softened_pair import (
     check_fraction,
     check_mask,
@@ -65,8 +65,7 @@ def checked_terms(
         raise ConfigError(f"{_WHERE}: divergence must be one of {', '.join(FUSED)}, got {divergence!r}")
     if alpha > 0 and labels is None:
         raise ConfigError(f"{_WHERE}: labels must be given with alpha above 0, got alpha {alpha} and no labels")
-    if divergence == "jsd" and beta in (0, 1):
-        divergence = "reverse_kl" if beta else "forward_kl"
+    divergence = without_ends(divergence, beta)
     factor = temperature**2 if scale_by_temperature else 1.0
     return Terms(float(temperature), factor, 1.0 - alpha, float(alpha), divergence, float(beta))
 
@@ -543,8 +542,7 @@ def fused_sum(
     """
     check_temperature(divergence, temperature)
     check_fraction(divergence, "beta", beta)
-    if divergence == "jsd" and beta in (0, 1):
-        divergence = "reverse_kl" if beta else "forward_kl"
+    divergence = without_ends(divergence, beta)
     check_mask(divergence, mask, tuple(student.shape[:-1]))
     rows, targets, count = counted_rows(divergence, student.detach(), teacher, None)
     places = None

@@ -43,11 +43,12 @@ def softened_rows(kind: Softened, student: Tensor, teacher: Tensor, beta: float 
         >>> round(softened_rows("forward_kl", torch.tensor([0.5, 0.5]).log(), torch.tensor([1.0, 0.0]).log()).item(), 4)
         0.6931
     """
-    if kind == "soft_cross_entropy":
+    one = without_ends(kind, beta)
+    if one == "soft_cross_entropy":
         return _expected(teacher.exp(), -student)
-    if kind == "forward_kl" or (kind == "jsd" and beta == 0):
+    if one == "forward_kl":
         return _expected(teacher.exp(), teacher - student)
-    if kind == "reverse_kl" or beta == 1:
+    if one == "reverse_kl":
         return _expected(student.exp(), student - teacher)
     p_student, p_teacher = student.exp(), teacher.exp()
     # logaddexp has no gradient where both are -inf; the probabilities, which multiply these logs, are 0 there
@@ -55,6 +56,11 @@ def softened_rows(kind: Softened, student: Tensor, teacher: Tensor, beta: float 
     student, teacher = student.masked_fill(neither, 0.0), teacher.masked_fill(neither, 0.0)
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     return beta * _expected(p_teacher, teacher - mixture) + (1 - beta) * _expected(p_student, student - mixture)
+
+
+def without_ends(kind: str, beta: float) -> str:
+    """Return the divergence itself, or the KL that `jsd` is by definition where beta is 0 or 1."""
+    return kind if kind != "jsd" or beta not in (0, 1) else "reverse_kl" if beta else "forward_kl"
 
 
 def _expected(probabilities: Tensor, values: Tensor) -> Tensor:
