@@ -230,6 +230,7 @@ class _Chain:
         return high
 
     def _can_keep(self, budget: float) -> bool:
+        """Return whether any segments keep within a budget: the programme of `cheapest` without the time."""
         held = np.full(len(self._names) + 1, np.inf)
         held[0] = 0.0
         for a, stop in enumerate(self._stops):
@@ -243,6 +244,10 @@ class _Chain:
 
     def cheapest(self, budget: float, most: int | None = None) -> tuple[tuple[str, ...], ...] | None:
         """Return the segments within a budget that take the least units, at most `most`; None if there are none."""
+        # held[b, t]: the least bytes held by the blocks before b, of those plans that keep within the budget and take
+        # t units of recomputation. Block a alone, or a segment a .. b - 1, which holds its input alone:
+        #   held[a + 1, t] = held[a, t] + kept(a)                      if that + inner(a) <= budget
+        #   held[b, t + time(a, b)] = held[a, t] + input(a)            if that + recomputed(a, b) <= budget
         count, width = len(self._names), (self._units if most is None else most) + 1
         held = np.full((count + 1, width), np.inf)
         begun = np.full((count + 1, width), -1, dtype=np.int16)  # where the last segment began; -1: a block left alone

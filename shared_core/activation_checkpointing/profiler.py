@@ -54,6 +54,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = func(*args, **(kwargs or {}))
         given = {_address(value) for value in _plain_tensors((args, kwargs))}
         for value in _plain_tensors(output):
+            # a view, or what was written in place, is no new memory
             if _address(value) not in given:
                 self._note(value)
         return output
@@ -66,6 +67,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._numbers[storage._cdata] = number
         self.sizes.append(storage.nbytes())
         self.events.append((storage.nbytes(), number))
+        # by the storage, which all views share, and not the tensor: autograd saves others over the same memory
         weakref.finalize(storage, self._released, storage._cdata).atexit = False
 
     def _released(self, address: int) -> None:
@@ -424,7 +426,11 @@ class _Step:
         return StepCost(blocks=tuple(inner), head=head)
 
     def _held_beside(self, calls: Sequence[_Call], kept: Sequence[int], without: set[int]) -> tuple[list[int], int]:
-        """Return the most bytes beside those `kept` up to each block while it runs, and between the chain's passes."""
+        """Return the most bytes beside those `kept` up to each block while it runs, and between the chain's passes.
+
+        ``inner(i) = max(held(e) - kept(i))`` over the events e of its forward and of its backward, which goes on until
+        that of the block before begins: what a plan adds to what it keeps itself.
+        """
         backward = min(call.backward for call in calls if call.backward is not None)
         # what a step leaves behind is no activation: buckets of DDP, tables that are kept; but for the output
         lasting = self.live.lasting().items()

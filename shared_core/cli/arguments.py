@@ -12,7 +12,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -38,6 +38,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON."
 
 
 _OPTIONS = "shared_core.cli.arguments"
+_Options = TypeVar("_Options")
 
 
 def given_options(context: typer.Context) -> dict[str, Any]:
@@ -117,6 +118,36 @@ def _parameters(config: Any, left_out: tuple[str, ...]) -> list[Any]:
     app = typer.Typer(add_completion=False)
     app.command()(options)
     return list(typer.main.get_command(app).params)
+
+
+def takes(options: type[_Options]) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:
+    """Return a decorator for a command with many arguments, which gets them as one object.
+
+    Args:
+        options: A dataclass whose fields are declared as a command's parameters are.
+
+    Example:
+        >>> @dataclasses.dataclass
+        ... class Greeting:
+        ...     name: Annotated[str, typer.Argument(help="Whom.")] = "all"
+        >>> greet = takes(Greeting)(lambda greeting: print("hello", greeting.name))
+        >>> inspect.signature(greet).parameters["name"].default
+        'all'
+    """
+    hints = get_type_hints(options, include_extras=True)
+    parameters = inspect.signature(options).parameters.values()
+
+    def decorated(command: Callable[[_Options], None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def call(**given: Any) -> None:
+            command(options(**given))
+
+        own = [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters]
+        call.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in own}
+        return call
+
+    return decorated
 
 
 @contextlib.contextmanager

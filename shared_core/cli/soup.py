@@ -1,11 +1,9 @@
-"""What `eff soup` does once its options are checked: search, average, diagnose.
-
-`eff soup`: average checkpoints, greedily by a metric of the user's, into a checkpoint of the same format.
-"""
+"""`eff soup`: average checkpoints, greedily by a metric of the user's, into a checkpoint of the same format."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -17,7 +15,7 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 
-from shared_core.cli.arguments import bar
+from shared_core.cli.arguments import bar, takes
 from shared_core.cli.loading import device_name, function
 from shared_core.errors import CheckpointError, ConfigError, MissingExtraError
 from shared_core.files.atomic import check_writable
@@ -74,6 +72,187 @@ class Judge:
         raise MissingExtraError("eff soup --task", "transformers", "hf")
 
 
+@dataclass(frozen=True)
+class SoupOptions:
+    """Arguments and options of `eff soup`."""
+
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Checkpoints: Hugging Face folders, Lightning .ckpt, state dict files, distributed checkpoints, or a "
+            "run's folder; or PEFT adapters."
+        ),
+    ] = None
+    evaluate: Annotated[
+        str | None,
+        typer.Option("--eval", help="module:function that takes a state dict and returns the metric."),
+    ] = None
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="In place of --eval, for Hugging Face folders, on --data: accuracy, f1, loss, perplexity, mse, mae, "
+            "pearson or spearman."
+        ),
+    ] = None
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A .jsonl, .csv or .parquet file, the folder of a saved data set; for images also an .npz, or a "
+            "folder of images a class."
+        ),
+    ] = None
+    text: Annotated[str | None, typer.Option(help="Columns of text, one or two as a,b; default all of text.")] = None
+    batch_size: Annotated[int, typer.Option(help="Examples at a time.", min=1)] = 32
+    max_length: Annotated[
+        int | None, typer.Option(help="Tokens of an example; default what model and tokenizer allow.", min=2)
+    ] = None
+    device: Annotated[str, typer.Option(help="Where --task runs the model: auto, cpu, cuda, cuda:1, ...")] = "auto"
+    out: Annotated[Path | None, typer.Option(help="Where to write, in the first ingredient's format.")] = None
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            help="greedy (add while the metric does not fall), uniform (all) or weighted (all, by --weights)."
+        ),
+    ] = None
+    weights: Annotated[
+        str | None,
+        typer.Option(help="How much each checkpoint counts, as 600,200,200: example counts for federated averaging."),
+    ] = None
+    diagnose: Annotated[
+        bool,
+        typer.Option(
+            "--diagnose", help="Write no soup; tell metrics, distances, barriers, and whether a uniform one would do."
+        ),
+    ] = False
+    mode: Annotated[
+        str | None,
+        typer.Option(help="Whether --eval's metric is better when larger (max, the default) or min."),
+    ] = None
+    strict: Annotated[bool, typer.Option("--strict", help="Accept only averages that improve the metric.")] = False
+    min_delta: Annotated[float, typer.Option(help="Accept only averages better by at least this.")] = 0
+    order: Annotated[
+        str, typer.Option(help="metric: best first; random or given: only the first is evaluated alone.")
+    ] = "metric"
+    rank_by: Annotated[
+        str | None,
+        typer.Option(
+            help="Order by a metric that the trainer logged, as eval_accuracy, or eval_fid:min where the name does not "
+            "tell; only the first is evaluated alone."
+        ),
+    ] = None
+    seed: Annotated[int, typer.Option(help="Of --order random.")] = 0
+    repeat: Annotated[
+        bool, typer.Option(help="Evaluate the first member twice, to notice an evaluation with noise.")
+    ] = True
+    max_ingredients: Annotated[int | None, typer.Option(help="Stop when the soup has so many members.")] = None
+    jobs: Annotated[int, typer.Option(help="Evaluate ingredients alone in so many processes.", min=1)] = 1
+    journal: Annotated[Path | None, typer.Option(help="Keep scores here; a killed search goes on from it.")] = None
+    rank: Annotated[int | None, typer.Option(help="Cut averages of adapters to this rank (SVD).")] = None
+    unpruned: Annotated[
+        bool,
+        typer.Option("--unpruned", help="Also take checkpoints from before their pruning schedule ended."),
+    ] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False
+    plot: Annotated[Path | None, typer.Option(help="Draw the path into this file (.png, .svg, .pdf).")] = None
+
+    def asked(self) -> dict[str, bool]:
+        """Return of each flag whether it was given another value than its default."""
+        names = {"evaluate": "eval", "repeat": "no_repeat", "as_json": "json"}
+        flags = {
+            f"--{names.get(field.name, field.name).replace('_', '-')}": field for field in dataclasses.fields(self)
+        }
+        return {flag: getattr(self, field.name) != field.default for flag, field in flags.items()}
+
+    def judge(self, first: Any) -> Judge:
+        """Return what scores state dicts: the user's function, or a metric of the model in the first's folder."""
+        if self.evaluate is not None:
+            return Judge.of_function(self.evaluate, self.mode)
+        columns = tuple((self.text or "").replace(",", " ").split())
+        options = {"batch_size": self.batch_size, "max_length": self.max_length, "device": self.device}
+        return Judge.of_task(str(self.task), first, self.data, text=columns, **options)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The first checkpoint given, those that can be averaged, and what puts the newest masks back into an average."""
+
+    first: Any
+    usable: list[Any]
+    remask: Callable[[dict[str, Any]], None] | None
+    shares: list[float] | None
+    """How much each usable one counts, where that is given."""
+
+    @classmethod
+    def opened(cls, options: SoupOptions) -> Checkpoints:
+        """Return those that the options name.
+
+        Raises:
+            CheckpointError: If there are fewer than two, or one cannot be read.
+            ConfigError: If weights do not fit, or something cannot be written where it is to be.
+        """
+        from shared_core.checkpoint_formats import expand
+        from shared_core.soup.averaging import masked_ingredients
+        from shared_core.soup.ingredients import open_ingredients
+        from shared_core.soup.reports import check_plot
+        from shared_core.soup.saving import check_beside, check_target
+        from shared_core.soup.uniform import check_weights
+
+        found = expand(options.paths or [])
+        opened = open_ingredients(found) if found else []  # first, so that a pattern that matched no file is named
+        if len(found) < 2:
+            raise CheckpointError(f"eff soup: PATH must name at least two checkpoints, got {len(found)}; give more")
+        if options.out is not None:
+            check_target(options.out, opened[0])
+            check_beside(opened)
+        if options.journal is not None:
+            check_writable(options.journal, "eff soup: --journal")
+        if options.plot is not None:
+            check_plot(options.plot)
+            check_writable(options.plot, "eff soup: --plot")
+        shares = None if options.weights is None else _numbers(options.weights)
+        check_weights(shares, len(opened))
+        usable, remask, notes = masked_ingredients(opened, keep_unpruned=options.unpruned)
+        if shares is not None:
+            shares = [share for share, item in zip(shares, opened, strict=True) if item in usable]
+            check_weights(shares, len(usable))
+        for note in notes:
+            _aside(note)
+        return cls(opened[0], usable, remask, shares)
+
+    def like(self, best: str) -> Any:
+        """Return which to write a soup as: the best, before others the first, but one with a config if any has."""
+        first, usable = self.first, self.usable
+        found = (*(item for item in usable if item.name == best), first, *usable)
+        alike = (item for item in found if (item.kind, item.suffix) == (first.kind, first.suffix))
+        able = [item for item in alike if not item.is_renamed]  # a soup has the names of the first
+        return next((item for item in able if item.config), able[0] if able else first)
+
+
+@takes(SoupOptions)
+def soup(options: SoupOptions) -> None:
+    """Average checkpoints of one architecture; greedy: add the next best one while the metric does not fall."""
+    if options.kind not in (None, "greedy", "uniform", "weighted"):
+        raise ConfigError(f"eff soup: --kind must be greedy, uniform or weighted, got {options.kind!r}")
+    _check(options.asked(), options.kind)
+    if options.mode not in (None, "max", "min"):
+        raise ConfigError(f"eff soup: --mode must be max or min, got {options.mode!r}")
+    if options.order not in ("metric", "random", "given"):
+        raise ConfigError(f"eff soup: --order must be metric, random or given, got {options.order!r}")
+    if options.seed and options.order != "random":
+        raise ConfigError(
+            f"eff soup: --seed must come with --order random, got it with --order {options.order}; add it"
+        )
+    checkpoints = Checkpoints.opened(options)
+    if options.kind in ("uniform", "weighted"):
+        _average(checkpoints, options, cast(Path, options.out))
+        return
+    judge = options.judge(checkpoints.first)
+    if options.out is None:
+        _diagnose(checkpoints, judge, options)
+    else:
+        _search(checkpoints, judge, options, options.out)
+
+
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Callable[[], None]]:
     number = itertools.count(1)
@@ -81,16 +260,7 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: advance(next(number), total)
 
 
-def search(
-    usable: list[Any],
-    judge: Judge,
-    options: dict[str, Any],
-    first: Any,
-    out: Path,
-    as_json: bool,
-    plot: Path | None,
-    logged: dict[str, float],
-) -> None:
+def _search(checkpoints: Checkpoints, judge: Judge, options: SoupOptions, out: Path) -> None:
     """Make a greedy soup, write it and tell its path."""
     from rich.console import Console
 
@@ -98,30 +268,28 @@ def search(
     from shared_core.soup.reports import noise_of, path_json, path_plot, path_table
     from shared_core.soup.saving import save_soup, write_path
 
-    alone = len(usable) if options["order"] == "metric" else 1
-    with _progress(alone + options["repeat"] + len(usable) - 1) as advance:
+    usable, order = checkpoints.usable, options.order
+    logged: dict[str, float] = {}
+    if options.rank_by is not None:
+        usable, logged = _ranked(usable, options.rank_by)
+        judge.about["rank_by"], order = options.rank_by, "given"
+    alone = len(usable) if order == "metric" else 1
+    with _progress(alone + options.repeat + len(usable) - 1) as advance:
         result = greedy_soup(
-            usable,
-            judge.evaluate,
-            mode=judge.mode,
-            about=judge.about,
-            progress=advance,
-            **options,
-        )
+            usable, judge.evaluate, mode=judge.mode, about=judge.about, progress=advance, strict=options.strict,
+            min_delta=options.min_delta, order=cast(Any, order), seed=options.seed, repeat=options.repeat,
+            jobs=options.jobs, journal=options.journal, max_ingredients=options.max_ingredients, rank=options.rank,
+            after_average=checkpoints.remask,
+        )  # fmt: skip
     for row in result.history if logged else ():
         row["logged"] = logged[row["name"]]
-    save_soup(
-        result.state_dict,
-        _like(result.ingredients[0], first, usable),
-        out,
-        lambda target: write_path(target, path_json(result)),
-        _aside,
-    )
-    if plot is not None:
-        path_plot(result, plot)
+    like = checkpoints.like(result.ingredients[0])
+    save_soup(result.state_dict, like, out, lambda target: write_path(target, path_json(result)), _aside)
+    if options.plot is not None:
+        path_plot(result, options.plot)
     if (noise := noise_of(result)) is not None:
-        typer.echo(noise, err=True)
-    if as_json:
+        _aside(noise)
+    if options.as_json:
         typer.echo(path_json(result))
     else:
         Console().print(path_table(result))
@@ -129,16 +297,19 @@ def search(
         typer.echo(f"wrote {out}")
 
 
+def _ranked(usable: list[Any], rank_by: str) -> tuple[list[Any], dict[str, float]]:
+    """Return checkpoints in the order of a metric that the trainer logged, and that metric by name."""
+    from shared_core.soup.scoring import rank_by_logged
+
+    metric, colon, better = rank_by.partition(":")
+    if not metric or (colon and better not in ("max", "min")):
+        raise ConfigError(f"eff soup: --rank-by must be a metric, or metric:max or metric:min, got {rank_by!r}")
+    usable, values = rank_by_logged(usable, metric, cast(Any, better or "auto"))
+    return usable, {item.name: value for item, value in zip(usable, values, strict=True)}
+
+
 def _aside(note: str) -> None:
     typer.echo(note, err=True)
-
-
-def _like(best: str, first: Any, usable: list[Any]) -> Any:
-    """Return the ingredient to write a soup as: the best, before others the first, but one with a config if any has."""
-    found = (*(item for item in usable if item.name == best), first, *usable)
-    alike = (item for item in found if (item.kind, item.suffix) == (first.kind, first.suffix))
-    able = [item for item in alike if not item.is_renamed]  # a soup has the names of the first
-    return next((item for item in able if item.config), able[0] if able else first)
 
 
 def _say_rank_errors(state_dict: Any) -> None:
@@ -153,54 +324,49 @@ def _say_rank_errors(state_dict: Any) -> None:
         )
 
 
-def average(
-    usable: list[Any], shares: list[float] | None, options: dict[str, Any], first: Any, out: Path, as_json: bool
-) -> None:
+def _average(checkpoints: Checkpoints, options: SoupOptions, out: Path) -> None:
     """Write the uniform or weighted average of all."""
     from shared_core.soup.reports import rank_errors
     from shared_core.soup.saving import save_soup, write_path
     from shared_core.soup.uniform import average_of
 
     with bar("averaging"):
-        found = average_of(usable, shares, **options)
-    weights = None if shares is None else found.weights
+        found = average_of(checkpoints.usable, checkpoints.shares, after_average=checkpoints.remask, rank=options.rank)
     path = json.dumps({
-        "ingredients": found.ingredients, "weights": weights, "left_out": found.left_out,
-        **rank_errors(found.state_dict),
+        "ingredients": found.ingredients, "weights": None if checkpoints.shares is None else found.weights,
+        "left_out": found.left_out, **rank_errors(found.state_dict),
     })  # fmt: skip
-    like = _like(found.ingredients[0], first, usable)
+    like = checkpoints.like(found.ingredients[0])
     save_soup(found.state_dict, like, out, lambda target: write_path(target, path), _aside)
     for name, reason in found.left_out.items():
-        typer.echo(f"{name} is {reason}", err=True)
-    if not as_json:
+        _aside(f"{name} is {reason}")
+    if not options.as_json:
         _say_rank_errors(found.state_dict)
-    kind = "uniform" if shares is None else "weighted"
-    typer.echo(path if as_json else f"{kind} average of {len(found.ingredients)} ingredients\nwrote {out}")
+    told = f"{options.kind} average of {len(found.ingredients)} ingredients\nwrote {out}"
+    typer.echo(path if options.as_json else told)
 
 
-def diagnosis(
-    usable: list[Any], judge: Judge, remask: Any, jobs: int, journal: Path | None, as_json: bool, plot: Path | None
-) -> None:
+def _diagnose(checkpoints: Checkpoints, judge: Judge, options: SoupOptions) -> None:
     """Tell metrics, distances and barriers of the ingredients."""
     from rich.console import Console
 
     from shared_core.soup.diagnosis import diagnose
     from shared_core.soup.reports import diagnosis_plot, diagnosis_table
 
-    with _progress(4 * len(usable) - 2) as advance:
+    with _progress(4 * len(checkpoints.usable) - 2) as advance:
         found = diagnose(
-            usable, judge.evaluate, mode=judge.mode, jobs=jobs, progress=advance, journal=journal, about=judge.about,
-            after_average=remask,
+            checkpoints.usable, judge.evaluate, mode=judge.mode, jobs=options.jobs, progress=advance,
+            journal=options.journal, about=judge.about, after_average=checkpoints.remask,
         )  # fmt: skip
-    if plot is not None:
-        diagnosis_plot(found, plot)
-    if as_json:
+    if options.plot is not None:
+        diagnosis_plot(found, options.plot)
+    if options.as_json:
         typer.echo(json_text(found.to_dict()))
     else:
         # rich would cut the last columns off, where a terminal breaks the line
         Console(width=max(Console().width, 120)).print(diagnosis_table(found))
     for warning in found.warnings:
-        typer.echo(warning, err=True)
+        _aside(warning)
 
 
 _SEARCH = ("--strict", "--min-delta", "--order", "--rank-by", "--seed", "--max-ingredients", "--no-repeat")
@@ -208,164 +374,8 @@ _JUDGED = ("--eval", "--task", "--mode", "--journal", "--plot", "--jobs")
 _TASK = ("--data", "--text", "--batch-size", "--max-length", "--device")
 
 
-def soup(
-    paths: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            help="Checkpoints: Hugging Face folders, Lightning .ckpt, state dict files, distributed checkpoints, or a "
-            "run's folder; or PEFT adapters."
-        ),
-    ] = None,
-    evaluate: Annotated[
-        str | None,
-        typer.Option("--eval", help="module:function that takes a state dict and returns the metric."),
-    ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(
-            help="In place of --eval, for Hugging Face folders, on --data: accuracy, f1, loss, perplexity, mse, mae, "
-            "pearson or spearman."
-        ),
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="A .jsonl, .csv or .parquet file, the folder of a saved data set; for images also an .npz, or a "
-            "folder of images a class."
-        ),
-    ] = None,
-    text: Annotated[str | None, typer.Option(help="Columns of text, one or two as a,b; default all of text.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Examples at a time.", min=1)] = 32,
-    max_length: Annotated[
-        int | None, typer.Option(help="Tokens of an example; default what model and tokenizer allow.", min=2)
-    ] = None,
-    device: Annotated[str, typer.Option(help="Where --task runs the model: auto, cpu, cuda, cuda:1, ...")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Where to write, in the first ingredient's format.")] = None,
-    kind: Annotated[
-        str | None,
-        typer.Option(
-            help="greedy (add while the metric does not fall), uniform (all) or weighted (all, by --weights)."
-        ),
-    ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(help="How much each checkpoint counts, as 600,200,200: example counts for federated averaging."),
-    ] = None,
-    diagnose: Annotated[
-        bool,
-        typer.Option(
-            "--diagnose", help="Write no soup; tell metrics, distances, barriers, and whether a uniform one would do."
-        ),
-    ] = False,
-    mode: Annotated[
-        str | None,
-        typer.Option(help="Whether --eval's metric is better when larger (max, the default) or min."),
-    ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Accept only averages that improve the metric.")] = False,
-    min_delta: Annotated[float, typer.Option(help="Accept only averages better by at least this.")] = 0,
-    order: Annotated[
-        str, typer.Option(help="metric: best first; random or given: only the first is evaluated alone.")
-    ] = "metric",
-    rank_by: Annotated[
-        str | None,
-        typer.Option(
-            help="Order by a metric that the trainer logged, as eval_accuracy, or eval_fid:min where the name does not "
-            "tell; only the first is evaluated alone."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of --order random.")] = 0,
-    repeat: Annotated[
-        bool, typer.Option(help="Evaluate the first member twice, to notice an evaluation with noise.")
-    ] = True,
-    max_ingredients: Annotated[int | None, typer.Option(help="Stop when the soup has so many members.")] = None,
-    jobs: Annotated[int, typer.Option(help="Evaluate ingredients alone in so many processes.", min=1)] = 1,
-    journal: Annotated[Path | None, typer.Option(help="Keep scores here; a killed search goes on from it.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Cut averages of adapters to this rank (SVD).")] = None,
-    unpruned: Annotated[
-        bool,
-        typer.Option("--unpruned", help="Also take checkpoints from before their pruning schedule ended."),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the path into this file (.png, .svg, .pdf).")] = None,
-) -> None:
-    """Average checkpoints of one architecture; greedy: add the next best one while the metric does not fall."""
-    from shared_core.checkpoint_formats import expand
-    from shared_core.soup.averaging import masked_ingredients
-    from shared_core.soup.ingredients import open_ingredients
-    from shared_core.soup.reports import check_plot
-    from shared_core.soup.saving import check_beside, check_target
-    from shared_core.soup.scoring import rank_by_logged
-    from shared_core.soup.uniform import check_weights
-
-    asked = {
-        "--weights": weights is not None, "--diagnose": diagnose,
-        "--out": out is not None, "--eval": evaluate is not None, "--task": task is not None,
-        "--mode": mode is not None, "--journal": journal is not None, "--plot": plot is not None,
-        "--jobs": jobs != 1, "--strict": strict, "--min-delta": min_delta != 0, "--order": order != "metric",
-        "--rank-by": rank_by is not None, "--seed": seed != 0, "--max-ingredients": max_ingredients is not None,
-        "--no-repeat": not repeat, "--data": data is not None, "--text": text is not None,
-        "--batch-size": batch_size != 32, "--max-length": max_length is not None, "--device": device != "auto",
-        "--rank": rank is not None,
-    }  # fmt: skip
-    if kind not in (None, "greedy", "uniform", "weighted"):
-        raise ConfigError(f"eff soup: --kind must be greedy, uniform or weighted, got {kind!r}")
-    _check(asked, kind)
-    if mode not in (None, "max", "min"):
-        raise ConfigError(f"eff soup: --mode must be max or min, got {mode!r}")
-    if order not in ("metric", "random", "given"):
-        raise ConfigError(f"eff soup: --order must be metric, random or given, got {order!r}")
-    if seed and order != "random":
-        raise ConfigError(f"eff soup: --seed must come with --order random, got it with --order {order}; add it")
-    found = expand(paths or [])
-    opened = open_ingredients(found) if found else []  # first, so that a pattern that matched no file is named
-    if len(found) < 2:
-        raise CheckpointError(f"eff soup: PATH must name at least two checkpoints, got {len(found)}; give more")
-    if out is not None:
-        check_target(out, opened[0])
-        check_beside(opened)
-    if journal is not None:
-        check_writable(journal, "eff soup: --journal")
-    if plot is not None:
-        check_plot(plot)
-        check_writable(plot, "eff soup: --plot")
-    shares = None if weights is None else _numbers(weights)
-    check_weights(shares, len(opened))
-    usable, remask, notes = masked_ingredients(opened, keep_unpruned=unpruned)
-    if shares is not None:
-        shares = [share for share, item in zip(shares, opened, strict=True) if item in usable]
-        check_weights(shares, len(usable))
-    for note in notes:
-        typer.echo(note, err=True)
-    if kind in ("uniform", "weighted"):
-        average(usable, shares, {"after_average": remask, "rank": rank}, opened[0], cast(Path, out), as_json)
-        return
-    if evaluate is not None:
-        judge = Judge.of_function(evaluate, mode)
-    else:
-        columns = tuple((text or "").replace(",", " ").split())
-        judge = Judge.of_task(
-            str(task), opened[0], data, text=columns, batch_size=batch_size, max_length=max_length, device=device
-        )
-    if out is None:
-        diagnosis(usable, judge, remask, jobs, journal, as_json, plot)
-        return
-    logged: dict[str, float] = {}
-    if rank_by is not None:
-        metric, colon, better = rank_by.partition(":")
-        if not metric or (colon and better not in ("max", "min")):
-            raise ConfigError(f"eff soup: --rank-by must be a metric, or metric:max or metric:min, got {rank_by!r}")
-        usable, values = rank_by_logged(usable, metric, better or "auto")  # type: ignore[arg-type]
-        logged = {item.name: value for item, value in zip(usable, values, strict=True)}
-        judge.about["rank_by"], order = rank_by, "given"
-    options = {
-        "strict": strict, "min_delta": min_delta, "order": order, "seed": seed, "repeat": repeat, "jobs": jobs,
-        "journal": journal, "max_ingredients": max_ingredients, "rank": rank, "after_average": remask,
-    }  # fmt: skip
-    search(usable, judge, options, opened[0], out, as_json, plot, logged)
-
-
 def _check(asked: dict[str, bool], kind: str | None) -> None:
-    """Refuse options that would play no part, and name the ones that are lacking."""
+    """Refuse options that play no part, and name those that lack, with `kind` or with none."""
     averages = kind in ("uniform", "weighted")
     if asked["--diagnose"] and kind is not None:
         raise ConfigError(f"eff soup: --kind {kind} must stand without --diagnose, which makes no soup; leave one out")
@@ -386,8 +396,12 @@ def _check(asked: dict[str, bool], kind: str | None) -> None:
     if asked["--weights"] != (kind == "weighted"):
         lacks, got = ("--weights", "--kind weighted") if kind == "weighted" else ("--kind weighted", "--weights")
         raise ConfigError(f"eff soup: {got} must come with {lacks}, got none; add it")
-    if averages:
-        return
+    if not averages:
+        _check_judged(asked)
+
+
+def _check_judged(asked: dict[str, bool]) -> None:
+    """Refuse the same among the options of what is scored."""
     if asked["--eval"] == asked["--task"]:
         got = "both" if asked["--eval"] else "none"
         raise ConfigError(

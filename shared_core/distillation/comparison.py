@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,9 @@ class Comparison:
         teachers: Who is asked.
         told: What the receipt says of them.
     """
+
+    trains_others: ClassVar[bool] = False
+    """Whether `compare` needs gradients though the soft term of the student has no weight."""
 
     def __init__(self, config: DistillConfig, teachers: Teachers, told: Mapping[str, Any]) -> None:
         self.config, self.teachers, self.told = config, teachers, dict(told)
@@ -240,6 +243,20 @@ def difference(
     options: dict[str, Any] = {"beta": config.beta} if divergence == "jsd" else {}
     options |= {"temperature": temperature, "mask": mask, "scale_by_temperature": config.scale_by_temperature}
     return divergence_sum(divergence, student, teacher, softened=softened, **options)
+
+
+def mix(task_loss: Tensor, soft: Tensor, alpha: float) -> Tensor:
+    """Return ``alpha * task + (1 - alpha) * soft``; a term of weight 0 is not read, as 0 * inf would be NaN.
+
+    Example:
+        >>> task, soft = torch.tensor(1.0), torch.tensor(torch.inf)
+        >>> mix(task, task + 1, 0.5).item(), mix(task, soft, 1).item()
+        (1.5, 1.0)
+    """
+    if alpha == 1:
+        return task_loss
+    soft = soft.to(task_loss.device)
+    return soft if alpha == 0 else alpha * task_loss + (1 - alpha) * soft
 
 
 def _joined(outputs: list[Outputs]) -> Outputs:

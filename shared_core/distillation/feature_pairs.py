@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shared_core.distillation.config import DistillConfig
 from shared_core.distillation.forward_capture import ForwardHook
 from shared_core.distillation.losses.features import (
     RELATIONS,
-    attention_kl_each,
-    hidden_cosine_each,
-    hidden_mse_each,
+    attention_kl,
+    hidden_cosine,
+    hidden_mse,
     relation_sum,
 )
 from shared_core.distributed.sharded_tensors import is_sharded
@@ -44,6 +45,8 @@ class WatchedPairs:
 
     def __init__(self, student: nn.Module, teacher: nn.Module, pairs: Sequence[tuple[str, str]], option: str) -> None:
         self.pairs = _expand(pairs, student, teacher, option)
+        self.weight = 1.0
+        """Of the sum over pairs, beside the mixture of task loss and soft term."""
         self._option = option
         self._hooks = [(ForwardHook(), _TeacherHook()) for _ in self.pairs]
         self._handles: list[RemovableHandle] = []
@@ -263,7 +266,7 @@ class AttentionPairs(WatchedPairs):
             )
             _check_probabilities(student, ours, "student")
             _check_probabilities(teacher, theirs, "teacher")
-            distances = attention_kl_each(student, teacher, average_heads=student.shape[1] != teacher.shape[1])
+            distances = attention_kl(student, teacher, average_heads=student.shape[1] != teacher.shape[1])
             terms.append(normalise(*summed_over_positions(distances, real, mask)))
         return torch.stack(terms).sum()
 
@@ -321,49 +324,6 @@ def _check_probabilities(maps: Tensor, name: str, whose: str) -> None:
         )
 
 
-def init_projection(
-    student_width: int,
-    teacher_width: int,
-    *,
-    seed: int = 0,
-    bias: bool = True,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the first weight and bias of a projection, uniform in ``±1 / sqrt(student_width)`` as `nn.Linear`'s.
-
-    The draw is made on the CPU by a generator of its own: the same on every device and every rank, and the global
-    random state is as it was.
-
-    Args:
-        student_width: Features in, >= 1.
-        teacher_width: Features out, >= 1.
-        seed: Of the generator.
-        bias: Whether there is a bias.
-        device: Where the result lies.
-        dtype: Of the result.
-
-    Returns:
-        The weight ``(teacher_width, student_width)`` and the bias ``(teacher_width,)`` or None.
-
-    Raises:
-        ConfigError: If a width is below 1.
-
-    Example:
-        >>> weight, bias = init_projection(4, 2)
-        >>> weight.shape, bias.shape, bool(weight.abs().max() <= 0.5)
-        (torch.Size([2, 4]), torch.Size([2]), True)
-    """
-    for name, width in (("student_width", student_width), ("teacher_width", teacher_width)):
-        if width < 1:
-            raise ConfigError(f"projection: {name} must be at least 1, got {width}")
-    generator = torch.Generator().manual_seed(seed)
-    bound = 1 / math.sqrt(student_width)
-    weight = torch.empty(teacher_width, student_width).uniform_(-bound, bound, generator=generator)
-    offset = torch.empty(teacher_width).uniform_(-bound, bound, generator=generator) if bias else None
-    return weight.to(device, dtype), None if offset is None else offset.to(device, dtype)
-
-
 _NAME = "distill_projection_"
 
 
@@ -401,11 +361,6 @@ class HiddenPairs(WatchedPairs):
         # trained like any parameter, and in no state dict: a checkpoint is the plain student's
         self._handles.append(student.register_state_dict_post_hook(_leave_out))  # type: ignore[no-untyped-call]
         self._handles.append(student.register_load_state_dict_post_hook(_miss_nothing))  # type: ignore[no-untyped-call]
-
-    @property
-    def num_projections(self) -> int:
-        """How many pairs have different widths."""
-        return len(self._projections)
 
     def check_shards(self, student: nn.Module) -> None:
         """Refuse projections of a student that FSDP2 shards.
@@ -456,7 +411,7 @@ class HiddenPairs(WatchedPairs):
             )
         real = real_positions(features.shape[:-1], mask, inputs)
         features, targets = _filled(features, real), _filled(targets, real)
-        distance = hidden_mse_each if self._kind == "mse" else hidden_cosine_each
+        distance = hidden_mse if self._kind == "mse" else hidden_cosine
         return normalise(*summed_over_positions(distance(features, targets), real, mask))
 
     def detach(self) -> None:
@@ -484,10 +439,13 @@ class HiddenPairs(WatchedPairs):
 
 
 def _projection(inputs: int, outputs: int, student: nn.Module, generator: torch.Generator) -> nn.Parameter:
+    """Return a first weight ``(outputs, inputs)``, uniform in ``±1 / sqrt(inputs)`` as `nn.Linear`'s."""
     like = next(student.parameters())
-    seed = int(torch.randint(2**31, (), generator=generator))
-    weight, _ = init_projection(inputs, outputs, seed=seed, bias=False, device=like.device, dtype=like.dtype)
-    return nn.Parameter(weight)
+    # drawn on the CPU by a generator of its own: the same on every device and every rank
+    own = torch.Generator().manual_seed(int(torch.randint(2**31, (), generator=generator)))
+    bound = 1 / math.sqrt(inputs)
+    weight = torch.empty(outputs, inputs).uniform_(-bound, bound, generator=own)
+    return nn.Parameter(weight.to(like.device, like.dtype))
 
 
 def _leave_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -541,3 +499,17 @@ def _flat(features: Tensor, mask: Tensor | None, inputs: Mapping[str, Any]) -> T
         return features.reshape(len(features), -1)
     real = real.to(features.device)
     return _filled(features, real).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
+
+
+def open_pairs(
+    config: DistillConfig, student: nn.Module, teachers: Sequence[nn.Module], generator: torch.Generator
+) -> dict[str, WatchedPairs]:
+    """Return the pairs of features that the options ask for, by the name of their option."""
+    found: dict[str, WatchedPairs] = {}
+    if config.hidden:
+        found["hidden"] = HiddenPairs(student, teachers[0], config.pairs("hidden"), config.hidden_loss, generator)
+    if config.attention:
+        found["attention"] = AttentionPairs(student, teachers[0], config.pairs("attention"))
+    for name, pairs in found.items():
+        pairs.weight = getattr(config, f"{name}_weight")
+    return found

@@ -19,7 +19,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shared_core.distillation.comparison import Compared, Comparison, StudentBatch, difference, load_named
+from shared_core.distillation.comparison import Compared, Comparison, StudentBatch, difference, load_named, mix
 from shared_core.distillation.config import DistillConfig
 from shared_core.distillation.forward_capture import Forward, ForwardHook
 from shared_core.distillation.outputs import EMBEDDINGS, check_heads, check_outputs, find_outputs, is_of_classes
@@ -60,7 +60,7 @@ class Peers(Teachers):
             hook.active = True
             self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
-    def begin(self, context: Context) -> None:
+    def join_optimizers(self, context: Context) -> None:
         """Join the optimizers, whose own saved state has been loaded; a second call does nothing."""
         if not self._optimizer_of:
             for module in self.modules:
@@ -364,6 +364,8 @@ class MutualComparison(Comparison):
         context: Its services compute the peers' task losses.
     """
 
+    trains_others = True
+
     def __init__(self, config: DistillConfig, model: nn.Module, peers: Peers, context: Context) -> None:
         sizes = [sum(each.numel() for each in module.parameters()) for module in peers.modules]
         told = {"teacher": f"mutual learning of {len(sizes) + 1} students", "peer_parameters": sizes}
@@ -373,7 +375,7 @@ class MutualComparison(Comparison):
 
     def begin(self, context: Context) -> None:
         """Let the optimizers train the peers."""
-        self._peers.begin(context)
+        self._peers.join_optimizers(context)
 
     def compare(self, batch: StudentBatch) -> Compared:
         """Return how far the student is from its peers, and keep how far each of them is from the others."""
@@ -416,11 +418,10 @@ class MutualComparison(Comparison):
         if world_size() > 1:
             # DDP knows nothing of the peers. Averaged at the end of each backward, before a scaler looks for overflow,
             # so that all processes skip the same steps.
-            together.register_hook(self._after_this_backward)  # type: ignore[no-untyped-call]
+            together.register_hook(  # type: ignore[no-untyped-call]
+                lambda _: Variable._execution_engine.queue_callback(self._peers.average_gradients)  # type: ignore[attr-defined]
+            )
         return mixed + (together - together.detach())
-
-    def _after_this_backward(self, gradient: Tensor) -> None:
-        Variable._execution_engine.queue_callback(self._peers.average_gradients)  # type: ignore[attr-defined]
 
     def metrics(self) -> dict[str, float]:
         """Return the peers' mean task loss."""
@@ -432,20 +433,6 @@ class MutualComparison(Comparison):
         losses = dict(zip(names, self._peers.losses.tolist(), strict=True))
         self.told |= {"task_losses": losses, "best": min(losses, key=lambda name: losses[name])}
         self._peers.detach()
-
-
-def mix(task_loss: Tensor, soft: Tensor, alpha: float) -> Tensor:
-    """Return ``alpha * task + (1 - alpha) * soft``; a term of weight 0 is not read, as 0 * inf would be NaN.
-
-    Example:
-        >>> task, soft = torch.tensor(1.0), torch.tensor(torch.inf)
-        >>> mix(task, task + 1, 0.5).item(), mix(task, soft, 1).item()
-        (1.5, 1.0)
-    """
-    if alpha == 1:
-        return task_loss
-    soft = soft.to(task_loss.device)
-    return soft if alpha == 0 else alpha * task_loss + (1 - alpha) * soft
 
 
 def make_peers(config: DistillConfig, model: nn.Module, student: nn.Module, context: Context) -> Peers:

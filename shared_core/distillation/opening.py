@@ -10,13 +10,16 @@ from torch import nn
 
 from shared_core.distillation.comparison import CachedComparison, Comparison, load_named
 from shared_core.distillation.config import EMA, DistillConfig
+from shared_core.distillation.mutual import MutualComparison, Peers
 from shared_core.distillation.outputs import check_heads
 from shared_core.distillation.teachers import StudentAverage, Teachers, change_dtype_, check_separate
 from shared_core.distillation.vocabularies import common_vocabulary
 from shared_core.engine.technique import Context
 
 
-def open_comparison(config: DistillConfig, model: nn.Module, student: nn.Module, context: Context) -> Comparison:
+def open_comparison(
+    config: DistillConfig, model: nn.Module, student: nn.Module, context: Context, peers: Peers | None
+) -> Comparison:
     """Return the comparison that the options ask for, its teachers loaded, frozen and checked against the student.
 
     Args:
@@ -24,12 +27,15 @@ def open_comparison(config: DistillConfig, model: nn.Module, student: nn.Module,
         model: What no teacher may be part of.
         student: `model`, or the submodule whose forward is distilled.
         context: Loads teachers by name and tells warnings.
+        peers: The other students of mutual learning.
 
     Raises:
         ConfigError: If a teacher cannot teach this student.
         CompatibilityError: If it shares weights with the model.
         CheckpointError: If it cannot be read.
     """
+    if peers is not None:
+        return MutualComparison(config, model, peers, context)
     if config.cache is not None:
         return CachedComparison(config, student)
     if config.teacher == EMA:

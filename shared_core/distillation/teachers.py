@@ -28,6 +28,7 @@ from shared_core.errors import (
     MissingExtraError,
     TrainingError,
 )
+from shared_core.numerics.running_average import move_towards_
 
 TeacherDtype = Literal["as_saved", "float32", "bfloat16", "float16", "int8", "nf4"]
 
@@ -196,11 +197,12 @@ class Teachers:
                 "part of the model that has the teacher's"
             ) from error
 
-    def shard_like(self, student: nn.Module) -> None:
-        """Give every process the parts of each teacher that it has of a sharded student."""
+    def begin(self, student: nn.Module) -> None:
+        """Give every process the parts of each teacher that it has of a sharded student, on the student's device."""
         for module in self.modules:
             if not _is_placed(module):
                 shard_like_(module, student)
+        self.follow(student)
 
     def follow(self, student: nn.Module) -> None:
         """Bring every teacher to the student's device."""
@@ -259,32 +261,38 @@ class StudentAverage(Teachers):
 
     @torch.no_grad()
     def after_step(self, student: nn.Module) -> None:
-        """Move the average one step towards the student."""
-        self.check_same(student)
-        (average,) = self.modules
-        for mean, now in zip(average.parameters(), student.parameters(), strict=True):
-            if not _is_codes(mean):
-                local_part(mean).lerp_(local_part(now.detach()).to(mean.dtype), 1 - self._decay)
-        for its, buffer in zip(average.buffers(), student.buffers(), strict=True):
-            its.copy_(buffer)
-        reshard_(average)
-
-    def follow(self, student: nn.Module) -> None:
-        """Bring the average to the student's device, before the first step."""
-        self.check_same(student)
-        super().follow(student)
-
-    def check_same(self, student: nn.Module) -> None:
-        """Refuse a student of which a layer was added, removed or replaced by one of another shape.
+        """Move the average one step towards the student.
 
         Raises:
-            TrainingError: Names the first such tensor.
+            TrainingError: If a layer of the student was added, removed or replaced by one of another shape.
         """
         (average,) = self.modules
-        here, there = ([*module.parameters(), *module.buffers()] for module in (average, student))
-        if len(here) == len(there) and all(mine.shape == its.shape for mine, its in zip(here, there, strict=True)):
-            return
+        parameters = zip(average.parameters(), student.parameters(), strict=True)
+        buffers = zip(average.buffers(), student.buffers(), strict=True)
+        try:  # shapes are compared name by name only where they do not fit: that takes long in every step
+            pairs = [(local_part(mean), local_part(now.detach())) for mean, now in parameters if not _is_codes(mean)]
+            move_towards_([mean for mean, _ in pairs], [now for _, now in pairs], 1 - self._decay)
+            for its, buffer in buffers:
+                its.copy_(buffer)
+        except (RuntimeError, ValueError):
+            self._check_same(student)
+            raise
+        reshard_(average)
+
+    def begin(self, student: nn.Module) -> None:
+        """Bring the average to the device of the student, which must have the layers that it had.
+
+        Raises:
+            TrainingError: As of `after_step`.
+        """
+        self._check_same(student)
+        super().begin(student)
+
+    def _check_same(self, student: nn.Module) -> None:
+        (average,) = self.modules
         kept, now = ({name: tuple(value.shape) for name, value in _named(module)} for module in (average, student))
+        if [*kept.values()] == [*now.values()]:
+            return
         name = next((name for name in [*now, *kept] if now.get(name) != kept.get(name)), "the order of its tensors")
         raise TrainingError(
             f"distill: the student of teacher: ema must keep its layers, got a difference at {name}; add, remove or "

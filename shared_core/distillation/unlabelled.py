@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shared_core.distributed.collectives import any_rank
+from shared_core.engine.technique import Context
 from shared_core.errors import ConfigError, TrainingError
 
 IGNORED = -100
@@ -151,18 +153,55 @@ def is_per_token(student: nn.Module, *, causal: bool) -> bool:
     return causal or any(kind.__name__.endswith(_PER_TOKEN) for kind in type(student).__mro__)
 
 
-class ExampleCounts:
-    """How many examples had a label, how many had none, and how many positions of those had a soft target."""
+class Examples:
+    """Which examples of the next loss are unlabelled, and how many had a label, none, and positions without.
+
+    Args:
+        field: Key of a batch that tells unlabelled examples, None where labels alone tell.
+    """
 
     NAMES = ("labelled_examples", "unlabelled_examples", "unlabelled_positions")
 
-    def __init__(self) -> None:
+    def __init__(self, field: str | None) -> None:
+        self._field = field
+        self._told: Tensor | None = None
         self._sums: Tensor | None = None
-        self.latest: Tensor | None = None
-        """Which examples of the latest micro-batch were unlabelled; None where nothing tells."""
 
-    def add(self, labels: Any, told: Tensor | None, attention_mask: Any, counted: Tensor | None, rows: Tensor) -> None:
-        """Count a micro-batch; nothing where neither labels nor a field tell of its examples.
+    def check(self, student: nn.Module) -> None:
+        """Refuse a field for a model whose inputs are made of its labels."""
+        if self._field and getattr(getattr(student, "config", None), "is_encoder_decoder", False):
+            raise ConfigError(
+                "distill: unlabelled_field must be none for an encoder-decoder, which is fed its labels, got "
+                f"{self._field!r}; give the teacher's texts as labels"
+            )
+
+    def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a batch without the field and labels of unlabelled examples, which are kept for the next loss."""
+        prepared, self._told = split_batch(batch, self._field)
+        return prepared
+
+    def positions_ahead(self, batch: Mapping[str, Any], *, causal: bool, per_token: bool) -> Tensor:
+        """Return `positions_ahead` of a batch as it comes."""
+        return positions_ahead(*split_batch(batch, self._field), causal=causal, per_token=per_token)
+
+    def take(self) -> Tensor | None:
+        """Return which examples of the next loss are unlabelled, ``(B,)`` bool, where that was told, and forget it."""
+        told, self._told = self._told, None
+        return told
+
+    def check_told(self, told: Tensor | None) -> None:
+        """Refuse a loss of a batch that was not prepared."""
+        if self._field and told is None:
+            raise TrainingError(
+                f"distill: unlabelled_field {self._field!r} must be told of every micro-batch, and was not; in a loop "
+                "of your own call batch = session.techniques['distill'].prepare_batch(batch) before the student's "
+                "forward"
+            )
+
+    def add(
+        self, labels: Any, told: Tensor | None, attention_mask: Any, counted: Tensor | None, rows: Tensor
+    ) -> dict[str, Tensor]:
+        """Count a micro-batch, if labels or a field tell of its examples, and return what the log says of it.
 
         Args:
             labels: As the task loss saw them.
@@ -171,15 +210,30 @@ class ExampleCounts:
             counted: Rows with a soft target, None: all of them.
             rows: How many those are.
         """
-        self.latest = flags = told if told is not None else _unlabelled(labels, attention_mask)
+        flags = told if told is not None else _unlabelled(labels, attention_mask)
         if flags is None:
-            return
+            return {}
         if counted is None:
             positions = flags.sum() * rows.to(flags.device) // max(len(flags), 1)
         else:
             positions = (counted & _column(flags, counted)).sum().to(flags.device)
         sums = torch.stack([(~flags).sum(), flags.sum(), positions])
         self._sums = sums if self._sums is None else self._sums.to(sums.device) + sums
+        return {"distill/unlabelled_share": flags.float().mean()} if self._field else {}
+
+    def finish(self, model: nn.Module, context: Context) -> dict[str, str]:
+        """Return what the receipt says of a field that called no example of any process unlabelled."""
+        device = next((parameter.device for parameter in model.parameters()), "cpu")
+        if not self._field or any_rank(self.state_dict().get("unlabelled_examples", 0) > 0, device):
+            return {}
+        told = f"{self._field} called not one example unlabelled"
+        context.services.say(f"distill: {told}; every one was trained on its label")
+        return {"unlabelled_field": told}
+
+    def report(self) -> dict[str, int]:
+        """Return the counts, where examples are unlabelled or could be."""
+        counts = self.state_dict()
+        return counts if self._field or counts.get("unlabelled_examples") else {}
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts by name; empty where nothing was told."""

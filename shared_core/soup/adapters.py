@@ -152,6 +152,7 @@ def _stacked(parts: Sequence[tuple[_Factors, float]], total: float) -> _Factors:
 
 
 def _norm(factors: _Factors) -> float:
+    # ‖BA‖² = tr(BᵀB AAᵀ): the product, which is as large as the layer's weight, is not formed
     a, b = factors.a.double().flatten(1), factors.b.double().flatten(1)
     return factors.scale * math.sqrt(max(0.0, float(((b.T @ b) * (a @ a.T)).sum())))
 

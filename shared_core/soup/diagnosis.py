@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,33 @@ def diagnose(
     sign = 1.0 if mode == "max" else -1.0
 
     scoring.in_processes(list(enumerate(opened)), jobs, after_average)
-    able: list[tuple[int, Ingredient, float]] = []
+    able, left_out = _alone(opened, scoring)
+    items, metrics = [item for _, item, _ in able], [single for *_, single in able]
+    names = [item.name for item in items]
+
+    def write_uniform() -> None:
+        candidate.begin_mean(items[0])
+        for item in items[1:]:
+            candidate.accept(item)
+        candidate.write_mean()
+
+    uniform = scoring.score("uniform", write_uniform)
+    best = max(able, key=lambda row: sign * row[2])
+    paths = _paths(able, best, scoring, candidate)
+    barriers = {name: _barrier(path, sign) for name, path in paths.items()}
+    distances, from_mean, cosines = geometry(items)
+    return Diagnosis(
+        names, metrics, uniform, distances, from_mean, cosines, best[1].name, paths, barriers, left_out,
+        _warnings(names, metrics, uniform, barriers, best[2], sign),
+    )  # fmt: skip
+
+
+_Scored = tuple[int, Ingredient, float]
+
+
+def _alone(opened: Sequence[Ingredient], scoring: Scoring) -> tuple[list[_Scored], dict[str, str]]:
+    """Return number, ingredient and metric of those that have one, and why the others have none."""
+    able: list[_Scored] = []
     left_out = {}
     for number, item in enumerate(opened):
         single, reason = scoring.alone(number, item)
@@ -123,37 +150,24 @@ def diagnose(
             f"soup: at least two ingredients must have finite weights and a finite metric, got {len(able)}; "
             + "; ".join(f"{name} {reason}" for name, reason in left_out.items())
         )
-    items, metrics = [item for _, item, _ in able], [single for *_, single in able]
-    names = [item.name for item in items]
+    return able, left_out
 
-    def write_uniform() -> None:
-        candidate.begin_mean(items[0])
-        for item in items[1:]:
-            candidate.accept(item)
-        candidate.write_mean()
 
-    uniform = scoring.score("uniform", write_uniform)
-    start, best, top = max(able, key=lambda row: sign * row[2])
-    candidate.begin_mean(best)
-    paths, barriers = {}, {}
-    for number, item, single in able:
-        if number == start:
-            continue
+def _paths(able: list[_Scored], best: _Scored, scoring: Scoring, candidate: Candidate) -> dict[str, list[float]]:
+    """Return the metrics from the best ingredient to each other one, at `ALPHAS`."""
+    start, first, top = best
+    candidate.begin_mean(first)
+    paths = {}
+    for number, item, single in (row for row in able if row is not best):
+        # the mean of the best and of alpha / (1 - alpha) times the other is their interpolation at alpha
         between = [
-            # the mean of the best and of alpha / (1 - alpha) times the other is their interpolation at alpha
             scoring.score(
-                f"{start} to {number} at {alpha}",
-                lambda item=item, alpha=alpha: candidate.write_average(item, alpha / (1 - alpha)),  # type: ignore[misc]
+                f"{start} to {number} at {alpha}", partial(candidate.write_average, item, alpha / (1 - alpha))
             )
             for alpha in ALPHAS[1:-1]
         ]
         paths[item.name] = [top, *between, single]
-        barriers[item.name] = _barrier(paths[item.name], sign)
-    distances, from_mean, cosines = geometry(items)
-    return Diagnosis(
-        names, metrics, uniform, distances, from_mean, cosines, best.name, paths, barriers, left_out,
-        _warnings(names, metrics, uniform, barriers, top, sign),
-    )  # fmt: skip
+    return paths
 
 
 def _barrier(path: Sequence[float], sign: float) -> float:

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from shared_core.checkpoint_formats import Ingredient
 from shared_core.errors import CheckpointError, ConfigError
-from shared_core.soup.averaging import non_finite_tensor
-from shared_core.soup.candidates import candidate_for
+from shared_core.soup.averaging import Candidate, non_finite_tensor
+from shared_core.soup.candidates import AdapterCandidate, candidate_for
 from shared_core.soup.ingredients import Source, open_ingredients
 from shared_core.soup.scoring import Evaluate, Journal, Scoring, not_finite
 
@@ -38,7 +39,7 @@ class SoupResult:
     """The metric of the first member, evaluated twice; two numbers that differ show noise in the evaluation."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Row:
     number: int
     item: Ingredient
@@ -46,6 +47,13 @@ class _Row:
     reason: str = ""
     score: float | None = None
     accepted: bool = False
+
+    def told(self, order: int) -> dict[str, Any]:
+        """Return the row of the history at this place."""
+        return {
+            "order": order, "name": self.item.name, "single": self.single, "score": self.score,
+            "accepted": self.accepted, "reason": self.reason,
+        }  # fmt: skip
 
 
 def greedy_soup(
@@ -116,16 +124,7 @@ def greedy_soup(
         >>> result.state_dict["w"], result.ingredients, result.score
         (tensor([2.]), ['ingredient 1', 'ingredient 0'], -0.5)
     """
-    if mode not in ("max", "min"):
-        raise ConfigError(f"soup: mode must be max or min, got {mode!r}")
-    if max_ingredients is not None and not max_ingredients >= 1:
-        raise ConfigError(f"soup: max_ingredients must be at least 1, got {max_ingredients!r}")
-    if not (math.isfinite(min_delta) and min_delta >= 0):
-        raise ConfigError(f"soup: min_delta must be a finite number >= 0, got {min_delta!r}")
-    if order not in ("metric", "random", "given"):
-        raise ConfigError(f"soup: order must be metric, random or given, got {order!r}")
-    if jobs > 1 and order != "metric":
-        raise ConfigError(f"soup: jobs must be 1 for order {order}, got {jobs}: only one ingredient is evaluated alone")
+    _check(mode, min_delta, order, jobs, max_ingredients)
     opened = open_ingredients(ingredients)
     if scores is not None and len(scores) != len(opened):
         raise ConfigError(f"soup: scores must be one for each of {len(opened)} ingredients, got {len(scores)}")
@@ -142,34 +141,77 @@ def greedy_soup(
     if order == "random":
         random.Random(seed).shuffle(rows)
     scoring.in_processes([(row.number, row.item) for row in rows if row.single is None], jobs, after_average)
+    able = _able(rows, scoring, by_metric=order == "metric", sign=sign)
+    best = able[0]
+    again = scoring.score(f"{best.number} again", lambda: candidate.write_single(best.item)) if repeat else None
+    members = _grown(able, scoring, candidate, sign, (strict, min_delta), max_ingredients)
+    history = [row.told(place) for place, row in enumerate([*able, *(row for row in rows if row not in able)])]
+    return SoupResult(
+        candidate.state_dict,
+        [row.item.name for row in members],
+        float(members[-1].score or 0.0),
+        history,
+        None if again is None else (float(best.single or 0.0), again),
+    )
+
+
+def _check(mode: str, min_delta: float, order: str, jobs: int, max_ingredients: int | None) -> None:
+    if mode not in ("max", "min"):
+        raise ConfigError(f"soup: mode must be max or min, got {mode!r}")
+    if max_ingredients is not None and not max_ingredients >= 1:
+        raise ConfigError(f"soup: max_ingredients must be at least 1, got {max_ingredients!r}")
+    if not (math.isfinite(min_delta) and min_delta >= 0):
+        raise ConfigError(f"soup: min_delta must be a finite number >= 0, got {min_delta!r}")
+    if order not in ("metric", "random", "given"):
+        raise ConfigError(f"soup: order must be metric, random or given, got {order!r}")
+    if jobs > 1 and order != "metric":
+        raise ConfigError(f"soup: jobs must be 1 for order {order}, got {jobs}: only one ingredient is evaluated alone")
+
+
+def _able(rows: list[_Row], scoring: Scoring, *, by_metric: bool, sign: float) -> list[_Row]:
+    """Return the ingredients of finite weights in the order they are tried; by metric all are scored, else the first.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
     able: list[_Row] = []
     for row in rows:
-        if order == "metric" or not able:
+        if by_metric or not able:
             row.single, row.reason = scoring.alone(row.number, row.item, row.single)
         elif (bad := non_finite_tensor(row.item)) is not None:
             row.single, row.reason = None, not_finite(bad)
         if not row.reason:
             able.append(row)
-    left_out = [row for row in rows if row.reason]
     if not able:
         raise CheckpointError(
             "soup: at least one ingredient must have finite weights and a finite metric, got "
-            + "; ".join(f"{row.item.name} {row.reason}" for row in left_out)
+            + "; ".join(f"{row.item.name} {row.reason}" for row in rows)
         )
-    if order == "metric":
+    if by_metric:
         able.sort(key=lambda row: -sign * (row.single or 0.0))
+    able[0].score, able[0].accepted = able[0].single, True
+    able[0].reason = "the best single ingredient" if by_metric else "the first in order"
+    return able
+
+
+def _grown(
+    able: list[_Row],
+    scoring: Scoring,
+    candidate: Candidate | AdapterCandidate,
+    sign: float,
+    asks: tuple[bool, float],
+    most: int | None,
+) -> list[_Row]:
+    """Return the members: the first, and each other one that keeps the metric of the average, which is written."""
     best, *others = able
-    best.score, best.accepted = best.single, True
-    best.reason = "the best single ingredient" if order == "metric" else "the first in order"
-    members, current = [best], float(best.single or 0.0)
-    again = scoring.score(f"{best.number} again", lambda: candidate.write_single(best.item)) if repeat else None
+    members, current, (strict, min_delta) = [best], float(best.single or 0.0), asks
     candidate.begin_mean(best.item)
     for row in others:
-        if max_ingredients is not None and len(members) >= max_ingredients:
-            row.reason = f"not tried: the soup has {max_ingredients} ingredients"
+        if most is not None and len(members) >= most:
+            row.reason = f"not tried: the soup has {most} ingredients"
             continue
         key = "+".join(str(member.number) for member in (*members, row))
-        known = scoring.score(key, lambda item=row.item: candidate.write_average(item))  # type: ignore[misc]
+        known = scoring.score(key, partial(candidate.write_average, row.item))
         row.score = known if math.isfinite(known) else None
         gain = sign * (known - current)
         row.accepted = math.isfinite(known) and (gain > min_delta if strict else gain >= min_delta)
@@ -181,17 +223,7 @@ def greedy_soup(
             members.append(row)
             current = known
     candidate.write_mean()
-    return SoupResult(
-        candidate.state_dict,
-        [row.item.name for row in members],
-        current,
-        [
-            {"order": order, "name": row.item.name, "single": row.single, "score": row.score,
-             "accepted": row.accepted, "reason": row.reason}
-            for order, row in enumerate([*able, *left_out])
-        ],
-        None if again is None else (float(best.single or 0.0), again),
-    )  # fmt: skip
+    return members
 
 
 def _reason(score: float, gain: float) -> str:

@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shared_core.numerics.running_average import move_towards_
+
 
 def ema_decay(decay: float, num_updates: int, *, warmup: bool = True) -> float:
     """Return the decay of the update that follows `num_updates` earlier ones.
@@ -67,22 +69,15 @@ class RunningAverage:
         if self.kind == "last_k":
             # the oldest copy's memory is written over
             into = self.kept.pop(0) if len(self.kept) == self._k else {}
-            self.kept.append({name: _copied(value, into.get(name)) for name, value in values.items()})
+            self.kept.append(
+                {name: into[name].copy_(value) if name in into else value.clone() for name, value in values.items()}
+            )
         elif not self.kept:
             self.kept = [{name: value.to(_wide(value), copy=True) for name, value in values.items()}]
         else:
             decay = ema_decay(self._decay, self.num_updates, warmup=self._warmup)
             weight = 1 - decay if self.kind == "ema" else 1 / (self.num_updates + 1)
-            means, others = [*self.kept[0].values()], [values[name] for name in self.kept[0]]
-            if [mean.dtype for mean in means] != [value.dtype for value in others]:
-                pairs = list(zip(means, others, strict=True))
-                for mean, value in pairs:  # one by one: a wide copy of a single tensor is held at a time
-                    if mean.dtype != value.dtype:
-                        mean.lerp_(value.to(mean.dtype), weight)
-                means = [mean for mean, value in pairs if mean.dtype == value.dtype]
-                others = [value for mean, value in pairs if mean.dtype == value.dtype]
-            if means:
-                torch._foreach_lerp_(means, others, weight)
+            move_towards_(self.kept[0].values(), (values[name] for name in self.kept[0]), weight)
         self.num_updates += 1
 
     @torch.no_grad()
@@ -104,7 +99,3 @@ class RunningAverage:
 
 def _wide(value: Tensor) -> torch.dtype:
     return torch.promote_types(value.dtype, torch.float32)
-
-
-def _copied(value: Tensor, into: Tensor | None) -> Tensor:
-    return value.clone() if into is None else into.copy_(value)

@@ -1,4 +1,9 @@
-"""Gradients of distillation by hidden states and head, computed in forward over chunks of rows."""
+"""Gradients of distillation by hidden states and head, computed in forward over chunks of rows.
+
+The logits of a chunk exist only until the next chunk's take their place, so backward, which comes later, would have to
+multiply by both heads once more. The loss is a scalar: its gradient is known in forward but for one factor, the
+gradient that reaches it, with which backward multiplies.
+"""
 
 from __future__ import annotations
 
@@ -172,12 +177,7 @@ def _chunks(
     logits = torch.empty(size, classes, dtype=dtype, device=device)
     teacher_logits = torch.empty(size, classes, dtype=teacher.dtype, device=device)
     losses = torch.zeros(2, count, dtype=arithmetic_dtype(dtype, terms.temperature), device=device)
-    hidden_grad = torch.zeros_like(hidden, dtype=dtype) if needs[0] else None
-    weight_grad = WeightGradient(student.weight, classes, count > size) if needs[1] else None
-    bias_grad = None
-    if needs[2] and student.bias is not None:
-        bias_grad = torch.zeros_like(student.bias, dtype=torch.promote_types(student.bias.dtype, torch.float32))
-
+    gradients = HeadGradients(hidden, student, needs, dtype, several=count > size)
     for first in range(0, count, size):
         here = slice(first, min(first + size, count))
         index = here if rows is None else rows[here]
@@ -185,6 +185,8 @@ def _chunks(
         product(inputs, weight, bias, logits[:n])
         index_there = index if isinstance(index, slice) else index.to(teacher_hidden.device)
         product(teacher_hidden[index_there].to(teacher.dtype), teacher_weight, teacher_bias, teacher_logits[:n])
+        # the losses of rows, T² KL and CE; over the logits z it writes the total's gradient, which is
+        # soft_weight T (softmax(z/T) - softmax(t/T)) + hard_weight (softmax(z) - onehot) for the forward KL
         losses[0, here], losses[1, here] = kd_rows_(
             logits[:n],
             teacher_logits[:n],
@@ -198,22 +200,47 @@ def _chunks(
             teacher.softcap,
             ruled_out,
         )
-        grad = logits[:n]
-        if hidden_grad is not None:
-            hidden_grad[index] = scaled_product(grad, weight, 1 / lift)
-        if weight_grad is not None:
-            weight_grad.add(grad, inputs, 1 / lift)
-        if bias_grad is not None:
-            bias_grad[:classes].add_(grad.sum(0, dtype=bias_grad.dtype), alpha=1 / lift)
+        gradients.add(index, logits[:n], inputs, weight, 1 / lift)
     del logits, teacher_logits
     soft, hard = losses.sum(-1)
     out = arithmetic_dtype(dtype, 1.0)
-    grads = (
-        hidden_grad,
-        None if weight_grad is None else weight_grad.value(),
-        bias_grad,
-    )
-    return (soft * soft_factor).to(out), hard.to(out), grads
+    return (soft * soft_factor).to(out), hard.to(out), gradients.values()
+
+
+class HeadGradients:
+    """Gradients by the input, weight and bias of ``z = h Wᵀ + b``, from those by z, chunk by chunk.
+
+    By h it is ``∂z W``, by W the sum of ``∂zᵀ h`` over chunks, by b that of ``∂z`` over rows.
+
+    Args:
+        hidden: h, ``(rows, features)``.
+        head: W and b.
+        needs: Which of the three.
+        dtype: Of the gradient by h.
+        several: Whether there is more than one chunk.
+    """
+
+    def __init__(
+        self, hidden: Tensor, head: Head, needs: tuple[bool, bool, bool], dtype: torch.dtype, *, several: bool
+    ) -> None:
+        self._hidden = torch.zeros_like(hidden, dtype=dtype) if needs[0] else None
+        self._weight = WeightGradient(head.weight, head.classes, several) if needs[1] else None
+        self._bias, self._classes = None, head.classes
+        if needs[2] and head.bias is not None:
+            self._bias = torch.zeros_like(head.bias, dtype=torch.promote_types(head.bias.dtype, torch.float32))
+
+    def add(self, rows: Any, grad: Tensor, inputs: Tensor, weight: Tensor, scale: float = 1.0) -> None:
+        """Take in ``scale`` times the gradient by the logits of some rows, whose inputs these are."""
+        if self._hidden is not None:
+            self._hidden[rows] = scaled_product(grad, weight, scale).to(self._hidden.dtype)
+        if self._weight is not None:
+            self._weight.add(grad, inputs, scale)
+        if self._bias is not None:
+            self._bias[: self._classes].add_(grad.sum(0, dtype=self._bias.dtype), alpha=scale)
+
+    def values(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return all three, None where one is not needed."""
+        return self._hidden, None if self._weight is None else self._weight.value(), self._bias
 
 
 def even_rows(count: int, most: int) -> int:

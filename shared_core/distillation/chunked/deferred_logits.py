@@ -1,6 +1,8 @@
 """Logits that are not computed: a tensor without memory that remembers the head, its input, and what follows.
 
-A language model's output head that can leave its product out and return `DeferredLogits`.
+Between its head and its loss a model's own forward, and the trainer, cast logits, cut and reshape rows (transformers:
+``logits.float()``, then ``view(-1, classes)`` before `cross_entropy`), scale and cap them (Cohere, Gemma). A subclass
+of `Tensor` sees each of these calls through ``__torch_function__``, so that no model's code is replaced.
 """
 
 from __future__ import annotations

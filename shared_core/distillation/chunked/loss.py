@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -24,18 +24,23 @@ from torch.autograd.function import once_differentiable
 from shared_core.distillation.chunked.autograd import (
     ChunkedDistillation,
     Head,
+    HeadGradients,
     Terms,
-    WeightGradient,
     check_first_backward,
     even_rows,
     graph_is_kept,
     multiplied,
     product,
     rows_in_budget,
-    scaled_product,
 )
-from shared_core.distillation.losses.divergences import DIVERGENCES
-from shared_core.distillation.losses.softened_pair import check_fraction, check_mask, check_temperature, counted_rows
+from shared_core.distillation.losses.divergences import DIVERGENCES, without_ends
+from shared_core.distillation.losses.softened_pair import (
+    check_fraction,
+    check_mask,
+    check_temperature,
+    counted_rows,
+    mean_of,
+)
 from shared_core.errors import ConfigError
 
 HeadLike = nn.Module | Tensor | tuple[Tensor, Tensor | None]
@@ -60,8 +65,7 @@ def checked_terms(
         raise ConfigError(f"{_WHERE}: divergence must be one of {', '.join(FUSED)}, got {divergence!r}")
     if alpha > 0 and labels is None:
         raise ConfigError(f"{_WHERE}: labels must be given with alpha above 0, got alpha {alpha} and no labels")
-    if divergence == "jsd" and beta in (0, 1):
-        divergence = "reverse_kl" if beta else "forward_kl"
+    divergence = without_ends(divergence, beta)
     factor = temperature**2 if scale_by_temperature else 1.0
     return Terms(float(temperature), factor, 1.0 - alpha, float(alpha), divergence, float(beta))
 
@@ -179,24 +183,29 @@ class ChunkedSums(NamedTuple):
     """int64, those of them that have a label."""
 
 
+class ChunkedOptions(TypedDict, total=False):
+    """The options of `chunked_kd_loss` and `chunked_kd_sum`, described there."""
+
+    temperature: float
+    labels: Tensor | None
+    alpha: float
+    ignore_index: int
+    chunk_rows: int | None
+    mask: Tensor | None
+    divergence: str
+    beta: float
+    scale_by_temperature: bool
+    softcap: float | tuple[float | None, float | None] | None
+    vocab_size: int | None
+    budget_mib: float | None
+
+
 def chunked_kd_loss(
     student_hidden: Tensor,
     student_head: HeadLike,
     teacher_hidden: Tensor,
     teacher_head: HeadLike,
-    *,
-    temperature: float = 2.0,
-    labels: Tensor | None = None,
-    alpha: float = 0.0,
-    ignore_index: int = -100,
-    chunk_rows: int | None = None,
-    mask: Tensor | None = None,
-    divergence: str = "forward_kl",
-    beta: float = 0.5,
-    scale_by_temperature: bool = True,
-    softcap: float | tuple[float | None, float | None] | None = None,
-    vocab_size: int | None = None,
-    budget_mib: float | None = None,
+    **options: Unpack[ChunkedOptions],
 ) -> Tensor:
     r"""Return :math:`\alpha\,CE + (1 - \alpha)\,T^2\,D(teacher, student)` of the logits that two heads would give.
 
@@ -211,6 +220,9 @@ def chunked_kd_loss(
             weight's; softmaxes and sums are float32 always.
         teacher_hidden: ``(..., teacher_features)``, any float dtype and device; no gradient flows through it.
         teacher_head: Like `student_head`, on the device of `teacher_hidden`.
+        options: As below.
+
+    Options:
         temperature: ``T``, finite and > 0; softmaxes are float64 for T > 10 or < 0.01.
         labels: ``(...)`` integers, one a row, already shifted in a causal model. None: no cross-entropy.
         alpha: Weight of the cross-entropy in [0, 1]; above 0 it needs `labels`.
@@ -243,15 +255,8 @@ def chunked_kd_loss(
         >>> round(loss.item(), 4), weight.grad[:, 0]
         (0.4931, tensor([-0.4856,  0.2428,  0.2428]))
     """
-    options = {"divergence": divergence, "beta": beta, "scale_by_temperature": scale_by_temperature}
-    sums: ChunkedSums = _sums(
-        (student_hidden, student_head, teacher_hidden, teacher_head),
-        (labels, ignore_index, mask),
-        checked_terms(temperature, alpha, labels, **options),
-        (chunk_rows, budget_mib, softcap, vocab_size),
-        mean=True,
-    )
-    return sums.total / sums.rows.clamp(min=1)
+    sums: ChunkedSums = _sums(student_hidden, student_head, teacher_hidden, teacher_head, reduction="mean", **options)
+    return mean_of(sums.total, sums.rows)
 
 
 def chunked_kd_sum(
@@ -259,19 +264,7 @@ def chunked_kd_sum(
     student_head: HeadLike,
     teacher_hidden: Tensor,
     teacher_head: HeadLike,
-    *,
-    temperature: float = 2.0,
-    labels: Tensor | None = None,
-    alpha: float = 0.0,
-    ignore_index: int = -100,
-    chunk_rows: int | None = None,
-    mask: Tensor | None = None,
-    divergence: str = "forward_kl",
-    beta: float = 0.5,
-    scale_by_temperature: bool = True,
-    softcap: float | tuple[float | None, float | None] | None = None,
-    vocab_size: int | None = None,
-    budget_mib: float | None = None,
+    **options: Unpack[ChunkedOptions],
 ) -> ChunkedSums:
     """Return the sums of `chunked_kd_loss` over rows, and how many there are.
 
@@ -286,28 +279,34 @@ def chunked_kd_sum(
         >>> round(sums.total.item(), 4), sums.rows.item(), sums.soft.item()
         (1.6265, 2, 0.0)
     """
-    options = {"divergence": divergence, "beta": beta, "scale_by_temperature": scale_by_temperature}
-    sums: ChunkedSums = _sums(
-        (student_hidden, student_head, teacher_hidden, teacher_head),
-        (labels, ignore_index, mask),
-        checked_terms(temperature, alpha, labels, **options),
-        (chunk_rows, budget_mib, softcap, vocab_size),
-        mean=False,
-    )
+    sums: ChunkedSums = _sums(student_hidden, student_head, teacher_hidden, teacher_head, reduction="sum", **options)
     return sums
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the shape of chunks follows from how many rows count
 def _sums(
-    pair: tuple[Tensor, HeadLike, Tensor, HeadLike],
-    which: tuple[Tensor | None, int, Tensor | None],
-    terms: Terms,
-    limits: tuple[int | None, float | None, Any, int | None],
+    student_hidden: Tensor,
+    student_head: HeadLike,
+    teacher_hidden: Tensor,
+    teacher_head: HeadLike,
     *,
-    mean: bool,
+    reduction: Literal["mean", "sum"],
+    temperature: float = 2.0,
+    labels: Tensor | None = None,
+    alpha: float = 0.0,
+    ignore_index: int = -100,
+    chunk_rows: int | None = None,
+    mask: Tensor | None = None,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    scale_by_temperature: bool = True,
+    softcap: float | tuple[float | None, float | None] | None = None,
+    vocab_size: int | None = None,
+    budget_mib: float | None = None,
 ) -> ChunkedSums:
-    student_hidden, student_head, teacher_hidden, teacher_head = pair
-    chunk_rows, budget_mib, softcap, vocab_size = limits
+    terms = checked_terms(
+        temperature, alpha, labels, divergence=divergence, beta=beta, scale_by_temperature=scale_by_temperature
+    )
     caps = softcap if isinstance(softcap, tuple) else (softcap, softcap)
     student = checked_head("student", student_hidden, student_head, caps[0])
     teacher = checked_head("teacher", teacher_hidden, teacher_head, caps[1])
@@ -315,14 +314,14 @@ def _sums(
     shape = tuple(student_hidden.shape[:-1])
     if shape != tuple(teacher_hidden.shape[:-1]):
         raise ConfigError(
-            f"chunked_kd_loss: teacher_hidden must have the rows of student_hidden, {shape}, "
+            f"{_WHERE}: teacher_hidden must have the rows of student_hidden, {shape}, "
             f"got {tuple(teacher_hidden.shape[:-1])}"
         )
-    labels, rows = checked_rows(*which, shape, student_hidden.device, student.classes)
+    labels, rows = checked_rows(labels, ignore_index, mask, shape, student_hidden.device, student.classes)
     chunk_rows = checked_chunk_rows(chunk_rows, budget_mib, student, teacher, student_hidden.device)
     count = student_hidden.shape[:-1].numel() if rows is None else rows.numel()
     labelled = 0 if labels is None else int((labels if rows is None else labels[rows]).ge(0).sum())
-    if mean and labelled:
+    if reduction == "mean" and labelled:
         terms = replace(terms, hard_weight=terms.hard_weight * count / labelled)
     inputs: list[Tensor | None] = [student_hidden.reshape(-1, student_hidden.shape[-1]), student.weight, student.bias]
     if not torch.is_grad_enabled():
@@ -407,28 +406,16 @@ class _CrossEntropyRows(torch.autograd.Function):
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
         head, terms, chunk_rows = ctx.arguments
-        by_hidden, by_weight, by_bias, *_ = ctx.needs_input_grad
-        hidden_grad = torch.empty_like(hidden) if by_hidden else None
         several = len(hidden) > chunk_rows
-        weight_grad = WeightGradient(weight, len(weight), several) if by_weight else None
-        bias_grad = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32)) if by_bias else None
+        gradients = HeadGradients(hidden, head, ctx.needs_input_grad[:3], hidden.dtype, several=several)
         with torch.autocast(hidden.device.type, enabled=False):
             used = head.used
             for here, logits, inputs in _chunks(hidden, used, chunk_rows):
                 for tile in _tiles(logits):
                     _to_gradient_(logits[tile], targets[here][tile], grad_losses[here][tile], head.softcap, terms)
-                if hidden_grad is not None:
-                    hidden_grad[here] = scaled_product(logits, used[0], 1.0)
-                if weight_grad is not None:
-                    weight_grad.add(logits, inputs, 1.0)
-                if bias_grad is not None:
-                    bias_grad += logits.sum(0, dtype=bias_grad.dtype)
-        return (
-            hidden_grad,
-            None if weight_grad is None else weight_grad.value().to(weight.dtype),
-            None if bias_grad is None else bias_grad.to(bias.dtype),
-            *[None] * 4,
-        )
+                gradients.add(here, logits, inputs, used[0])
+        found = zip((hidden, weight, bias), gradients.values(), strict=True)
+        return (*(None if grad is None else grad.to(like.dtype) for like, grad in found), *[None] * 4)
 
 
 def _chunks(
@@ -555,8 +542,7 @@ def fused_sum(
     """
     check_temperature(divergence, temperature)
     check_fraction(divergence, "beta", beta)
-    if divergence == "jsd" and beta in (0, 1):
-        divergence = "reverse_kl" if beta else "forward_kl"
+    divergence = without_ends(divergence, beta)
     check_mask(divergence, mask, tuple(student.shape[:-1]))
     rows, targets, count = counted_rows(divergence, student.detach(), teacher, None)
     places = None

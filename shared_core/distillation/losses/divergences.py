@@ -1,17 +1,17 @@
-"""Divergences between a student's and a teacher's softened class probabilities, all with one signature.
+"""Divergences between a student's and a teacher's softened class probabilities.
 
-`DIVERGENCES` holds the sum forms by name. All of them leave out rows whose `mask` is False, compute in float32 whatever
-the logits' dtype (float64 for T > 10 or T < 0.01, or float64 logits), give the teacher no gradient, and give the sum
-and the count 0 with zero gradients if no row counts. Classes that both sides rule out (logit -inf) change nothing: the
-terms of a class of probability 0 are taken out before they are multiplied, since 0 times an infinite log is NaN.
-Several teachers are averaged first.
+`divergence` computes each of them; `DIVERGENCES` holds the sums by name. All leave out rows whose `mask` is False,
+compute in float32 whatever the logits' dtype (float64 for T > 10 or T < 0.01, or float64 logits), give the teacher no
+gradient, and give the sum and the count 0 with zero gradients if no row counts. Classes that both sides rule out (logit
+-inf) change nothing. Several teachers are averaged first.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from functools import partial
+from typing import Literal, Protocol, TypedDict, Unpack, overload
 
 import torch
 import torch.nn.functional as F
@@ -33,33 +33,23 @@ from shared_core.distillation.losses.softened_pair import (
 )
 from shared_core.errors import ConfigError
 
+Softened = Literal["forward_kl", "reverse_kl", "jsd", "soft_cross_entropy"]
 
-def forward_kl_rows(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return ``KL(teacher || student)``.
+
+def softened_rows(kind: Softened, student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
+    """Return one divergence of each row from log-probabilities ``(..., C)`` of both sides, ``(...)``.
 
     Example:
-        >>> round(forward_kl_rows(torch.tensor([0.5, 0.5]).log(), torch.tensor([1.0, 0.0]).log()).item(), 4)
+        >>> round(softened_rows("forward_kl", torch.tensor([0.5, 0.5]).log(), torch.tensor([1.0, 0.0]).log()).item(), 4)
         0.6931
     """
-    return _expected(teacher.exp(), teacher - student)
-
-
-def reverse_kl_rows(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return ``KL(student || teacher)``."""
-    return _expected(student.exp(), student - teacher)
-
-
-def soft_cross_entropy_rows(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the student's cross-entropy with the teacher's probabilities as targets."""
-    return _expected(teacher.exp(), -student)
-
-
-def jsd_rows(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
-    """Return ``beta KL(teacher || m) + (1 - beta) KL(student || m)`` with ``m = beta teacher + (1 - beta) student``."""
-    if beta == 0:
-        return forward_kl_rows(student, teacher)
-    if beta == 1:
-        return reverse_kl_rows(student, teacher)
+    one = without_ends(kind, beta)
+    if one == "soft_cross_entropy":
+        return _expected(teacher.exp(), -student)
+    if one == "forward_kl":
+        return _expected(teacher.exp(), teacher - student)
+    if one == "reverse_kl":
+        return _expected(student.exp(), student - teacher)
     p_student, p_teacher = student.exp(), teacher.exp()
     # logaddexp has no gradient where both are -inf; the probabilities, which multiply these logs, are 0 there
     neither = torch.isneginf(student) & torch.isneginf(teacher)
@@ -68,326 +58,93 @@ def jsd_rows(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
     return beta * _expected(p_teacher, teacher - mixture) + (1 - beta) * _expected(p_student, student - mixture)
 
 
+def without_ends(kind: str, beta: float) -> str:
+    """Return the divergence itself, or the KL that `jsd` is by definition where beta is 0 or 1."""
+    return kind if kind != "jsd" or beta not in (0, 1) else "reverse_kl" if beta else "forward_kl"
+
+
 def _expected(probabilities: Tensor, values: Tensor) -> Tensor:
+    # terms of probability 0 are taken out before they are multiplied: 0 times an infinite log is NaN
     return (probabilities * values.masked_fill(probabilities == 0, 0.0)).sum(dim=-1)
 
 
-class Divergence(Protocol):
-    """The signature that all of `DIVERGENCES` share; what one needs beyond it has a default."""
+class Options(TypedDict, total=False):
+    """The options of `divergence` that `reverse_kl` and `jsd` pass on."""
 
-    def __call__(
-        self,
-        student: Tensor,
-        teacher: Tensor | None = None,
-        /,
-        *,
-        temperature: float = 2.0,
-        mask: Tensor | None = None,
-        teacher_log_probs: Tensor | None = None,
-        scale_by_temperature: bool = True,
-    ) -> tuple[Tensor, Tensor]:
-        """Return the sum over the rows that count, and their number."""
-        ...
+    temperature: float
+    mask: Tensor | None
+    teacher_log_probs: Tensor | None
+    scale_by_temperature: bool
 
 
-def forward_kl_sum(
+@overload
+def divergence(
+    kind: Softened,
     student_logits: Tensor,
     teacher_logits: Tensor | None = None,
     *,
-    temperature: float = 2.0,
-    mask: Tensor | None = None,
-    teacher_log_probs: Tensor | None = None,
-    scale_by_temperature: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Return the sum over counted rows of ``T² KL(teacher || student)``, and their number: `kd_sum` with options.
+    reduction: Literal["sum"],
+    beta: float = 0.5,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def divergence(
+    kind: Softened,
+    student_logits: Tensor,
+    teacher_logits: Tensor | None = None,
+    *,
+    reduction: Literal["mean"] = "mean",
+    beta: float = 0.5,
+    **options: Unpack[Options],
+) -> Tensor: ...
+def divergence(
+    kind: Softened,
+    student_logits: Tensor,
+    teacher_logits: Tensor | None = None,
+    *,
+    reduction: Literal["mean", "sum"] = "mean",
+    beta: float = 0.5,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Return ``T²`` times a divergence of ``softmax(student / T)`` and ``softmax(teacher / T)``.
+
+    ``forward_kl`` is :math:`KL(p_t \,\|\, p_s)`, ``reverse_kl`` :math:`KL(p_s \,\|\, p_t)`, ``jsd`` the generalised
+    Jensen-Shannon divergence of `jsd`. ``soft_cross_entropy`` is :math:`-\sum p_t \log p_s`: the forward KL plus the
+    teacher's entropy, with the same gradient and a value that does not go to 0.
 
     Args:
+        kind: Which of the four.
         student_logits: ``(..., C)``, any float dtype.
         teacher_logits: ``(..., C)``, any float dtype and device.
-        temperature: ``T``, finite and > 0.
-        mask: ``(...)`` bool, True = the row counts. None counts all.
-        teacher_log_probs: ``(..., C)``, the teacher's log-probabilities at this `temperature` in place of its
-            logits, as `mean_teacher` returns them. Used as they are, never renormalised.
-        scale_by_temperature: Multiply by ``T²``, which keeps the size of the gradient about the same for all T.
-            False compares with losses that leave it out.
+        reduction: ``mean`` over the rows that count, or ``sum``: the sum and the number of those rows.
+        beta: Of ``jsd``: the teacher's share of the mixture, in [0, 1].
+        options: ``temperature`` T, finite and > 0 (2.0). ``mask`` ``(...)`` bool, True = the row counts; None counts
+            all. ``teacher_log_probs`` ``(..., C)``: the teacher's log-probabilities at this temperature in place of its
+            logits, as `mean_teacher` returns them; used as they are, never renormalised. ``scale_by_temperature``:
+            multiply by ``T²``, which keeps the size of the gradient about the same for all T (True).
 
     Returns:
-        The sum (float32, or float64 if the student's logits are) and the count (int64), both scalars.
+        The mean, or the sum and the count (int64), scalars; float32, or float64 for float64 logits.
 
     Raises:
-        ConfigError: If shapes, dtypes or the temperature are not as above, or not one teacher is given.
+        ConfigError: If shapes, dtypes or options are not as above, or not one teacher is given.
 
-    Source: Hinton et al., 2015, arXiv:1503.02531, section 2.
+    Source: Hinton et al., 2015, arXiv:1503.02531, section 2; see `reverse_kl` and `jsd` for the others.
 
     Example:
-        >>> total, count = forward_kl_sum(torch.zeros(3, 2), torch.tensor([[2.0, 0.0]] * 3), temperature=1.0)
-        >>> round(total.item(), 4), count.item()
+        >>> logits = torch.zeros(3, 2), torch.tensor([[2.0, 0.0]] * 3)
+        >>> for kind in ("forward_kl", "reverse_kl", "jsd", "soft_cross_entropy"):
+        ...     total, count = divergence(kind, *logits, temperature=1.0, reduction="sum")
+        ...     round(total.item(), 4), count.item()
         (0.9834, 3)
-    """
-    pair = soften(
-        "forward_kl",
-        student_logits,
-        teacher_logits,
-        teacher_log_probs,
-        temperature=temperature,
-        mask=mask,
-        scale_by_temperature=scale_by_temperature,
-    )
-    return pair.total(forward_kl_rows(pair.student, pair.teacher))
-
-
-def reverse_kl_sum(
-    student_logits: Tensor,
-    teacher_logits: Tensor | None = None,
-    *,
-    temperature: float = 2.0,
-    mask: Tensor | None = None,
-    teacher_log_probs: Tensor | None = None,
-    scale_by_temperature: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Return the sum of `reverse_kl` over counted rows, and their number; arguments as of `forward_kl_sum`.
-
-    Example:
-        >>> total, count = reverse_kl_sum(torch.zeros(3, 2), torch.tensor([[2.0, 0.0]] * 3), temperature=1.0)
-        >>> round(total.item(), 4), count.item()
         (1.3013, 3)
-    """
-    pair = soften(
-        "reverse_kl",
-        student_logits,
-        teacher_logits,
-        teacher_log_probs,
-        temperature=temperature,
-        mask=mask,
-        scale_by_temperature=scale_by_temperature,
-    )
-    return pair.total(reverse_kl_rows(pair.student, pair.teacher))
-
-
-def reverse_kl(
-    student_logits: Tensor,
-    teacher_logits: Tensor | None = None,
-    *,
-    temperature: float = 2.0,
-    mask: Tensor | None = None,
-    teacher_log_probs: Tensor | None = None,
-    scale_by_temperature: bool = True,
-) -> Tensor:
-    r"""Return :math:`T^2 \, KL(softmax(s / T) \,\|\, softmax(t / T))`, averaged over the rows that count.
-
-    It seeks modes: a student too small for all of the teacher's distribution puts its mass where the teacher has
-    most. Infinite, with a gradient that is NaN, if the teacher rules out (logit -inf) a class that the student does
-    not; `jsd` stays finite there.
-
-    Args, Returns, Raises: As of `forward_kl_sum`, the mean in place of the sum.
-
-    Source: Gu et al. (MiniLLM), 2023, arXiv:2306.08543, section 2; Agarwal et al. (GKD), 2023, arXiv:2306.13649.
-
-    Example:
-        >>> student, teacher = torch.tensor([[0.0, 0.0]]), torch.tensor([[2.0, 0.0]])
-        >>> round(reverse_kl(student, teacher, temperature=1.0).item(), 4)
-        0.4338
-    """
-    return mean_of(
-        *reverse_kl_sum(
-            student_logits,
-            teacher_logits,
-            temperature=temperature,
-            mask=mask,
-            teacher_log_probs=teacher_log_probs,
-            scale_by_temperature=scale_by_temperature,
-        )
-    )
-
-
-def jsd_sum(
-    student_logits: Tensor,
-    teacher_logits: Tensor | None = None,
-    *,
-    beta: float = 0.5,
-    temperature: float = 2.0,
-    mask: Tensor | None = None,
-    teacher_log_probs: Tensor | None = None,
-    scale_by_temperature: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Return the sum of `jsd` over counted rows, and their number; arguments as of `forward_kl_sum` and `jsd`.
-
-    Example:
-        >>> total, count = jsd_sum(torch.zeros(3, 2), torch.tensor([[2.0, 0.0]] * 3), temperature=1.0)
-        >>> round(total.item(), 4), count.item()
         (0.2686, 3)
-    """
-    check_fraction("jsd", "beta", beta)
-    pair = soften(
-        "jsd",
-        student_logits,
-        teacher_logits,
-        teacher_log_probs,
-        temperature=temperature,
-        mask=mask,
-        scale_by_temperature=scale_by_temperature,
-    )
-    return pair.total(jsd_rows(pair.student, pair.teacher, beta))
-
-
-def jsd(
-    student_logits: Tensor,
-    teacher_logits: Tensor | None = None,
-    *,
-    beta: float = 0.5,
-    temperature: float = 2.0,
-    mask: Tensor | None = None,
-    teacher_log_probs: Tensor | None = None,
-    scale_by_temperature: bool = True,
-) -> Tensor:
-    r"""Return the generalised Jensen-Shannon divergence times ``T²``, averaged over the rows that count.
-
-    .. math:: \beta \, KL(p_t \,\|\, m) + (1 - \beta) \, KL(p_s \,\|\, m), \quad m = \beta p_t + (1 - \beta) p_s
-
-    By definition beta = 0 is the forward KL (`kd_loss`) and beta = 1 the reverse KL (`reverse_kl`). That is not
-    continuous: the formula itself goes to 0 at both ends, and only divided by beta (by 1 - beta) to the forward
-    (reverse) KL. At beta = 0.5 it is symmetric and at most ``T² ln 2``.
-
-    Args:
-        student_logits: As of `forward_kl_sum`, and so are all others but `beta`.
-        teacher_logits: See there.
-        beta: The teacher's share of the mixture ``m``, in [0, 1].
-        temperature: See there.
-        mask: See there.
-        teacher_log_probs: See there.
-        scale_by_temperature: See there.
-
-    Returns:
-        Scalar, float32 (float64 for float64 logits); finite for 0 < beta < 1 whatever either side rules out.
-
-    Raises:
-        ConfigError: As `forward_kl_sum`, and if beta is outside [0, 1].
-
-    Source: Agarwal et al. (GKD), 2023, arXiv:2306.13649, equation 1.
-
-    Example:
-        >>> student, teacher = torch.tensor([[0.0, 0.0]]), torch.tensor([[2.0, 0.0]])
-        >>> [round(jsd(student, teacher, beta=beta, temperature=1.0).item(), 4) for beta in (0, 0.5, 1)]
-        [0.3278, 0.0895, 0.4338]
-    """
-    return mean_of(
-        *jsd_sum(
-            student_logits,
-            teacher_logits,
-            beta=beta,
-            temperature=temperature,
-            mask=mask,
-            teacher_log_probs=teacher_log_probs,
-            scale_by_temperature=scale_by_temperature,
-        )
-    )
-
-
-def soft_cross_entropy_sum(
-    student_logits: Tensor,
-    teacher_logits: Tensor | None = None,
-    *,
-    temperature: float = 2.0,
-    mask: Tensor | None = None,
-    teacher_log_probs: Tensor | None = None,
-    scale_by_temperature: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Return the sum of `soft_cross_entropy` over counted rows, and their number; arguments as of `forward_kl_sum`.
-
-    Example:
-        >>> total, count = soft_cross_entropy_sum(torch.zeros(3, 2), torch.zeros(3, 2), temperature=1.0)
-        >>> round(total.item(), 4), count.item()
         (2.0794, 3)
     """
-    pair = soften(
-        "soft_cross_entropy",
-        student_logits,
-        teacher_logits,
-        teacher_log_probs,
-        temperature=temperature,
-        mask=mask,
-        scale_by_temperature=scale_by_temperature,
-    )
-    return pair.total(soft_cross_entropy_rows(pair.student, pair.teacher))
-
-
-def soft_cross_entropy(
-    student_logits: Tensor,
-    teacher_logits: Tensor | None = None,
-    *,
-    temperature: float = 2.0,
-    mask: Tensor | None = None,
-    teacher_log_probs: Tensor | None = None,
-    scale_by_temperature: bool = True,
-) -> Tensor:
-    r"""Return :math:`-T^2 \sum softmax(t / T) \log softmax(s / T)`, averaged over the rows that count.
-
-    The forward KL plus the teacher's entropy: the same gradient, and a value that does not go to 0.
-
-    Args, Returns, Raises: As of `forward_kl_sum`, the mean in place of the sum.
-
-    Source: Hinton et al., 2015, arXiv:1503.02531, section 2.
-
-    Example:
-        >>> student, teacher = torch.tensor([[0.0, 0.0]]), torch.tensor([[2.0, 0.0]])
-        >>> round(soft_cross_entropy(student, teacher, temperature=1.0).item(), 4)
-        0.6931
-    """
-    return mean_of(
-        *soft_cross_entropy_sum(
-            student_logits,
-            teacher_logits,
-            temperature=temperature,
-            mask=mask,
-            teacher_log_probs=teacher_log_probs,
-            scale_by_temperature=scale_by_temperature,
-        )
-    )
-
-
-DIVERGENCES: dict[str, Divergence] = {
-    "forward_kl": forward_kl_sum,
-    "reverse_kl": reverse_kl_sum,
-    "jsd": jsd_sum,
-    "soft_cross_entropy": soft_cross_entropy_sum,
-    "hard_label": hard_label_sum,
-    "logit_mse": logit_mse_sum,
-    "bernoulli_kl": bernoulli_kl_sum,
-    "huber": huber_sum,
-    "teacher_bounded_mse": teacher_bounded_mse_sum,
-}
-"""By name, as the option `divergence` takes it: functions of both logits, which return a sum and what it counts."""
-
-
-def kd_sum(
-    student_logits: Tensor, teacher_logits: Tensor, *, temperature: float = 2.0, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the sum of `kd_loss` over counted rows, and their number, for a trainer that averages by itself.
-
-    Args:
-        student_logits: ``(..., C)``, as in `kd_loss`.
-        teacher_logits: ``(..., C)``, as in `kd_loss`.
-        temperature: As in `kd_loss`.
-        mask: As in `kd_loss`.
-
-    Returns:
-        The sum (float32, or float64 if the student's logits are) and the count (int64), both scalars on the
-        student's device; ``(0, 0)`` with zero gradients if no row counts.
-
-    Raises:
-        ConfigError: As `kd_loss` does.
-
-    Example:
-        >>> import torch
-        >>> total, count = kd_sum(torch.zeros(3, 2), torch.tensor([[2.0, 0.0]] * 3), temperature=1.0)
-        >>> round(total.item(), 4), count.item()
-        (0.9834, 3)
-    """
-    pair = soften(
-        "kd_loss", student_logits, teacher_logits, None,
-        temperature=temperature, mask=mask, scale_by_temperature=True,
-    )  # fmt: skip
-    return pair.total(forward_kl_rows(pair.student, pair.teacher))
+    check_fraction(kind, "beta", beta)
+    pair = soften("kd_loss" if kind == "forward_kl" else kind, student_logits, teacher_logits, **options)
+    sums = pair.total(softened_rows(kind, pair.student, pair.teacher, beta))
+    return sums if reduction == "sum" else mean_of(*sums)
 
 
 def kd_loss(
@@ -422,7 +179,98 @@ def kd_loss(
         >>> round(kd_loss(logits, -logits, temperature=1.0).item(), 4)
         1.5232
     """
-    return mean_of(*kd_sum(student_logits, teacher_logits, temperature=temperature, mask=mask))
+    return divergence("forward_kl", student_logits, teacher_logits, temperature=temperature, mask=mask)
+
+
+def kd_sum(
+    student_logits: Tensor, teacher_logits: Tensor, *, temperature: float = 2.0, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of `kd_loss` over counted rows, and their number, for a trainer that averages by itself.
+
+    Args, Raises: As of `kd_loss`.
+
+    Example:
+        >>> import torch
+        >>> total, count = kd_sum(torch.zeros(3, 2), torch.tensor([[2.0, 0.0]] * 3), temperature=1.0)
+        >>> round(total.item(), 4), count.item()
+        (0.9834, 3)
+    """
+    return divergence("forward_kl", student_logits, teacher_logits, temperature=temperature, mask=mask, reduction="sum")
+
+
+def reverse_kl(student_logits: Tensor, teacher_logits: Tensor | None = None, **options: Unpack[Options]) -> Tensor:
+    r"""Return :math:`T^2 \, KL(softmax(s / T) \,\|\, softmax(t / T))`, averaged over the rows that count.
+
+    It seeks modes: a student too small for all of the teacher's distribution puts its mass where the teacher has
+    most. Infinite, with a gradient that is NaN, if the teacher rules out (logit -inf) a class that the student does
+    not; `jsd` stays finite there.
+
+    Args, Returns, Raises: As of `divergence`.
+
+    Source: Gu et al. (MiniLLM), 2023, arXiv:2306.08543, section 2; Agarwal et al. (GKD), 2023, arXiv:2306.13649.
+
+    Example:
+        >>> student, teacher = torch.tensor([[0.0, 0.0]]), torch.tensor([[2.0, 0.0]])
+        >>> round(reverse_kl(student, teacher, temperature=1.0).item(), 4)
+        0.4338
+    """
+    return divergence("reverse_kl", student_logits, teacher_logits, **options)
+
+
+def jsd(
+    student_logits: Tensor, teacher_logits: Tensor | None = None, *, beta: float = 0.5, **options: Unpack[Options]
+) -> Tensor:
+    r"""Return the generalised Jensen-Shannon divergence times ``T²``, averaged over the rows that count.
+
+    .. math:: \beta \, KL(p_t \,\|\, m) + (1 - \beta) \, KL(p_s \,\|\, m), \quad m = \beta p_t + (1 - \beta) p_s
+
+    By definition beta = 0 is the forward KL (`kd_loss`) and beta = 1 the reverse KL (`reverse_kl`). That is not
+    continuous: the formula itself goes to 0 at both ends, and only divided by beta (by 1 - beta) to the forward
+    (reverse) KL. At beta = 0.5 it is symmetric and at most ``T² ln 2``. It is finite for 0 < beta < 1 whatever either
+    side rules out.
+
+    Args, Returns, Raises: As of `divergence`.
+
+    Source: Agarwal et al. (GKD), 2023, arXiv:2306.13649, equation 1.
+
+    Example:
+        >>> student, teacher = torch.tensor([[0.0, 0.0]]), torch.tensor([[2.0, 0.0]])
+        >>> [round(jsd(student, teacher, beta=beta, temperature=1.0).item(), 4) for beta in (0, 0.5, 1)]
+        [0.3278, 0.0895, 0.4338]
+    """
+    return divergence("jsd", student_logits, teacher_logits, beta=beta, **options)
+
+
+class Divergence(Protocol):
+    """The signature that all of `DIVERGENCES` share; what one needs beyond it has a default."""
+
+    def __call__(
+        self,
+        student: Tensor,
+        teacher: Tensor | None = None,
+        /,
+        *,
+        temperature: float = 2.0,
+        mask: Tensor | None = None,
+        teacher_log_probs: Tensor | None = None,
+        scale_by_temperature: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum over the rows that count, and their number."""
+        ...
+
+
+DIVERGENCES: dict[str, Divergence] = {
+    "forward_kl": partial(divergence, "forward_kl", reduction="sum"),
+    "reverse_kl": partial(divergence, "reverse_kl", reduction="sum"),
+    "jsd": partial(divergence, "jsd", reduction="sum"),
+    "soft_cross_entropy": partial(divergence, "soft_cross_entropy", reduction="sum"),
+    "hard_label": hard_label_sum,
+    "logit_mse": logit_mse_sum,
+    "bernoulli_kl": bernoulli_kl_sum,
+    "huber": huber_sum,
+    "teacher_bounded_mse": teacher_bounded_mse_sum,
+}
+"""By name, as the option `divergence` takes it: functions of both logits, which return a sum and what it counts."""
 
 
 def mean_teacher(

@@ -16,7 +16,7 @@ from shared_core.distillation.losses.softened_pair import (
     check_temperature,
     compute_dtype,
     counted_rows,
-    mean_of,
+    rows_of_either,
     soften,
 )
 from shared_core.errors import ConfigError
@@ -32,7 +32,7 @@ def hard_label_sum(
     teacher_log_probs: Tensor | None = None,
     scale_by_temperature: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of `hard_label_loss` over rows that count and are confident, and their number.
+    """Return the cross-entropy with the teacher's most probable class: its sum over confident rows, their number.
 
     Args:
         student_logits: ``(..., C)``, any float dtype.
@@ -49,18 +49,20 @@ def hard_label_sum(
     Raises:
         ConfigError: If shapes, dtypes or the threshold are not as above.
 
+    Source: Lee (pseudo-label), 2013; the threshold: Sohn et al. (FixMatch), 2020, arXiv:2001.07685, equation 4.
+
     Example:
         >>> teacher = torch.tensor([[3.0, 0.0], [0.1, 0.0]])
         >>> total, count = hard_label_sum(torch.zeros(2, 2), teacher, threshold=0.9)
         >>> round(total.item(), 4), count.item()
         (0.6931, 1)
     """
-    check_fraction("hard_label_loss", "threshold", threshold)
+    check_fraction("hard_label", "threshold", threshold)
     pair = soften(
-        "hard_label_loss",
+        "hard_label",
         student_logits,
         teacher_logits,
-        teacher_log_probs,
+        teacher_log_probs=teacher_log_probs,
         temperature=1.0,
         mask=mask,
         scale_by_temperature=False,
@@ -75,31 +77,6 @@ def hard_label_sum(
     return F.nll_loss(student, teacher.argmax(-1), reduction="sum").to(pair.out_dtype), count
 
 
-def hard_label_loss(
-    student_logits: Tensor,
-    teacher_logits: Tensor | None = None,
-    *,
-    threshold: float = 0.0,
-    mask: Tensor | None = None,
-    teacher_log_probs: Tensor | None = None,
-) -> Tensor:
-    """Return the cross-entropy with the teacher's most probable class, averaged over rows that count.
-
-    Args, Returns, Raises: As of `hard_label_sum`, the mean in place of the sum; 0.0 if no row is confident.
-
-    Source: Lee (pseudo-label), 2013; the threshold: Sohn et al. (FixMatch), 2020, arXiv:2001.07685, equation 4.
-
-    Example:
-        >>> round(hard_label_loss(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 5.0]])).item(), 4)
-        1.3133
-    """
-    return mean_of(
-        *hard_label_sum(
-            student_logits, teacher_logits, threshold=threshold, mask=mask, teacher_log_probs=teacher_log_probs
-        )
-    )
-
-
 def logit_mse_sum(
     student_logits: Tensor,
     teacher_logits: Tensor | None = None,
@@ -109,30 +86,18 @@ def logit_mse_sum(
     teacher_log_probs: Tensor | None = None,
     scale_by_temperature: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of `logit_mse` over counted rows, and their number.
-
-    Arguments as of `logit_mse`; `temperature` and `scale_by_temperature` are not used (``T² mse(s/T, t/T)`` is the
-    same for every T), and `teacher_log_probs` is refused.
-
-    Example:
-        >>> total, count = logit_mse_sum(torch.zeros(3, 2), torch.tensor([[2.0, 0.0]] * 3))
-        >>> total.item(), count.item()
-        (6.0, 3)
-    """
-    student, teacher, count = _outputs("logit_mse", student_logits, teacher_logits, teacher_log_probs, mask)
-    return (student - teacher).masked_fill(_both_out(student, teacher), 0.0).square().mean(-1).sum(), count
-
-
-def logit_mse(student_logits: Tensor, teacher_logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
-    """Return the mean squared difference of logits (or regression outputs), averaged over classes and counted rows.
+    """Return the squared difference of logits (or regression outputs), averaged over classes: sum and number of rows.
 
     Args:
         student_logits: ``(..., C)``, any float dtype. Classes that both sides rule out (logit -inf) add 0.
         teacher_logits: ``(..., C)``, any float dtype and device.
+        temperature: Not used, nor is `scale_by_temperature`: ``T² mse(s/T, t/T)`` is the same for every T.
         mask: ``(...)`` bool, True = the row counts. None counts all.
+        teacher_log_probs: Refused.
+        scale_by_temperature: Not used.
 
     Returns:
-        Scalar, float32 (float64 for float64 logits); 0.0 with zero gradients if no row counts.
+        The sum (float32, or float64 for float64 logits) and the count (int64), scalars.
 
     Raises:
         ConfigError: If shapes or dtypes are not as above.
@@ -141,10 +106,13 @@ def logit_mse(student_logits: Tensor, teacher_logits: Tensor, *, mask: Tensor | 
     arXiv:2105.08919. Both sum over classes, which multiplies by C.
 
     Example:
-        >>> logit_mse(torch.tensor([[0.0, 1.0]]), torch.tensor([[2.0, 1.0]])).item()
-        2.0
+        >>> total, count = logit_mse_sum(torch.zeros(3, 2), torch.tensor([[2.0, 0.0]] * 3))
+        >>> total.item(), count.item()
+        (6.0, 3)
     """
-    return mean_of(*logit_mse_sum(student_logits, teacher_logits, mask=mask))
+    student, teacher, count = _outputs("logit_mse", student_logits, teacher_logits, teacher_log_probs, mask)
+    both_out = torch.isneginf(student) & torch.isneginf(teacher)
+    return (student - teacher).masked_fill(both_out, 0.0).square().mean(-1).sum(), count
 
 
 def bernoulli_kl_sum(
@@ -157,44 +125,7 @@ def bernoulli_kl_sum(
     scale_by_temperature: bool = True,
     average_labels: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of `bernoulli_kl` over counted rows, and their number; arguments as of `bernoulli_kl`.
-
-    Example:
-        >>> total, count = bernoulli_kl_sum(torch.zeros(3, 1), torch.full((3, 1), 2.0), temperature=1.0)
-        >>> round(total.item(), 4), count.item()
-        (0.9834, 3)
-    """
-    check_temperature("bernoulli_kl", temperature)
-    if (teacher_logits is None) == (teacher_log_probs is None):
-        got = "neither" if teacher_logits is None else "both"
-        raise ConfigError(f"bernoulli_kl: one of teacher_logits and teacher_log_probs must be given, got {got}")
-    name = "teacher_logits" if teacher_log_probs is None else "teacher_log_probs"
-    given = teacher_logits if teacher_log_probs is None else teacher_log_probs
-    student, teacher, count = counted_rows("bernoulli_kl", student_logits, given, mask, names=("student_logits", name))
-    dtype = compute_dtype(student.dtype, temperature)
-    student, teacher = student.to(dtype) / temperature, teacher.to(dtype)
-    if teacher_log_probs is None:
-        teacher = teacher / temperature
-        log_yes, log_no = F.logsigmoid(teacher), F.logsigmoid(-teacher)
-    else:
-        log_yes, log_no = teacher, log1m_exp(teacher)
-    terms = _term(log_yes, F.logsigmoid(student)) + _term(log_no, F.logsigmoid(-student))
-    rows = terms.mean(-1) if average_labels else terms.sum(-1)
-    factor = temperature**2 if scale_by_temperature else 1.0
-    return (factor * rows.sum()).to(compute_dtype(student_logits.dtype)), count
-
-
-def bernoulli_kl(
-    student_logits: Tensor,
-    teacher_logits: Tensor | None = None,
-    *,
-    temperature: float = 2.0,
-    mask: Tensor | None = None,
-    teacher_log_probs: Tensor | None = None,
-    scale_by_temperature: bool = True,
-    average_labels: bool = False,
-) -> Tensor:
-    r"""Return :math:`T^2 \sum_l KL(Bern(\sigma(t_l / T)) \,\|\, Bern(\sigma(s_l / T)))`, averaged over counted rows.
+    r"""Return :math:`T^2 \sum_l KL(Bern(\sigma(t_l / T)) \,\|\, Bern(\sigma(s_l / T)))`: sum over rows, their number.
 
     For binary (``L = 1``) and multi-label classifiers, whose logits are independent: the sum over labels is the KL
     of the joint distributions.
@@ -210,7 +141,7 @@ def bernoulli_kl(
             the two keeps its proportion.
 
     Returns:
-        Scalar, float32 (float64 for float64 logits); 0.0 with zero gradients if no row counts.
+        The sum (float32, or float64 for float64 logits) and the count (int64), scalars.
 
     Raises:
         ConfigError: If shapes, dtypes or the temperature are not as above, or not one teacher is given.
@@ -219,20 +150,23 @@ def bernoulli_kl(
     arXiv:2308.06453, section 3.2.
 
     Example:
-        >>> round(bernoulli_kl(torch.zeros(1, 2), torch.tensor([[2.0, 0.0]]), temperature=1.0).item(), 4)
-        0.3278
+        >>> total, count = bernoulli_kl_sum(torch.zeros(3, 1), torch.full((3, 1), 2.0), temperature=1.0)
+        >>> round(total.item(), 4), count.item()
+        (0.9834, 3)
     """
-    return mean_of(
-        *bernoulli_kl_sum(
-            student_logits,
-            teacher_logits,
-            temperature=temperature,
-            mask=mask,
-            teacher_log_probs=teacher_log_probs,
-            scale_by_temperature=scale_by_temperature,
-            average_labels=average_labels,
-        )
-    )
+    check_temperature("bernoulli_kl", temperature)
+    student, teacher, count = rows_of_either("bernoulli_kl", student_logits, teacher_logits, teacher_log_probs, mask)
+    dtype = compute_dtype(student.dtype, temperature)
+    student, teacher = student.to(dtype) / temperature, teacher.to(dtype)
+    if teacher_log_probs is None:
+        teacher = teacher / temperature
+        log_yes, log_no = F.logsigmoid(teacher), F.logsigmoid(-teacher)
+    else:
+        log_yes, log_no = teacher, log1m_exp(teacher)
+    terms = _term(log_yes, F.logsigmoid(student)) + _term(log_no, F.logsigmoid(-student))
+    rows = terms.mean(-1) if average_labels else terms.sum(-1)
+    factor = temperature**2 if scale_by_temperature else 1.0
+    return (factor * rows.sum()).to(compute_dtype(student_logits.dtype)), count
 
 
 def huber_sum(
@@ -245,7 +179,14 @@ def huber_sum(
     teacher_log_probs: Tensor | None = None,
     scale_by_temperature: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of `huber` over counted rows, and their number; the temperature is not used.
+    """Return the Huber loss of regression outputs, averaged over outputs: its sum over counted rows, their number.
+
+    ``d² / 2`` for ``|d| <= delta``, else ``delta (|d| - delta / 2)``: one wild output of the teacher weighs less than
+    in `logit_mse_sum`.
+
+    Args, Returns, Raises: As of `logit_mse_sum`; `delta`, > 0, is where the square ends, in units of the outputs.
+
+    Source: Huber, 1964, Annals of Mathematical Statistics 35 (1).
 
     Example:
         >>> total, count = huber_sum(torch.zeros(2, 1), torch.tensor([[3.0], [0.5]]))
@@ -256,35 +197,6 @@ def huber_sum(
         raise ConfigError(f"huber: delta must be finite and above 0, got {delta}")
     student, teacher, count = _outputs("huber", student_outputs, teacher_outputs, teacher_log_probs, mask)
     return F.huber_loss(student, teacher, reduction="none", delta=delta).mean(-1).sum(), count
-
-
-def huber(
-    student_outputs: Tensor, teacher_outputs: Tensor, *, delta: float = 1.0, mask: Tensor | None = None
-) -> Tensor:
-    """Return the Huber loss of regression outputs, averaged over outputs and counted rows.
-
-    ``d² / 2`` for ``|d| <= delta``, else ``delta (|d| - delta / 2)``: one wild output of the teacher weighs less than
-    in `logit_mse`.
-
-    Args:
-        student_outputs: ``(..., D)``, any float dtype.
-        teacher_outputs: ``(..., D)``, any float dtype and device.
-        delta: Where the square ends, > 0, in units of the outputs.
-        mask: ``(...)`` bool, True = the row counts. None counts all.
-
-    Returns:
-        Scalar, float32 (float64 for float64 outputs); 0.0 with zero gradients if no row counts.
-
-    Raises:
-        ConfigError: If shapes, dtypes or delta are not as above.
-
-    Source: Huber, 1964, Annals of Mathematical Statistics 35 (1).
-
-    Example:
-        >>> huber(torch.tensor([[0.0]]), torch.tensor([[3.0]])).item()
-        2.5
-    """
-    return mean_of(*huber_sum(student_outputs, teacher_outputs, delta=delta, mask=mask))
 
 
 def teacher_bounded_mse_sum(
@@ -298,7 +210,16 @@ def teacher_bounded_mse_sum(
     teacher_log_probs: Tensor | None = None,
     scale_by_temperature: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of `teacher_bounded_mse` over counted rows, and their number; the temperature is not used.
+    r"""Return the student's squared error where it is not yet below the teacher's: its sum over rows, their number.
+
+    :math:`\|s - y\|^2` of rows with :math:`\|s - y\|^2 + margin > \|t - y\|^2`, 0 of the others: a teacher's output
+    may be wrong without bound, so that it is a bound to beat, not a target.
+
+    Args, Returns, Raises: As of `logit_mse_sum`; `targets` ``(..., D)`` are the true values, and the student must beat
+    the teacher by `margin`, >= 0, in squared units of the outputs.
+
+    Source: Chen et al., 2017, Learning Efficient Object Detection Models with Knowledge Distillation
+    (the teacher bounded regression loss).
 
     Example:
         >>> student, teacher = torch.tensor([[2.0], [0.5]]), torch.tensor([[1.0], [1.0]])
@@ -319,44 +240,6 @@ def teacher_bounded_mse_sum(
     return errors.masked_fill(errors.detach() + margin <= bound, 0.0).sum(), count
 
 
-def teacher_bounded_mse(
-    student_outputs: Tensor,
-    teacher_outputs: Tensor,
-    targets: Tensor,
-    *,
-    margin: float = 0.0,
-    mask: Tensor | None = None,
-) -> Tensor:
-    r"""Return the student's squared error where it is not yet below the teacher's, averaged over counted rows.
-
-    :math:`\|s - y\|^2` of rows with :math:`\|s - y\|^2 + margin > \|t - y\|^2`, 0 of the others: a teacher's output
-    may be wrong without bound, so that it is a bound to beat, not a target.
-
-    Args:
-        student_outputs: ``(..., D)``, any float dtype.
-        teacher_outputs: ``(..., D)``, any float dtype and device.
-        targets: ``(..., D)``, the true values.
-        margin: By how much the student must beat the teacher, >= 0, in squared units of the outputs.
-        mask: ``(...)`` bool, True = the row counts. None counts all.
-
-    Returns:
-        Scalar, float32 (float64 for float64 outputs); 0.0 with zero gradients if no row counts.
-
-    Raises:
-        ConfigError: If shapes, dtypes or the margin are not as above.
-
-    Source: Chen et al., 2017, Learning Efficient Object Detection Models with Knowledge Distillation
-    (the teacher bounded regression loss).
-
-    Example:
-        >>> teacher_bounded_mse(torch.tensor([[2.0]]), torch.tensor([[1.0]]), torch.tensor([[0.0]])).item()
-        4.0
-    """
-    return mean_of(
-        *teacher_bounded_mse_sum(student_outputs, teacher_outputs, targets=targets, margin=margin, mask=mask)
-    )
-
-
 def log1m_exp(log_probs: Tensor) -> Tensor:
     """Return ``log(1 - exp(x))`` for x <= 0 without losing digits at either end.
 
@@ -371,10 +254,6 @@ def log1m_exp(log_probs: Tensor) -> Tensor:
 def _term(log_p: Tensor, log_q: Tensor) -> Tensor:
     p = log_p.exp()
     return p * (log_p - log_q).masked_fill(p == 0, 0.0)
-
-
-def _both_out(student: Tensor, teacher: Tensor) -> Tensor:
-    return torch.isneginf(student) & torch.isneginf(teacher)
 
 
 def _outputs(

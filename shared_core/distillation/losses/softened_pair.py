@@ -99,25 +99,32 @@ def check_mask(where: str, mask: Tensor | None, shape: tuple[int, ...]) -> None:
         raise ConfigError(f"{where}: mask must be bool of shape {shape}, got {mask.dtype} of shape {tuple(mask.shape)}")
 
 
-def soften(
-    where: str,
-    student_logits: Tensor,
-    teacher_logits: Tensor | None,
-    teacher_log_probs: Tensor | None,
-    *,
-    temperature: float,
-    mask: Tensor | None,
-    scale_by_temperature: bool,
-) -> SoftenedPair:
-    """Return both log-softmaxes at the temperature; the teacher's log-probabilities are taken as they are."""
-    check_temperature(where, temperature)
+def rows_of_either(
+    where: str, student: Tensor, teacher_logits: Tensor | None, teacher_log_probs: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `counted_rows` of the student and of the one of the teacher's two forms that is given."""
     if (teacher_logits is None) == (teacher_log_probs is None):
         got = "neither" if teacher_logits is None else "both"
         raise ConfigError(f"{where}: one of teacher_logits and teacher_log_probs must be given, got {got}")
     given, name = (
         (teacher_logits, "teacher_logits") if teacher_log_probs is None else (teacher_log_probs, "teacher_log_probs")
     )
-    student, teacher, count = counted_rows(where, student_logits, given, mask, names=("student_logits", name))
+    return counted_rows(where, student, given, mask, names=("student_logits", name))
+
+
+def soften(
+    where: str,
+    student_logits: Tensor,
+    teacher_logits: Tensor | None,
+    *,
+    temperature: float = 2.0,
+    mask: Tensor | None = None,
+    teacher_log_probs: Tensor | None = None,
+    scale_by_temperature: bool = True,
+) -> SoftenedPair:
+    """Return both log-softmaxes at the temperature; the teacher's log-probabilities are taken as they are."""
+    check_temperature(where, temperature)
+    student, teacher, count = rows_of_either(where, student_logits, teacher_logits, teacher_log_probs, mask)
     dtype = compute_dtype(student.dtype, temperature)
     log_p_teacher = teacher.to(dtype)
     if teacher_log_probs is None:

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared_core.distillation.losses.divergences import (
-    forward_kl_rows,
-    jsd_rows,
-    reverse_kl_rows,
-    soft_cross_entropy_rows,
-)
-from shared_core.distillation.losses.softened_pair import check_mask, check_temperature, compute_dtype, mean_of
+from shared_core.distillation.losses.divergences import Softened, softened_rows
+from shared_core.distillation.losses.softened_pair import check_mask, check_temperature, compute_dtype
 from shared_core.errors import ConfigError, nearest
-
-_ROWS = {
-    "forward_kl": forward_kl_rows,
-    "reverse_kl": reverse_kl_rows,
-    "jsd": jsd_rows,
-    "soft_cross_entropy": soft_cross_entropy_rows,
-}
 
 
 def kd_topk_sum(
@@ -33,47 +21,10 @@ def kd_topk_sum(
     temperature: float = 2.0,
     mask: Tensor | None = None,
     tail_mass: Tensor | None = None,
-    divergence: Literal["forward_kl", "reverse_kl", "jsd", "soft_cross_entropy"] = "forward_kl",
+    divergence: Softened = "forward_kl",
     scale_by_temperature: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    r"""Return the sum of `kd_topk` over counted rows, and their number; arguments as of `kd_topk`.
-
-    Example:
-        >>> log_probs, indices = torch.log_softmax(torch.tensor([[2.0, 1.0, 0.0]]), -1).topk(2)
-        >>> total, count = kd_topk_sum(torch.zeros(1, 3), indices, log_probs, temperature=1.0)
-        >>> round(total.item(), 4), count.item()
-        (0.2662, 1)
-    """
-    check_temperature("kd_topk", temperature)
-    if divergence not in _ROWS:
-        raise ConfigError(f"kd_topk: divergence must be one of them, got {divergence!r}{nearest(divergence, _ROWS)}")
-    _check(student_logits, topk_indices, topk_log_probs, tail_mass, mask)
-    device = student_logits.device
-    topk_indices, topk_log_probs = topk_indices.to(device), topk_log_probs.detach().to(device)
-    tail_mass = None if tail_mass is None else tail_mass.detach().to(device)
-    if mask is not None:
-        mask = mask.to(device)
-        student_logits, topk_indices, topk_log_probs = student_logits[mask], topk_indices[mask], topk_log_probs[mask]
-        tail_mass = None if tail_mass is None else tail_mass[mask]
-    student, teacher = with_tail(student_logits, topk_indices, topk_log_probs, tail_mass, temperature=temperature)
-    factor = temperature**2 if scale_by_temperature else 1.0
-    total = factor * _ROWS[divergence](student, teacher).sum()
-    count = torch.full((), student_logits.shape[:-1].numel(), dtype=torch.int64, device=device)
-    return total.to(compute_dtype(student_logits.dtype)), count
-
-
-def kd_topk(
-    student_logits: Tensor,
-    topk_indices: Tensor,
-    topk_log_probs: Tensor,
-    *,
-    temperature: float = 2.0,
-    mask: Tensor | None = None,
-    tail_mass: Tensor | None = None,
-    divergence: Literal["forward_kl", "reverse_kl", "jsd", "soft_cross_entropy"] = "forward_kl",
-    scale_by_temperature: bool = True,
-) -> Tensor:
-    r"""Return the soft-target loss over k classes and one more that stands for all the others.
+    r"""Return the loss over k classes and one more for all the others: its sum over counted rows, and their number.
 
     .. math:: T^2 \Big( \sum_{i \le k} p_i \log \frac{p_i}{q_i} + p_{tail} \log \frac{p_{tail}}{q_{tail}} \Big)
 
@@ -93,7 +44,7 @@ def kd_topk(
         scale_by_temperature: Multiply by ``T²``.
 
     Returns:
-        Scalar, float32 (float64 for float64 logits); 0.0 with zero gradients if no row counts.
+        The sum, float32 (float64 for float64 logits), with zero gradients if no row counts, and the count (int64).
 
     Raises:
         ConfigError: If shapes, dtypes, the temperature or the divergence are not as above.
@@ -103,21 +54,27 @@ def kd_topk(
 
     Example:
         >>> log_probs, indices = torch.log_softmax(torch.tensor([[2.0, 1.0, 0.0]]), -1).topk(3)
-        >>> round(kd_topk(torch.zeros(1, 3), indices, log_probs, temperature=1.0).item(), 4)
-        0.2662
+        >>> total, count = kd_topk_sum(torch.zeros(1, 3), indices, log_probs, temperature=1.0)
+        >>> round(total.item(), 4), count.item()
+        (0.2662, 1)
     """
-    return mean_of(
-        *kd_topk_sum(
-            student_logits,
-            topk_indices,
-            topk_log_probs,
-            temperature=temperature,
-            mask=mask,
-            tail_mass=tail_mass,
-            divergence=divergence,
-            scale_by_temperature=scale_by_temperature,
-        )
-    )
+    check_temperature("kd_topk", temperature)
+    if divergence not in get_args(Softened):
+        near = nearest(divergence, get_args(Softened))
+        raise ConfigError(f"kd_topk: divergence must be one of them, got {divergence!r}{near}")
+    _check(student_logits, topk_indices, topk_log_probs, tail_mass, mask)
+    device = student_logits.device
+    topk_indices, topk_log_probs = topk_indices.to(device), topk_log_probs.detach().to(device)
+    tail_mass = None if tail_mass is None else tail_mass.detach().to(device)
+    if mask is not None:
+        mask = mask.to(device)
+        student_logits, topk_indices, topk_log_probs = student_logits[mask], topk_indices[mask], topk_log_probs[mask]
+        tail_mass = None if tail_mass is None else tail_mass[mask]
+    student, teacher = with_tail(student_logits, topk_indices, topk_log_probs, tail_mass, temperature=temperature)
+    factor = temperature**2 if scale_by_temperature else 1.0
+    total = factor * softened_rows(divergence, student, teacher).sum()
+    count = torch.full((), student_logits.shape[:-1].numel(), dtype=torch.int64, device=device)
+    return total.to(compute_dtype(student_logits.dtype)), count
 
 
 def with_tail(
@@ -131,11 +88,11 @@ def with_tail(
     """Return both sides' log-probabilities of the k classes and, last, of all the others together.
 
     Args:
-        student_logits: As of `kd_topk`.
-        topk_indices: As of `kd_topk`.
-        topk_log_probs: As of `kd_topk`.
-        tail_mass: As of `kd_topk`.
-        temperature: As of `kd_topk`; for the student only.
+        student_logits: As of `kd_topk_sum`.
+        topk_indices: As of `kd_topk_sum`.
+        topk_log_probs: As of `kd_topk_sum`.
+        tail_mass: As of `kd_topk_sum`.
+        temperature: As of `kd_topk_sum`; for the student only.
 
     Returns:
         The student's and the teacher's ``(..., k + 1)``, float32 or float64. If k is C the last is -inf in both.

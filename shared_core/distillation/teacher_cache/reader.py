@@ -156,7 +156,8 @@ class TeacherCache:
                 f"not (the first is number {lacking[0]}); the data set, the tokenizer or the template changed, or "
                 "inputs are drawn at random: write the cache of what the model is given now"
             )
-        return self._gather(rows, [place for place in places if place is not None], _device_of(inputs))
+        device = next(iter(tensors_of(inputs).values())).device
+        return self._gather(rows, [place for place in places if place is not None], device)
 
     def _gather(self, rows: ExampleRows, places: list[tuple[int, int]], device: torch.device) -> CachedTargets:
         made = self.manifest
@@ -226,7 +227,3 @@ def _widened(indices: Tensor, log_probs: Tensor, tail: Tensor, mask: Tensor, *, 
         log_probs = torch.where(mask.unsqueeze(-1), balanced, log_probs)
         tail = torch.where(mask, tails, tail)
     return CachedTargets(indices.long(), log_probs, tail, mask)
-
-
-def _device_of(inputs: Any) -> torch.device:
-    return next(iter(tensors_of(inputs).values())).device

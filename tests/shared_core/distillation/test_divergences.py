@@ -8,7 +8,6 @@ import torch
 from divergence_references import INF, NAN, kl, mean, of, reference, soft
 
 from shared_core.distillation.losses.divergences import DIVERGENCES, jsd, reverse_kl
-from shared_core.distillation.losses.regression import logit_mse
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -126,7 +125,7 @@ def test_classes_that_both_rule_out_change_nothing(name, dtype):
 
 def test_logits_ruled_out_on_both_sides_have_no_squared_difference():
     student = torch.tensor([[1.0, -INF]], requires_grad=True)
-    loss = logit_mse(student, torch.tensor([[3.0, -INF]]))
+    loss = mean("logit_mse", student, torch.tensor([[3.0, -INF]]))
     loss.backward()
     assert loss.item() == 2.0
     assert student.grad.tolist() == [[-2.0, 0.0]]

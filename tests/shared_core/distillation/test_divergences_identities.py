@@ -1,33 +1,24 @@
 """Divergences against TRL, torch and each other, and what each promises beyond its formula."""
 
-import functools
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from divergence_references import INF, SOFT, of
+from divergence_references import INF, SOFT, mean, of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared_core.distillation.losses.divergences import (
     DIVERGENCES,
-    forward_kl_sum,
+    divergence,
     jsd,
     kd_loss,
     kd_sum,
     reverse_kl,
-    soft_cross_entropy,
 )
-from shared_core.distillation.losses.regression import (
-    bernoulli_kl,
-    bernoulli_kl_sum,
-    hard_label_loss,
-    hard_label_sum,
-    huber,
-    logit_mse,
-    teacher_bounded_mse,
-)
+from shared_core.distillation.losses.regression import bernoulli_kl_sum, hard_label_sum
 
 
 class TestAgainstOthers:
@@ -55,21 +46,22 @@ class TestAgainstOthers:
         s, t = F.log_softmax(student / temperature, -1), F.log_softmax(teacher / temperature, -1)
         square = temperature**2
         kls = [square * F.kl_div(a, b, reduction="batchmean", log_target=True) for a, b in ((s, t), (t, s))]
-        total, count = forward_kl_sum(student, teacher, temperature=temperature)
-        torch.testing.assert_close(total / count, kls[0])
+        torch.testing.assert_close(divergence("forward_kl", student, teacher, temperature=temperature), kls[0])
         torch.testing.assert_close(reverse_kl(student, teacher, temperature=temperature), kls[1])
         entropy = square * F.cross_entropy(student / temperature, t.exp())
-        torch.testing.assert_close(soft_cross_entropy(student, teacher, temperature=temperature), entropy)
-        torch.testing.assert_close(logit_mse(student, teacher), F.mse_loss(student, teacher))
-        torch.testing.assert_close(huber(student, teacher, delta=0.3), F.huber_loss(student, teacher, delta=0.3))
-        torch.testing.assert_close(hard_label_loss(student, teacher), F.cross_entropy(student, teacher.argmax(-1)))
+        torch.testing.assert_close(mean("soft_cross_entropy", student, teacher, temperature=temperature), entropy)
+        torch.testing.assert_close(mean("logit_mse", student, teacher), F.mse_loss(student, teacher))
+        torch.testing.assert_close(
+            mean("huber", student, teacher, delta=0.3), F.huber_loss(student, teacher, delta=0.3)
+        )
+        torch.testing.assert_close(mean("hard_label", student, teacher), F.cross_entropy(student, teacher.argmax(-1)))
 
     def test_bernoulli_is_binary_cross_entropy_less_the_teachers_entropy(self):
         torch.manual_seed(0)
         student, teacher = torch.randn(6, 4).double(), torch.randn(6, 4).double()
         target = teacher.sigmoid()
         expected = F.binary_cross_entropy_with_logits(student, target) - F.binary_cross_entropy(target, target)
-        found = bernoulli_kl(student, teacher, temperature=1.0, average_labels=True)
+        found = mean("bernoulli_kl", student, teacher, temperature=1.0, average_labels=True)
         torch.testing.assert_close(found, expected)
 
     @pytest.mark.parametrize("temperature", [0.5, 2.0, 20.0])
@@ -78,7 +70,7 @@ class TestAgainstOthers:
         student, teacher = torch.randn(6, 1), torch.randn(6, 1)
         classes = [torch.cat([logit, torch.zeros_like(logit)], -1) for logit in (student, teacher)]
         torch.testing.assert_close(
-            bernoulli_kl(student, teacher, temperature=temperature), kd_loss(*classes, temperature=temperature)
+            mean("bernoulli_kl", student, teacher, temperature=temperature), kd_loss(*classes, temperature=temperature)
         )
 
     @pytest.mark.parametrize("temperature", [0.001, 1.0, 2.0, 50.0])
@@ -86,7 +78,9 @@ class TestAgainstOthers:
         torch.manual_seed(0)
         student, teacher, mask = torch.randn(6, 4), torch.randn(6, 4), torch.rand(6) > 0.4
         options = {"temperature": temperature, "mask": mask}
-        assert forward_kl_sum(student, teacher, **options) == kd_sum(student, teacher, **options)
+        assert divergence("forward_kl", student, teacher, reduction="sum", **options) == kd_sum(
+            student, teacher, **options
+        )
 
 
 class TestProperties:
@@ -97,7 +91,7 @@ class TestProperties:
     def test_jsd(self, rows, classes, temperature, beta, seed):
         generator = torch.Generator().manual_seed(seed)
         a, b = (torch.randn(rows, classes, generator=generator, dtype=torch.float64) for _ in range(2))
-        of_beta = functools.partial(jsd, temperature=temperature)
+        of_beta = partial(jsd, temperature=temperature)
         slack = 1e-10 * temperature**2
         value = of_beta(a, b, beta=beta).item()
         assert value >= -slack
@@ -132,7 +126,10 @@ class TestProperties:
 
     def test_soft_cross_entropy_has_the_gradient_of_the_kl(self):
         student, teacher = torch.randn(5, 6, requires_grad=True), torch.randn(5, 6)
-        found = [torch.autograd.grad(loss(student, teacher), student)[0] for loss in (soft_cross_entropy, kd_loss)]
+        found = [
+            torch.autograd.grad(loss(student, teacher), student)[0]
+            for loss in (partial(mean, "soft_cross_entropy"), kd_loss)
+        ]
         torch.testing.assert_close(*found)
 
     @pytest.mark.parametrize("name", DIVERGENCES)
@@ -162,7 +159,7 @@ class TestHardLabels:
 
     def test_no_row_is_confident(self):
         student = torch.randn(3, 2, requires_grad=True)
-        loss = hard_label_loss(student, torch.zeros(3, 2), threshold=0.51)
+        loss = mean("hard_label", student, torch.zeros(3, 2), threshold=0.51)
         loss.backward()
         assert loss.item() == 0.0
         assert torch.equal(student.grad, torch.zeros(3, 2))
@@ -181,9 +178,9 @@ class TestIndependentOutputs:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_infinite_logits_of_both_sides_add_nothing(self, dtype):
         student = torch.tensor([[INF, -INF, 1.0]], dtype=dtype, requires_grad=True)
-        loss = bernoulli_kl(student, torch.tensor([[INF, -INF, 0.0]], dtype=dtype))
+        loss = mean("bernoulli_kl", student, torch.tensor([[INF, -INF, 0.0]], dtype=dtype))
         loss.backward()
-        assert loss.item() == pytest.approx(bernoulli_kl(torch.ones(1, 1), torch.zeros(1, 1)).item(), rel=1e-6)
+        assert loss.item() == pytest.approx(mean("bernoulli_kl", torch.ones(1, 1), torch.zeros(1, 1)).item(), rel=1e-6)
         assert torch.isfinite(student.grad).all()
 
     def test_averaging_labels_divides_by_their_number(self):
@@ -195,17 +192,22 @@ class TestIndependentOutputs:
     def test_the_bound_of_chen(self):
         student, teacher = torch.tensor([[2.0], [1.0], [1.0]], requires_grad=True), torch.tensor([[1.0], [2.0], [1.1]])
         # errors 4, 1, 1 against the teacher's 1, 4, 1.21
-        loss = teacher_bounded_mse(student, teacher, torch.zeros(3, 1))
+        loss = mean("teacher_bounded_mse", student, teacher, targets=torch.zeros(3, 1))
         loss.backward()
         assert loss.item() == pytest.approx(4 / 3)
         assert student.grad.flatten().tolist() == pytest.approx([4 / 3, 0, 0])
-        assert teacher_bounded_mse(student, teacher, torch.zeros(3, 1), margin=0.5).item() == pytest.approx(5 / 3)
-        assert teacher_bounded_mse(student, teacher, torch.zeros(3, 1, dtype=torch.int64)).item() == loss.item()
+        assert mean(
+            "teacher_bounded_mse", student, teacher, targets=torch.zeros(3, 1), margin=0.5
+        ).item() == pytest.approx(5 / 3)
+        assert (
+            mean("teacher_bounded_mse", student, teacher, targets=torch.zeros(3, 1, dtype=torch.int64)).item()
+            == loss.item()
+        )
 
     def test_a_teacher_of_log_probabilities(self):
         torch.manual_seed(0)
         student, teacher = torch.randn(5, 4).double(), torch.randn(5, 4).double() * 5
         torch.testing.assert_close(
-            bernoulli_kl(student, teacher_log_probs=F.logsigmoid(teacher / 2), temperature=2.0),
-            bernoulli_kl(student, teacher, temperature=2.0),
+            mean("bernoulli_kl", student, teacher_log_probs=F.logsigmoid(teacher / 2), temperature=2.0),
+            mean("bernoulli_kl", student, teacher, temperature=2.0),
         )

@@ -4,13 +4,8 @@ import pytest
 import torch
 from divergence_references import INF, NAN, SOFT, of
 
-from shared_core.distillation.losses.divergences import DIVERGENCES, jsd_sum, reverse_kl_sum
-from shared_core.distillation.losses.regression import (
-    hard_label_loss,
-    huber_sum,
-    teacher_bounded_mse,
-    teacher_bounded_mse_sum,
-)
+from shared_core.distillation.losses.divergences import DIVERGENCES, jsd, reverse_kl
+from shared_core.distillation.losses.regression import hard_label_sum, huber_sum, teacher_bounded_mse_sum
 from shared_core.errors import ConfigError
 
 
@@ -52,17 +47,17 @@ class TestRefusals:
 
     def test_integers(self):
         with pytest.raises(ConfigError, match=r"reverse_kl: student_logits must be floating point, got torch\.int64"):
-            reverse_kl_sum(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3))
+            reverse_kl(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3))
 
     @pytest.mark.parametrize("beta", [-0.1, 1.1, NAN, True])
     def test_beta(self, beta):
         with pytest.raises(ConfigError, match=r"jsd: beta must be in \[0, 1\]"):
-            jsd_sum(torch.zeros(2, 3), torch.zeros(2, 3), beta=beta)
+            jsd(torch.zeros(2, 3), torch.zeros(2, 3), beta=beta)
 
     @pytest.mark.parametrize("threshold", [-0.1, 1.1, NAN])
     def test_threshold(self, threshold):
         with pytest.raises(ConfigError, match=r"threshold must be in \[0, 1\]"):
-            hard_label_loss(torch.zeros(2, 3), torch.zeros(2, 3), threshold=threshold)
+            hard_label_sum(torch.zeros(2, 3), torch.zeros(2, 3), threshold=threshold)
 
     @pytest.mark.parametrize("delta", [0, -1.0, INF, NAN])
     def test_delta(self, delta):
@@ -74,6 +69,6 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="targets must be given, got None"):
             teacher_bounded_mse_sum(zeros, zeros)
         with pytest.raises(ConfigError, match=r"targets must have the shape .*, got \(2,\)"):
-            teacher_bounded_mse(zeros, zeros, torch.zeros(2))
+            teacher_bounded_mse_sum(zeros, zeros, targets=torch.zeros(2))
         with pytest.raises(ConfigError, match="margin must be finite and at least 0"):
-            teacher_bounded_mse(zeros, zeros, zeros, margin=NAN)
+            teacher_bounded_mse_sum(zeros, zeros, targets=zeros, margin=NAN)

@@ -123,11 +123,9 @@ def test_alpha_and_temperature_walk_evenly_from_begin_to_end():
     run = Run(dict(VARIANTS["schedule"]))
     found = []
     for _ in range(STEPS):
-        context = run.session.context
-        found.append((run.technique._at(context, 1.0, 0.2), run.technique._at(context, 4.0, 1.0)))
         run.step()
         logged = run.session.metrics()
-        assert (logged["distill/alpha"], logged["distill/temperature"]) == found[-1]
+        found.append((logged["distill/alpha"], logged["distill/temperature"]))
     torch.testing.assert_close(torch.tensor(found)[:, 0], torch.linspace(1.0, 0.2, STEPS))
     torch.testing.assert_close(torch.tensor(found)[:, 1], torch.linspace(4.0, 1.0, STEPS))
 

@@ -9,8 +9,13 @@ import torch
 from divergence_references import INF, NAN, SOFT, kl, mean, soft
 
 from shared_core.distillation.losses.divergences import kd_loss
-from shared_core.distillation.losses.topk import kd_topk, kd_topk_sum
+from shared_core.distillation.losses.softened_pair import mean_of
+from shared_core.distillation.losses.topk import kd_topk_sum
 from shared_core.errors import ConfigError
+
+
+def kd_topk(*args, **options):
+    return mean_of(*kd_topk_sum(*args, **options))
 
 
 class TestTopK:

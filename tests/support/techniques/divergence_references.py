@@ -14,7 +14,7 @@ def of(name):
     """The sum form with what it needs beyond the signature that all share."""
     if name == "teacher_bounded_mse":
         return lambda student, teacher, **options: teacher_bounded_mse_sum(
-            student, teacher, targets=torch.zeros_like(teacher), **options
+            student, teacher, **{"targets": torch.zeros_like(teacher), **options}
         )
     return DIVERGENCES[name]
 

@@ -1,0 +1,36 @@
+"""One step of running averages: of a run's weights, and of the student that becomes its own teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def move_towards_(means: Iterable[Tensor], values: Iterable[Tensor], weight: float) -> None:
+    """Put ``m + weight (x - m)`` in the place of each mean, in the mean's dtype.
+
+    Args:
+        means: Tensors, written to.
+        values: As many, of the same shapes, any float dtypes.
+        weight: In [0, 1]: ``1 - decay`` of a moving average, ``1 / n`` of a mean of n values.
+
+    Raises:
+        ValueError: If there are more of one than of the other.
+
+    Example:
+        >>> mean = torch.tensor([0.0, 4.0])
+        >>> move_towards_([mean], [torch.tensor([8.0, 4.0])], 0.25)
+        >>> mean
+        tensor([2., 4.])
+    """
+    alike: list[tuple[Tensor, Tensor]] = []
+    for mean, value in zip(means, values, strict=True):
+        if mean.dtype == value.dtype:
+            alike.append((mean, value))
+        else:  # one by one: the wide copy of a single tensor exists at a time
+            mean.lerp_(value.to(mean.dtype), weight)
+    if alike:
+        torch._foreach_lerp_([mean for mean, _ in alike], [value for _, value in alike], weight)
