@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_eff._attach import as_recipe, attach, session_callback_of
+from hf_eff._attach import attach, session_callback_of
 from shared_core.engine.recipe import Recipe
 from shared_core.errors import TrainingError
+from shared_core.front_ends.flags import as_recipe
 
 if TYPE_CHECKING:
     from shared_core.engine.session import Session

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_eff._environment import PYTORCH_LIGHTNING, of_either_name, strategies
 from lightning_eff._fsdp2 import Sharding, through_root
-from lightning_eff._wrapped import Wrapped
 from shared_core.errors import CompatibilityError
+from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.gradient_compression import CommConfig
 
 _PUBLIC_MODULE = {PYTORCH_LIGHTNING: "lightning_eff.pytorch"}

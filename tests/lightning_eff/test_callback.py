@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_eff import Distillation, EffCallback, ModelSoup, Pruning, QuantizationAwareTraining
-from lightning_eff._wrapped import Wrapped
 from shared_core.engine.receipt import Receipt
 from shared_core.errors import CompatibilityError, ConfigError, EffError, MatchError, TrainingError
+from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.reports.run_folder import read_run
 
 PRUNE = {"sparsity": 0.5, "end": 0.5, "every": 2}
