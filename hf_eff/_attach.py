@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from hf_eff._adapters import registered
+from hf_eff._adapters.adapter import registered
 from hf_eff._trainer_hooks import SessionCallback
 from hf_eff.training_args import EffFlags
 from shared_core.engine.recipe import Recipe

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import IntervalStrategy, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_eff import _checkpoints as _own_state
-from hf_eff._adapters import Adapter, registered
+from hf_eff._adapters.adapter import Adapter, registered
 from hf_eff._checkpoints import (
     checkpoint_folder,
     clean_run,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_eff import _environment as _surroundings
 from lightning_eff import _joining
-from lightning_eff._adapters import Adapter, registered
+from lightning_eff._adapters.adapter import Adapter, registered
 from lightning_eff._averages import Averages
 from lightning_eff._checkpoints import BestCheckpoints, Recount, bake_saved, restore_raw, whole_files, wrap_loading
 from lightning_eff._environment import Callback

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_eff._adapters import Adapter
+from hf_eff._adapters.adapter import Adapter
 from hf_eff._environment import is_peft
 from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, ConfigError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_eff._adapters import Adapter
+from hf_eff._adapters.adapter import Adapter
 from hf_eff._environment import check_efficient_loading
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-from hf_eff._adapters import Adapter
+from hf_eff._adapters.adapter import Adapter
 from hf_eff._environment import inner_optimizer
 
 

@@ -9,7 +9,7 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from torch import Tensor
 
-from hf_eff._adapters import Adapter
+from hf_eff._adapters.adapter import Adapter
 from shared_core.errors import CompatibilityError
 from shared_core.privacy.sampling import check_loader, loader_options
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_eff._adapters import Adapter
+from hf_eff._adapters.adapter import Adapter
 from shared_core.errors import CompatibilityError
 
 

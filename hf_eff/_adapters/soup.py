@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from hf_eff._adapters import Adapter
+from hf_eff._adapters.adapter import Adapter
 from hf_eff._checkpoints import checkpoint_folder, weights_of
 from hf_eff._environment import is_peft
 from shared_core.distributed.collectives import from_main

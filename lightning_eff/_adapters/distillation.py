@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_eff._adapters import Adapter
+from lightning_eff._adapters.adapter import Adapter
 from shared_core.errors import TrainingError
 from shared_core.front_ends.wrapped_method import Wrapped
 

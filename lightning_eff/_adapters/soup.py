@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning_eff._adapters import Adapter
+from lightning_eff._adapters.adapter import Adapter
 from shared_core.errors import CheckpointError, CompatibilityError
 
 

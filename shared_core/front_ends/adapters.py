@@ -38,7 +38,7 @@ def registered(base: type[AdapterT]) -> list[type[AdapterT]]:
 
     They come in the order of their modules' names.
     """
-    _import_modules(base.__module__)
+    _import_modules(base.__module__.rpartition(".")[0])
     return sorted(base.__subclasses__(), key=lambda kind: kind.__module__)
 
 
