@@ -182,26 +182,6 @@ def test_a_technique_given_twice_is_refused(make, tmp_path):
         attach(trainer.model, {"prune": PRUNE})
 
 
-def test_an_exception_leaves_a_usable_trainer(make, tmp_path):
-    class Break(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 3 and self.on:
-                raise KeyboardInterrupt
-
-    breaker = Break()
-    breaker.on = True
-    trainer = make.trainer(tmp_path, callbacks=[breaker])
-    classes = [type(module) for module in trainer.model.modules()]
-    session = attach(trainer, {"prune": PRUNE, "qat": QAT, "loss_scale": {"kind": "dynamic"}})
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert [type(module) for module in trainer.model.modules()] == classes
-    assert trainer.accelerator.scaler is None
-    breaker.on = False
-    trainer.train()
-    assert session.receipt()["steps"]["applied"] == 8
-
-
 def test_a_model_from_model_init_is_the_one_that_is_pruned(make, tmp_path):
     trainer = Trainer(
         model_init=lambda: make.classifier(), args=make.arguments(tmp_path), train_dataset=make.examples(),

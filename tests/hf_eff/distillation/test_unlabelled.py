@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import SequentialSampler
 from transformers import Trainer
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "support")]
 from conftest import make_language_model, make_trainer  # noqa: E402
 from hf_gradients import Gradients  # noqa: E402
 from two_ranks import run_two_ranks  # noqa: E402
