@@ -44,7 +44,7 @@ def is_peft(model: Any) -> bool:
 
 
 def surroundings(trainer: Trainer) -> set[str]:
-    """Return the keys of `shared_core.engine.compatibility.SURROUNDINGS` that hold for this trainer."""
+    """Return the keys of `shared_core.config.conflicts.RUN_ENVIRONMENTS` that hold for this trainer."""
     args, accelerator = trainer.args, trainer.accelerator
     optimizer_class = (trainer.optimizer_cls_and_kwargs or (None,))[0]
     if trainer.optimizer is not None:

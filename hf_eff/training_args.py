@@ -15,9 +15,11 @@ from transformers import TrainingArguments
 from shared_core.config.options import TechniqueConfig, default_text, meaning, type_text
 from shared_core.config.training_time import Position
 from shared_core.engine.recipe import PARTIAL_FLAG, Recipe
-from shared_core.engine.registry import ROOMS, flags
+from shared_core.engine.registry import REGISTRY, flags
 from shared_core.errors import ConfigError
 
+_FLAGS = flags()
+"""Those of techniques that were registered before this module was imported, since its dataclasses are made now."""
 RECIPE_FLAG = "eff_recipe"
 _FIRST_READ = "auto_find_batch_size"
 
@@ -61,8 +63,8 @@ def _argument(text: str, kind: str) -> Any:
 
 def _fields() -> list[tuple[str, Any, Any]]:
     fields: list[tuple[str, Any, Any]] = []
-    for flag, (key, option) in flags().items():
-        config_class: type[TechniqueConfig] = ROOMS[key].config_class
+    for flag, (key, option) in _FLAGS.items():
+        config_class: type[TechniqueConfig] = REGISTRY[key].config_class
         hint = config_class.hints()[option.name]
         text = meaning(option)
         if option.name in (config_class.switch, config_class.other_switch):
@@ -76,6 +78,7 @@ def _fields() -> list[tuple[str, Any, Any]]:
     fields.append((RECIPE_FLAG, str | None, _argument(help_text, "file")))
     help_text = "Train also where a technique reaches less than half of the weights that multiply activations."
     fields.append((PARTIAL_FLAG, bool | None, _argument(help_text, "true | false")))
+    REGISTRY.has_made_flags = True
     return fields
 
 
@@ -116,7 +119,7 @@ class EffFlags:
         return self._flags_recipe().merged(self._file_recipe())
 
     def _flags_recipe(self) -> Recipe:
-        return Recipe.from_flags({flag: getattr(self, flag) for flag in (*flags(), PARTIAL_FLAG)})
+        return Recipe.from_flags({flag: getattr(self, flag) for flag in (*_FLAGS, PARTIAL_FLAG)})
 
     def _file_recipe(self) -> Recipe:
         file = getattr(self, RECIPE_FLAG)
@@ -196,7 +199,7 @@ def with_eff(arguments_class: type) -> type:
     """
     if issubclass(arguments_class, EffFlags):
         return arguments_class
-    ours = {*flags(), RECIPE_FLAG, PARTIAL_FLAG}
+    ours = {*_FLAGS, RECIPE_FLAG, PARTIAL_FLAG}
     taken = {field.name for field in dataclasses.fields(cast(Any, arguments_class))} & ours
     if taken:
         raise ConfigError(f"hf: {arguments_class.__name__} must not have fields of flags' names, got {sorted(taken)}")

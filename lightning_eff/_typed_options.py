@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from shared_core.config.options import TechniqueConfig, meaning
-from shared_core.engine.registry import room
+from shared_core.engine.registry import registration
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -55,7 +55,7 @@ def typed_options(key: str, **defaults: Any) -> Callable[[_Class], _Class]:
         init: Any = cls.__dict__.get("__init__") or _inherited(cls, key)
         own = inspect.signature(init, eval_str=True)
         kept = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        options = list(_parameters(room(key).config_class, defaults))
+        options = list(_parameters(registration(key).config_class, defaults))
         parameters = [*kept, *(parameter for parameter, _ in options)]
         init.__signature__ = inspect.Signature(parameters)
         init.__annotations__ = {p.name: p.annotation for p in parameters if p.name != "self"}

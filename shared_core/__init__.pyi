@@ -1,3 +1,9 @@
+from .config.options import Figure as Figure
+from .config.options import TechniqueConfig as TechniqueConfig
+from .config.options import option as option
 from .engine.recipe import Recipe as Recipe
+from .engine.registry import register as register
 from .engine.session import Session as Session
+from .engine.technique import Context as Context
+from .engine.technique import Technique as Technique
 from .errors import EffError as EffError

@@ -83,10 +83,10 @@ def our_imports():
 
 
 def level_of(module):
-    from shared_core.engine.registry import ROOMS
+    from shared_core.engine.registry import REGISTRY
 
     package = module.split(".")[1]
-    package = "<technique>" if package in {room.name for room in ROOMS.values()} else package
+    package = "<technique>" if package in {one.package.split(".")[1] for one in REGISTRY.values()} else package
     return next((level for level, packages in enumerate(LEVELS) if package in packages), None)
 
 
@@ -165,7 +165,9 @@ def test_every_package_is_listed_for_the_wheel():
 
 
 def test_a_technique_has_a_package_and_a_card():
-    from shared_core.engine.registry import ROOMS
+    from shared_core.engine.registry import REGISTRY
 
-    for room in ROOMS.values():
-        assert {"config.py", "technique.py"} <= {path.name for path in (FLOORS["shared_core"] / room.name).glob("*.py")}
+    for one in REGISTRY.values():
+        assert {"config.py", "technique.py"} <= {
+            path.name for path in (FLOORS["shared_core"].parent.joinpath(*one.package.split("."))).glob("*.py")
+        }

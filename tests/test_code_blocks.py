@@ -19,7 +19,7 @@ from torch import nn
 
 from shared_core import Recipe
 from shared_core.cli import app
-from shared_core.engine.registry import ROOMS, flags
+from shared_core.engine.registry import REGISTRY, flags
 from shared_core.front_ends.flags import recipe_of, take_flags
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +31,7 @@ OURS = ("hf_eff", "lightning_eff", "shared_core", "eff_kernels")
 NAMES_A_FILE = re.compile(r"""^# \w+\.\w+$|["']\S*[\w}](/|\.py\b)\S*["']""", flags=re.M)
 SHELL = ("", "bash", "console")
 NEEDS_MORE = {  # than `surroundings`
+    "docs/adding_a_technique.md": "the folder of the example on the path",
     "docs/exporting.md": "a quantised model",
     "shared_core/loss_scaling/README.md": "a GPU",
     "shared_core/tools/shrink/README.md": "a model of transformers",
@@ -83,7 +84,7 @@ def check_use(tree):
         if callable(function) and not starred and all(keyword.arg for keyword in call.keywords):
             inspect.signature(function).bind(*call.args, **{word.arg: word.value for word in call.keywords})
             if key := getattr(function, "key", ""):  # a callback, whose options are those of its technique
-                assert {word.arg for word in call.keywords} <= ROOMS[key].config_class.hints().keys()
+                assert {word.arg for word in call.keywords} <= REGISTRY[key].config_class.hints().keys()
 
 
 def surroundings():
@@ -151,7 +152,7 @@ def test_commands_and_flags_in_the_text(page):
                 assert given <= options, span
         for flag in re.findall(r"--(\w+)", span):
             told = flag.endswith("_") or re.search(rf"is not a flag| -- .*{flag}", span)  # quoted, or the script's own
-            if any(flag.startswith(f"{key}_") for key in ROOMS) and not told:
+            if any(flag.startswith(f"{key}_") for key in REGISTRY) and not told:
                 assert flag in flags(), span
 
 

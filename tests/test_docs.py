@@ -10,7 +10,7 @@ import pytest
 from shared_core.cli.compat import distributed_markdown, pairs_markdown
 from shared_core.cli.flags import markdown
 from shared_core.engine import metrics as logged_figures
-from shared_core.engine.registry import ROOMS
+from shared_core.engine.registry import REGISTRY
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -49,11 +49,11 @@ def test_every_make_target_of_the_readme_exists():
         assert re.search(rf"^{target}:", makefile, flags=re.M), target
 
 
-@pytest.mark.parametrize("room", ROOMS.values(), ids=lambda room: room.key)
-def test_the_card_of_a_technique_names_every_option(room):
-    card = (ROOT / "shared_core" / room.name / "README.md").read_text(encoding="utf-8")
-    for field in (field.name for field in dataclasses.fields(room.config_class)):
-        assert f"`{field}`" in card or f"_{field}`" in card, f"the card of {room.name} does not name {field}"
+@pytest.mark.parametrize("one", REGISTRY.values(), ids=lambda one: one.key)
+def test_the_card_of_a_technique_names_every_option(one):
+    card = (ROOT.joinpath(*one.package.split("."), "README.md")).read_text(encoding="utf-8")
+    for field in (field.name for field in dataclasses.fields(one.config_class)):
+        assert f"`{field}`" in card or f"_{field}`" in card, f"the card of {one.package} does not name {field}"
 
 
 def test_the_repository_speaks_of_the_project_alone():

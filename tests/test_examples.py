@@ -67,8 +67,10 @@ def test_story(story, tmp_path, monkeypatch, capsys):
 
 
 def test_every_technique_has_an_example_on_both_front_ends():
-    from shared_core.engine.registry import ROOMS
+    from shared_core.engine.registry import REGISTRY
 
     names = {path.stem for path in SCRIPTS}
-    for room in ROOMS.values():
-        assert {f"{room.name}_{end}" for end in ENDS} <= names or {f"{room.key}_{end}" for end in ENDS} <= names
+    for one in REGISTRY.values():
+        assert {f"{one.package.split('.')[1]}_{end}" for end in ENDS} <= names or {
+            f"{one.key}_{end}" for end in ENDS
+        } <= names

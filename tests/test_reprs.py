@@ -7,9 +7,9 @@ from torch import nn
 import hf_eff
 import lightning_eff
 from shared_core import Recipe
-from shared_core.engine.registry import ROOMS
+from shared_core.engine.registry import REGISTRY
 
-NAMES = {room.config_name: room.config_class for room in ROOMS.values()} | {"Recipe": Recipe}
+NAMES = {one.config_name: one.config_class for one in REGISTRY.values()} | {"Recipe": Recipe}
 HF = {kind.key: kind for kind in (getattr(hf_eff, name) for name in hf_eff.__all__) if getattr(kind, "key", "")}
 PLUGINS = {
     "LossScalingPrecision": [{}, {"precision": "32-true", "device": "cpu", "kind": "static", "init_scale": 8}],
@@ -41,7 +41,7 @@ def test_configs_recipes_and_callbacks(row):
 
 
 def test_a_table_row_of_every_technique_is_tested():
-    assert {row.key for row in TECHNIQUES.values()} | {"comm"} >= {*ROOMS, *HF}
+    assert {row.key for row in TECHNIQUES.values()} | {"comm"} >= {*REGISTRY, *HF}
 
 
 def test_what_is_printed_is_what_was_given():

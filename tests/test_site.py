@@ -12,10 +12,10 @@ import pytest
 import typer
 
 from shared_core.cli import app
-from shared_core.engine.registry import ROOMS
+from shared_core.engine.registry import REGISTRY
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {"hf_eff", "lightning_eff", "shared_core", *(f"shared_core.{room.name}" for room in ROOMS.values())}
+PACKAGES = {"hf_eff", "lightning_eff", "shared_core", *(one.package for one in REGISTRY.values())}
 PACKAGES |= {"shared_core.tools.distillation_chain", "shared_core.numerics", "shared_core.tools.planning"}
 BUILD = """
 import socket, sys

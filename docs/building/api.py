@@ -7,11 +7,11 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from shared_core.engine.registry import ROOMS
+from shared_core.engine.registry import REGISTRY
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
-    "hf_eff", "lightning_eff", "shared_core", *(f"shared_core.{room.name}" for room in ROOMS.values()),
+    "hf_eff", "lightning_eff", "shared_core", *(one.package for one in REGISTRY.values()),
     "shared_core.distillation.teacher_cache", "shared_core.channel_graph", "shared_core.tools.shrink",
     "shared_core.tools.sparse_inference", "shared_core.tools.compression", "shared_core.tools.export",
     "shared_core.tools.distillation_chain", "shared_core.tools.planning", "shared_core.tools.planning.explain",
@@ -53,8 +53,8 @@ def api_page(package: str) -> str:
     for home in public_names(package):
         lines += [f"::: {home}", *_options(package), ""]
         if key := _technique_of(home):
-            config = ROOMS[key].config_name
-            place = _home(f"shared_core.{ROOMS[key].name}", config)
+            config = REGISTRY[key].config_name
+            place = _home(REGISTRY[key].package, config)
             lines += [f"Options: those of [`{config}`][{place}]; as flags [`--{key}_…`](../flags.md).", ""]
     return "\n".join(lines)
 

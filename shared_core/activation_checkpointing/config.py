@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from shared_core.config.conflicts import RUN_ENVIRONMENTS
 from shared_core.config.options import TechniqueConfig, option
 from shared_core.errors import ConfigError, nearest
 
@@ -28,6 +30,17 @@ class CheckpointingConfig(TechniqueConfig):
 
     key: ClassVar[str] = "checkpointing"
     switch: ClassVar[str] = "policy"
+
+    finishes_after: ClassVar[tuple[str, ...]] = ("soup",)
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "trainer_checkpointing": "blocks would be recomputed twice; switch the trainer's off (gradient_checkpointing "
+        "or activation_checkpointing of transformers: policy block does the same, every_k as its every_n_layers)",
+        "deepspeed": "DeepSpeed partitions weights by hooks of its own; use its activation checkpointing",
+        "fsdp1": "flat shards of FSDP1 have not been run with it; use FSDP version 2, or its own policy",
+    }
+    works_in: ClassVar[tuple[str, ...]] = ("pruning_callback",)
+    logs_nothing: ClassVar[str] = "the same in every step"
+    memory: ClassVar[str] = "see the line of activations; sublayer and stage depend on the model: not counted"
 
     policy: str = option(
         help="What is recomputed in backward: block, sublayer (attention), sqrt, stage (CNN), every_k, selective "
@@ -54,6 +67,15 @@ class CheckpointingConfig(TechniqueConfig):
         # not above: it imports FSDP2 and the compiler, seconds that those who only list the options must not wait
 
         check_policy(self.policy)
+
+    def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
+        """Yield a line for each combination that these options rule out."""
+        if "fsdp2" in environment and self.has_budget:
+            yield (
+                f"checkpointing with a budget cannot be combined with {RUN_ENVIRONMENTS['fsdp2']}: the profile would "
+                "count gathered weights as activations; take policy block, or plan on one device and name the blocks "
+                "in include"
+            )
 
 
 _SUFFIXES = {"GiB": 1 << 30, "MiB": 1 << 20}

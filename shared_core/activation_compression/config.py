@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from shared_core.config.options import TechniqueConfig, option
+from shared_core.config.options import Figure, TechniqueConfig, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,16 @@ class ActivationsConfig(TechniqueConfig):
 
     key: ClassVar[str] = "activations"
     switch: ClassVar[str] = "pack"
+
+    finishes_after: ClassVar[tuple[str, ...]] = ("soup",)
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "deepspeed": "it gathers weights into buffers that cannot be told from activations, and offloads by itself; "
+        "use its own activation checkpointing, or DDP",
+        "fsdp1": "weights are views of flat buffers that cannot be told from activations; use DDP or FSDP version 2",
+    }
+    works_in: ClassVar[tuple[str, ...]] = ("pruning_callback",)
+    figures: ClassVar[Mapping[str, Figure]] = {"saved": Figure("share of the activations' bytes that was saved so far")}
+    memory: ClassVar[str] = "see the line above; exact saves what the receipt says, 0 to 50 % and more"
 
     pack: Literal["none", "exact", "bf16", "fp16", "int8"] = option(
         help="Store what backward needs smaller: exact (masks as bits, zeros left out, small integers; gradients stay "
@@ -41,3 +52,16 @@ class ActivationsConfig(TechniqueConfig):
     def rounds(self) -> bool:
         """Whether gradients are no longer exact."""
         return self.pack in ("bf16", "fp16", "int8")
+
+    def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
+        """Yield a line for each combination that these options rule out."""
+        if self.rounds and "checkpointing" in recipe:
+            yield (
+                f"activations with pack {self.pack} cannot be combined with checkpointing: a region keeps its inputs "
+                "alone, and computed again from rounded ones it would not be what forward was; pack exact"
+            )
+        if "checkpointing" in recipe and recipe["checkpointing"].has_budget:
+            yield (
+                "activations cannot be combined with a budget of checkpointing: its profile sees activations as they "
+                "are, and would recompute what is stored in fewer bytes; take policy every_k, sublayer or selective"
+            )

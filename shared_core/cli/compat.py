@@ -15,7 +15,8 @@ def compat(
     from rich.console import Console
     from rich.table import Table
 
-    from shared_core.engine.compatibility import SURROUNDINGS, matrix
+    from shared_core.config.conflicts import RUN_ENVIRONMENTS
+    from shared_core.engine.compatibility import matrix
 
     rows = matrix()
     if as_json:
@@ -32,7 +33,7 @@ def compat(
         for column in columns:
             answer = row[column]
             if answer not in ("yes", "-"):
-                reason = f"{row['technique']} + {SURROUNDINGS.get(column, column)}: {answer}"
+                reason = f"{row['technique']} + {RUN_ENVIRONMENTS.get(column, column)}: {answer}"
                 reasons.append(reason)
                 answer = str(len(reasons))
             cells.append(answer)

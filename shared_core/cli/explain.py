@@ -46,7 +46,7 @@ def explain(
 
     Exit code 1 if the run would be refused. Example: eff explain recipe.yaml --model my_models:build --steps 1000
     """
-    from shared_core.engine.compatibility import SURROUNDINGS
+    from shared_core.config.conflicts import RUN_ENVIRONMENTS
     from shared_core.engine.recipe import Recipe
     from shared_core.errors import nearest
     from shared_core.tools.planning import PlannedRun
@@ -54,8 +54,10 @@ def explain(
     if trainer not in ("hf", "lightning"):
         raise ConfigError(f"explain: trainer must be hf or lightning, got {trainer!r}")
     for key in surrounding or ():
-        if key not in SURROUNDINGS:
-            raise ConfigError(f"explain: surrounding must be one that exists, got {key!r}{nearest(key, SURROUNDINGS)}")
+        if key not in RUN_ENVIRONMENTS:
+            raise ConfigError(
+                f"explain: surrounding must be one that exists, got {key!r}{nearest(key, RUN_ENVIRONMENTS)}"
+            )
     total, per_epoch = run_length(steps, epochs, examples, batch_size)
     if not 0 <= teacher_params < math.inf:
         raise ConfigError(f"explain: teacher_params must be a number of at least 0, got {teacher_params}")

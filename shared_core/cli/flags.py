@@ -16,12 +16,12 @@ def describe_flags(*keys: str) -> list[dict[str, str]]:
         keys: Of the techniques; none: of all.
     """
     from shared_core.config.options import default_text, meaning, type_text
-    from shared_core.engine.registry import ROOMS
+    from shared_core.engine.registry import REGISTRY
     from shared_core.engine.registry import flags as flags_of
 
     rows = []
     for flag, (key, field) in flags_of(*keys).items():
-        hint = ROOMS[key].config_class.hints()[field.name]
+        hint = REGISTRY[key].config_class.hints()[field.name]
         default = "required" if field.default is dataclasses.MISSING else default_text(field.default)
         kind = type_text(field.metadata.get("flag_type", hint))
         rows.append({"flag": f"--{flag}", "type": kind, "default": default, "help": meaning(field)})

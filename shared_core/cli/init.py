@@ -35,7 +35,7 @@ def init(
 ) -> None:
     """Write a recipe for a goal, every line with its reason and its flag; with a model, one that fits it."""
     from shared_core.engine.recipe import Recipe
-    from shared_core.engine.registry import ROOMS
+    from shared_core.engine.registry import REGISTRY
     from shared_core.files.atomic import atomic_write
     from shared_core.hardware import default_device
 
@@ -55,7 +55,7 @@ def init(
         temporary.write_text(text, encoding="utf-8")
     typer.echo(f"{out}: {', '.join(recipe)}; next: eff explain {out}" + (f" --model {name}" if name else ""))
     for key in recipe:
-        ability = ROOMS[key].technique_class.ability(default_device())
+        ability = REGISTRY[key].technique_class.ability(default_device())
         if ability.level == "refused":
             typer.echo(f"not on this machine: {ability.why}")
 

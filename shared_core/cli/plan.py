@@ -42,6 +42,7 @@ def plan(
 
     Example: eff plan --params 70e9 --gpus 64 --seq-len 4096 --recipe recipe.yaml --memory 80
     """
+    from shared_core.config.conflicts import RUN_ENVIRONMENTS
     from shared_core.engine import compatibility
     from shared_core.engine.recipe import Recipe
     from shared_core.errors import ConfigError
@@ -76,7 +77,7 @@ def plan(
         raise ConfigError(
             f"plan: {recipe} must switch on at least one technique; leave --recipe out for a run without any"
         )
-    compatibility.check(techniques, {run.strategy} & set(compatibility.SURROUNDINGS))
+    compatibility.check(techniques, {run.strategy} & RUN_ENVIRONMENTS.keys())
     needs = plan_run(shape, run, techniques)
     fits = memory is None or needs.peak <= memory * _GIB
     if as_json:

@@ -10,10 +10,11 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
+from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
 from shared_core.config.training_time import Position, parse_position
 from shared_core.errors import ConfigError, as_share, did_you_mean, nearest
 
@@ -31,17 +32,79 @@ def option(default: Any = dataclasses.MISSING, *, help: str, **extra: Any) -> An
     return dataclasses.field(default=default, metadata={"help": help, **extra})
 
 
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """What a number says that a technique logs.
+
+    Args:
+        text: In one line, for the documents.
+        in_bar: Whether a progress bar shows it: what moves and is watched, two a technique at most.
+        only: When it is logged, if not always.
+    """
+
+    text: str
+    in_bar: bool = False
+    only: str = ""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TechniqueConfig:
     """Base of every ``<Technique>Config``: coerces and checks each option once, when it is made.
 
-    A subclass sets `key` (its name in a recipe and its flag prefix) and `switch` (the option whose flag switches the
-    technique on; `other_switch` does so as well), and may check options against each other in `validate`.
+    A subclass sets `key` and `switch`, and may check options against each other in `validate`. Beside its options it
+    declares what the engine must know of the technique before one is made: order, conflicts, logged figures, memory.
     """
 
     key: ClassVar[str] = ""
+    """The name in a recipe and the prefix of the flags."""
     switch: ClassVar[str] = ""
+    """The option whose flag switches the technique on."""
     other_switch: ClassVar[str] = ""
+    """Another option that does so as well."""
+
+    after: ClassVar[tuple[str, ...]] = ()
+    """Keys of techniques that attach, and act in each step, before this one; else the order of registration counts."""
+    before: ClassVar[tuple[str, ...]] = ()
+    """Keys of techniques that do so after this one."""
+    finishes_after: ClassVar[tuple[str, ...]] = ()
+    """Keys of techniques whose `finish` comes before this one's; else the order of registration counts."""
+    finishes_before: ClassVar[tuple[str, ...]] = ()
+    """Keys of techniques whose `finish` comes after this one's."""
+
+    conflicts: ClassVar[Mapping[str, str]] = {}
+    """Another technique's key, or one of `conflicts.RUN_ENVIRONMENTS`, and why both cannot be combined."""
+    works_in: ClassVar[tuple[str, ...]] = ()
+    """Those of `conflicts.EVERY_TECHNIQUE` in which this technique works all the same."""
+
+    figures: ClassVar[Mapping[str, Figure]] = {}
+    """What `metrics` logs, by the part of the name behind ``<key>/``."""
+    logs_nothing: ClassVar[str] = ""
+    """Why there are no figures."""
+    memory: ClassVar[str] = "not counted: the technique does not say what it needs"
+    """What `memory_costs` says where it counts nothing."""
+    counts_logits: ClassVar[bool] = False
+    """Whether `memory_costs` goes by the model's vocabulary, and not by the parameters that the technique touches."""
+
+    def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
+        """Return whether these options allow an entry of `conflicts` all the same; its reason says which do."""
+        return False
+
+    def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
+        """Yield a line for each combination that these options rule out, or for what they need and `recipe` lacks."""
+        yield from ()
+
+    def remarks(self, recipe: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a line for each combination that is allowed and yet has to be told to the user."""
+        yield from ()
+
+    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
+        """Return what the technique adds to a run's memory and traffic, or takes away.
+
+        Args:
+            shape: Of the model that is trained.
+            run: Processes, precision and batch.
+        """
+        return [Cost(self.key, why=self.memory)]
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Keep the repr of this class: `dataclass` would write one with all options into each subclass."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from shared_core.config.options import TechniqueConfig, option
+from shared_core.config.conflicts import RUN_ENVIRONMENTS
+from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
+from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.config.training_time import ParsedPosition, Position, parse_position
 from shared_core.distillation.layer_init import parse_layers
 from shared_core.distillation.teachers import TeacherDtype
@@ -19,6 +22,15 @@ MUTUAL = "mutual"
 """In place of a teacher: students that teach each other."""
 CACHE = "cache:"
 """Before the folder of a cached teacher."""
+
+
+_CHUNK_MIB = 512  # of chunked distillation on a GPU
+_TEACHER_BYTES = {"nf4": 0.53, "int8": 1.0, "float32": 4.0}  # nf4: codes with a scale for each 64 of them
+_NOT_MUTUAL = {
+    "lora": "peers train whole models from newly drawn weights, which adapters over a frozen base do not",
+    "primary_weights": "peers have no float32 copies, and updates of their 16-bit weights would round away; load the "
+    "model in float32",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +46,29 @@ class DistillConfig(TechniqueConfig):
 
     key: ClassVar[str] = "distill"
     switch: ClassVar[str] = "teacher"
+
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "manual_optimization": "training_step returns no loss that a soft term could join; call "
+        "shared_core.distillation.kd_loss in it",
+        "unequal_ranks": "the soft term would be averaged per rank while the label count differs between ranks; leave "
+        "average_tokens_across_devices at True",
+        "lbfgs": "LBFGS evaluates its closure many times a step, and the teacher with it; use another optimizer",
+        "zero3": "a teacher that is loaded under stage 3 is cut into parts that nothing gathers; use stage 1 or 2, "
+        "with offload_optimizer where memory is short",
+        "fsdp1": "the teacher is not prepared under FSDP1; use DDP",
+    }
+    works_in: ClassVar[tuple[str, ...]] = ("pruning_callback",)
+    counts_logits: ClassVar[bool] = True
+    figures: ClassVar[Mapping[str, Figure]] = {
+        "soft_loss": Figure("soft term of the latest micro-batch, with T², over its positions", in_bar=True),
+        "task_loss": Figure("task loss of the latest micro-batch", in_bar=True),
+        "hidden_loss": Figure("term of hidden pairs, before its weight", only="with `hidden`"),
+        "attention_loss": Figure("term of attention pairs, before its weight", only="with `attention`"),
+        "alpha": Figure("weight of the task loss in the latest step", only="with `alpha_end`"),
+        "temperature": Figure("T in the latest step", only="with `temperature_end`"),
+        "unlabelled_share": Figure("share of unlabelled examples", only="with `unlabelled_field`"),
+        "peer_task_loss": Figure("mean task loss of the other students", only="with `teacher: mutual`"),
+    }
 
     teacher: Any = option(
         flag_type=str,
@@ -267,3 +302,35 @@ class DistillConfig(TechniqueConfig):
         """Return `hidden` or `attention` as names: of the student's module, of the teacher's."""
         split = [pair.split("=") for pair in getattr(self, option_name)]
         return [(student.strip(), teacher.strip()) for student, teacher in split]
+
+    def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
+        """Yield a line for each combination that these options rule out."""
+        if "fsdp2" in environment and self.why_not_sharded:
+            yield f"distill cannot be combined with {RUN_ENVIRONMENTS['fsdp2']}: {self.why_not_sharded}"
+        if "deepspeed" in environment and self.needs_whole_weights:
+            yield (
+                f"distill with these options cannot be combined with {RUN_ENVIRONMENTS['deepspeed']}: averages, other "
+                "students, projections, copied layers and heads in chunks need whole weights; leave out teacher ema "
+                "and mutual, hidden, attention, init_layers and chunked, or use DDP"
+            )
+        for key, reason in _NOT_MUTUAL.items():
+            if self.mutual and key in recipe:
+                yield f"distill with teacher mutual cannot be combined with {key}: {reason}"
+
+    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
+        """Return the bytes of logits, whole or in chunks, and of the teacher."""
+        if self.chunked:
+            chunk = 2.0**20 * (self.budget_mib or _CHUNK_MIB)
+            costs = [Cost("distill: chunk of logits", during=chunk, why="budget_mib")]
+        else:
+            logits = run.tokens * shape.vocab * (run.compute_bytes + 4.0)
+            why = "the teacher's and the soft term's gradient, T·V·(c + 4)"
+            costs = [Cost("distill: logits", during=logits, why=why)]
+        if not run.teacher_params:
+            why = "not counted: give --teacher-params; a cached teacher (eff cache-teacher) needs none"
+            return [*costs, Cost("distill: teacher", why=why)]
+        bytes_each = _TEACHER_BYTES.get(self.teacher_dtype, run.compute_bytes)
+        size = run.teacher_params * bytes_each
+        sent = run.accumulate * run.ring(size) if run.strategy == "fsdp2" else 0.0
+        why = f"P_t·{bytes_each:g}/N; gathered in every forward under FSDP2"
+        return [*costs, Cost("distill: teacher", held=size / run.parts, sent=sent, why=why)]

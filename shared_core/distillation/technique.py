@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -277,20 +278,23 @@ class Distillation(Technique):
         for pairs in self._pairs.values():
             pairs.activate(active)
 
-    def before_eval(self, context: Context) -> None:
+    def evaluating(self, context: Context) -> contextlib.AbstractContextManager[None]:
         """Release the last batch."""
         self._hook.take()
         self.labels = self.unlabelled = None
+        return contextlib.nullcontext()
 
-    def before_save(self, context: Context, baked: bool) -> None:
-        """Gather an average that is sharded, so that saving needs no other process."""
-        if self._comparison is not None:
-            self._comparison.teachers.gather()
-
-    def after_save(self, context: Context) -> None:
-        """Release it."""
-        if self._comparison is not None:
-            self._comparison.teachers.release()
+    @contextlib.contextmanager
+    def saving(self, context: Context, baked: bool) -> Iterator[None]:
+        """Hold an average that is sharded in whole, so that saving needs no other process."""
+        teachers = self._comparison.teachers if self._comparison is not None else None
+        if teachers is not None:
+            teachers.gather()
+        try:
+            yield
+        finally:
+            if teachers is not None:
+                teachers.release()
 
     def finish(self, model: nn.Module, context: Context) -> None:
         """Detach: the student is a plain model already."""
@@ -299,7 +303,8 @@ class Distillation(Technique):
         if field and not any_rank(seen > 0, device):
             self._told["unlabelled_field"] = f"{field} called not one example unlabelled"
             context.services.say(f"distill: {self._told['unlabelled_field']}; every one was trained on its label")
-        self.before_save(context, baked=True)  # its state stays readable
+        if self._comparison is not None:
+            self._comparison.teachers.gather()  # its state stays readable
         self.detach(model)
 
     def write(self, folder: Path) -> None:

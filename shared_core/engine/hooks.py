@@ -60,20 +60,14 @@ class Hooks:
         self.skipped_optimizer_step: Calls[[Context], None] = _own(
             [(key, one.skipped_optimizer_step) for key, one in pairs], Technique.skipped_optimizer_step
         )
-        self.before_eval: Calls[[Context], None] = _own(
-            [(key, one.before_eval) for key, one in pairs], Technique.before_eval
-        )
-        self.after_eval: Calls[[Context], None] = _own(
-            [(key, one.after_eval) for key, one in pairs], Technique.after_eval
+        self.evaluating: Calls[[Context], contextlib.AbstractContextManager[None]] = _own(
+            [(key, one.evaluating) for key, one in pairs], Technique.evaluating
         )
         self.evaluated: Calls[[Context, Mapping[str, float | Tensor]], None] = _own(
             [(key, one.evaluated) for key, one in pairs], Technique.evaluated
         )
-        self.before_save: Calls[[Context, bool], None] = _own(
-            [(key, one.before_save) for key, one in pairs], Technique.before_save
-        )
-        self.after_save: Calls[[Context], None] = _own(
-            [(key, one.after_save) for key, one in pairs], Technique.after_save
+        self.saving: Calls[[Context, bool], contextlib.AbstractContextManager[None]] = _own(
+            [(key, one.saving) for key, one in pairs], Technique.saving
         )
         self.constrain: Calls[[Mapping[Tensor, Tensor]], None] = _own(
             [(key, one.constrain) for key, one in pairs], Technique.constrain
@@ -84,13 +78,5 @@ class Hooks:
 
     def leave_out(self, method: Callable[..., Any]) -> None:
         """Call a method no more in this run; a round that is under way goes on as it began."""
-        self.forward = [call for call in self.forward if call[1] != method]
-        self.loss = [call for call in self.loss if call[1] != method]
-        self.before_optimizer_step = [call for call in self.before_optimizer_step if call[1] != method]
-        self.after_optimizer_step = [call for call in self.after_optimizer_step if call[1] != method]
-        self.skipped_optimizer_step = [call for call in self.skipped_optimizer_step if call[1] != method]
-        self.before_eval = [call for call in self.before_eval if call[1] != method]
-        self.after_eval = [call for call in self.after_eval if call[1] != method]
-        self.evaluated = [call for call in self.evaluated if call[1] != method]
-        self.before_save = [call for call in self.before_save if call[1] != method]
-        self.after_save = [call for call in self.after_save if call[1] != method]
+        for name, calls in list(vars(self).items()):
+            setattr(self, name, [call for call in calls if call[1] != method])

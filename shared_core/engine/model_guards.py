@@ -52,7 +52,7 @@ def _gone(held: Iterable[_Held], model: nn.Module) -> list[_Held]:
 
 
 def wrapped_by_user(model: nn.Module) -> set[str]:
-    """Return the keys of `shared_core.engine.compatibility.SURROUNDINGS` that modules and weights of a model show.
+    """Return the keys of `shared_core.config.conflicts.RUN_ENVIRONMENTS` that modules and weights of a model show.
 
     Args:
         model: As the trainer was given it. Under a trainer that shards, weights are in parts anyway.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shared_core.engine.registry import ROOMS
+from shared_core.engine.registry import REGISTRY
 from shared_core.files.atomic import atomic_write, make_folder
 from shared_core.files.json_yaml import json_text, parse_json
 from shared_core.hardware import matmul_environment
@@ -181,7 +181,7 @@ def device_memory() -> dict[str, float]:
 
 def _is_figure(name: str, value: Any) -> bool:
     is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-    of_a_technique = name.partition("/")[0] in ROOMS  # Lightning hands back what was logged for us
+    of_a_technique = name.partition("/")[0] in REGISTRY  # Lightning hands back what was logged for us
     return is_number and not isinstance(value, bool) and not name.endswith(_TIMINGS) and not of_a_technique
 
 

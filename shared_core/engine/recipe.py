@@ -11,8 +11,7 @@ from typing import Any
 import yaml
 
 from shared_core.config.options import TechniqueConfig, coerce
-from shared_core.engine.registry import ROOMS, flags, room
-from shared_core.engine.technique import in_order
+from shared_core.engine.registry import REGISTRY, flags, in_order, registration
 from shared_core.errors import ConfigError, nearest
 from shared_core.files.json_yaml import parse_json, parse_yaml
 
@@ -41,9 +40,10 @@ class Recipe(Mapping[str, TechniqueConfig]):
 
     def __init__(self, configs: Mapping[str, TechniqueConfig], *, allow_partial: bool = False) -> None:
         for key, config in configs.items():
-            if not isinstance(config, room(key).config_class):
+            known = registration(key)
+            if not isinstance(config, known.config_class):
                 raise ConfigError(
-                    f"recipe: {key} must be a {room(key).config_name}, got {config!r}; Recipe.from_dict takes options"
+                    f"recipe: {key} must be a {known.config_name}, got {config!r}; Recipe.from_dict takes options"
                 )
         self._configs = {key: configs[key] for key in in_order(configs)}
         self.allow_partial = allow_partial
@@ -65,7 +65,7 @@ class Recipe(Mapping[str, TechniqueConfig]):
         for key, options in values.items():
             if key == PARTIAL:
                 continue
-            config_class = room(key).config_class
+            config_class = registration(key).config_class
             if isinstance(options, config_class):
                 configs[key] = options
                 continue
@@ -100,7 +100,7 @@ class Recipe(Mapping[str, TechniqueConfig]):
                 key, field = known[flag]
                 options.setdefault(key, {})[field.name] = value
         for key, given in options.items():
-            config_class = ROOMS[key].config_class
+            config_class = REGISTRY[key].config_class
             switches = [name for name in (config_class.switch, config_class.other_switch) if name]
             if given.keys().isdisjoint(switches):
                 other, switch = next(iter(given)), f" or --{key}_".join(switches)

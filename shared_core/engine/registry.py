@@ -1,89 +1,275 @@
-"""The table of techniques: recipe key, room, config, technique. A new technique is one row here."""
+"""All techniques by recipe key: those of this library, and those that others register."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, cast
 
 from shared_core.config.options import TechniqueConfig
-from shared_core.errors import ConfigError, nearest
+from shared_core.errors import ConfigError, EffError, nearest
 
 if TYPE_CHECKING:
     from shared_core.engine.technique import Technique  # it imports torch, for which `eff prune --help` must not wait
 
+GROUP = "efftrain.techniques"
+"""The group of entry points whose modules call `register`."""
+
 
 @dataclasses.dataclass(frozen=True)
-class Room:
-    """Where a technique lives: `shared_core.<name>` with its config and its state class."""
+class Registration:
+    """Where a technique lives: a package with its config and its state class, imported when they are needed."""
 
     key: str
-    name: str
+    package: str
     config_name: str
     technique_name: str
 
     @property
     def config_class(self) -> type[TechniqueConfig]:
         """The dataclass of its options."""
-        return cast(
-            "type[TechniqueConfig]",
-            getattr(importlib.import_module(f"shared_core.{self.name}"), self.config_name),
-        )
+        return cast("type[TechniqueConfig]", getattr(importlib.import_module(self.package), self.config_name))
 
     @property
     def technique_class(self) -> type[Technique]:
         """The class that a session drives."""
-        return cast(
-            "type[Technique]",
-            getattr(importlib.import_module(f"shared_core.{self.name}"), self.technique_name),
+        return cast("type[Technique]", getattr(importlib.import_module(self.package), self.technique_name))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Registered(Registration):
+    """A technique whose classes are there already: `register` got them."""
+
+    classes: tuple[type[TechniqueConfig], type[Technique]]
+
+    @property
+    def config_class(self) -> type[TechniqueConfig]:
+        return self.classes[0]
+
+    @property
+    def technique_class(self) -> type[Technique]:
+        return self.classes[1]
+
+
+# In the order of composition. Attach: a factorised layer can be pruned, a pruned one quantised; what is left is cast
+# and then checkpointed. Loss: the task's, then distillation. After the step: 16-bit weights from their copies, masks,
+# then averages, which must see masked weights.
+_OURS = (
+    ("matmul", "matmul_precision", "MatmulPrecisionConfig", "MatmulPrecision"),
+    ("low_rank", "low_rank", "LowRankConfig", "LowRank"),
+    ("lora", "lora", "LoraConfig", "Lora"),
+    ("primary_weights", "primary_weights", "PrimaryWeightsConfig", "PrimaryWeights"),
+    ("prune", "pruning", "PruneConfig", "Pruning"),
+    ("lottery", "lottery_ticket", "LotteryConfig", "LotteryTicket"),
+    ("cluster", "weight_clustering", "ClusterConfig", "WeightClustering"),
+    ("qat", "quantization", "QatConfig", "QuantizationAwareTraining"),
+    ("fp8", "fp8", "Fp8Config", "Fp8"),
+    ("checkpointing", "activation_checkpointing", "CheckpointingConfig", "ActivationCheckpointing"),
+    ("activations", "activation_compression", "ActivationsConfig", "ActivationCompression"),
+    ("distill", "distillation", "DistillConfig", "Distillation"),
+    ("loss_scale", "loss_scaling", "LossScaleConfig", "LossScaling"),
+    ("dp", "privacy", "PrivacyConfig", "DifferentialPrivacy"),
+    ("comm", "gradient_compression", "CommConfig", "GradientCompression"),
+    ("average", "weight_average", "AverageConfig", "WeightAverage"),
+    ("soup", "soup", "SoupConfig", "ModelSoup"),
+)
+OURS = frozenset(row[0] for row in _OURS)
+"""Keys of the techniques of this library."""
+
+
+class _Registry(Mapping[str, Registration]):
+    """Recipe key → registration, in the order of registration; entry points are loaded at the first look."""
+
+    def __init__(self) -> None:
+        self._known = {key: Registration(key, f"shared_core.{package}", *names) for key, package, *names in _OURS}
+        self._loaded = False
+        self._orders: dict[str, tuple[str, ...]] = {}
+        self.has_made_flags = False
+        """Whether a front end has made flags of all techniques, once for the process."""
+
+    def __getitem__(self, key: str) -> Registration:
+        return self._all()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def _all(self) -> dict[str, Registration]:
+        if not self._loaded:
+            self._loaded = True  # before: a module that registers a technique may look at the others
+            for point in metadata.entry_points(group=GROUP):
+                self._load(point)
+        return self._known
+
+    def _load(self, point: metadata.EntryPoint) -> None:
+        try:
+            point.load()
+        except EffError:
+            raise
+        except Exception as error:
+            owner = point.dist.name if point.dist is not None else "an installed package"
+            raise ConfigError(
+                f"registry: entry point {point.name} of {owner} must load, got {type(error).__name__} from "
+                f"{point.value}: {error}; mend or uninstall {owner}"
+            ) from error
+
+    def add(self, registration: Registration) -> None:
+        """Add a technique, or replace one of the same name and module: a notebook runs a cell twice."""
+        self._known[registration.key] = registration
+        self._orders = {}
+
+    def remove(self, key: str) -> None:
+        """Forget a technique that `register` added."""
+        if key in OURS:
+            raise ConfigError(f"registry: {key} must not be removed, it is one of this library's own")
+        self._known.pop(key, None)
+        self._orders = {}
+
+    def order(self, kind: str) -> tuple[str, ...]:
+        """Return all keys in the order of composition (``attach``) or of the end of training (``finish``).
+
+        Raises:
+            ConfigError: If declarations contradict each other.
+        """
+        if kind not in self._orders:
+            first, last = {"attach": ("after", "before"), "finish": ("finishes_after", "finishes_before")}[kind]
+            ours = _sorted({key: one for key, one in self._all().items() if key in OURS}, first, last)
+            self._orders[kind] = tuple(_sorted(self._all(), first, last, itertools.pairwise(ours)))
+        return self._orders[kind]
+
+
+REGISTRY = _Registry()
+
+
+def _sorted(
+    registrations: Mapping[str, Registration], after: str, before: str, pairs: Iterable[tuple[str, str]] = ()
+) -> list[str]:
+    """Return keys in the order of registration, but for those that must come earlier: right before who waits for them.
+
+    A depth-first topological sort (Tarjan, 1976).
+
+    Args:
+        registrations: By key.
+        after: The attribute of configs that names who comes earlier.
+        before: The attribute that names who comes later.
+        pairs: Keys and which come directly or indirectly after them, beside what configs say.
+    """
+    waits_for: dict[str, set[str]] = {
+        key: set(getattr(one.config_class, after)) & registrations.keys() for key, one in registrations.items()
+    }
+    for key, one in registrations.items():
+        for other in getattr(one.config_class, before):
+            waits_for.get(other, set()).add(key)
+    for earlier, later in pairs:
+        waits_for[later].add(earlier)
+    done: list[str] = []
+
+    def visit(key: str, path: tuple[str, ...]) -> None:
+        if key in path:
+            raise ConfigError(
+                f"registry: {after} and {before} must leave an order, got a circle of {' -> '.join((*path, key))}; "
+                "mend what was registered last"
+            )
+        if key not in done:
+            for other in registrations:  # not the set: the order of registration
+                if other in waits_for[key]:
+                    visit(other, (*path, key))
+            done.append(key)
+
+    for key in registrations:
+        visit(key, ())
+    return done
+
+
+def in_order(keys: Iterable[str], kind: str = "attach") -> list[str]:
+    """Return recipe keys in the order of composition, whatever order they were given in.
+
+    Args:
+        keys: Of techniques, any order.
+        kind: ``attach``, or ``finish`` for the end of training.
+
+    Example:
+        >>> in_order(["soup", "qat", "prune"]), in_order(["soup", "qat", "prune"], "finish")
+        (['prune', 'qat', 'soup'], ['prune', 'soup', 'qat'])
+    """
+    return sorted(keys, key=REGISTRY.order(kind).index)
+
+
+def register(technique: type[Technique], config: type[TechniqueConfig]) -> None:
+    """Make a technique one of a recipe's: flags, YAML, callbacks, receipt and `eff` know it from then on.
+
+    Call it in the module that defines both, and import that module before the trainer is made; or name the module in
+    an entry point of group ``efftrain.techniques``, which is loaded with the first recipe.
+
+    Args:
+        technique: The class that a session drives; its `key` is the config's.
+        config: A frozen dataclass of its options.
+
+    Raises:
+        ConfigError: If the key or a flag is taken, or is none, or the switch is no option.
+
+    Example:
+        The file ``examples/own_technique/gradient_noise.py``.
+    """
+    key = config.key
+    where = f"register: {config.__name__}"
+    if not (isinstance(key, str) and re.fullmatch(r"[a-z][a-z0-9_]*", key)):
+        raise ConfigError(f"{where}: key must be lower-case letters, digits and _, got {key!r}; set it in the class")
+    if technique.key != key:
+        raise ConfigError(f"{where}: key must be that of {technique.__name__}, got {key!r} and {technique.key!r}")
+    options = {field.name for field in dataclasses.fields(config)}
+    for name in filter(None, (config.switch, config.other_switch)):
+        if name not in options:
+            raise ConfigError(f"{where}: switch must be an option, got {name!r}{nearest(name, options)}")
+    known = REGISTRY.get(key)
+    if known is not None and (known.package, known.config_name) != (config.__module__, config.__name__):
+        raise ConfigError(f"{where}: key must be free, got {key!r}, which is {known.package}.{known.config_name}")
+    taken = sorted({f"{key}_{name}" for name in options} & flags(*(REGISTRY.keys() - {key})).keys())
+    if taken:
+        raise ConfigError(f"{where}: flags must be free, got --{taken[0]}, which another technique has; rename key")
+    if known is None and REGISTRY.has_made_flags:
+        warnings.warn(
+            f"{where}: no --{key}_{config.switch} in this process, whose flags are made already; import "
+            f"{config.__module__} before hf_eff, or name it in an entry point of {GROUP}. Recipes "
+            "and callbacks take it",
+            stacklevel=2,
         )
+    REGISTRY.add(_Registered(key, config.__module__, config.__name__, technique.__name__, (config, technique)))
+    try:
+        REGISTRY.order("attach"), REGISTRY.order("finish")
+    except ConfigError:
+        REGISTRY.remove(key)
+        raise
 
 
-ROOMS = {
-    room.key: room
-    for room in (
-        Room("matmul", "matmul_precision", "MatmulPrecisionConfig", "MatmulPrecision"),
-        Room("low_rank", "low_rank", "LowRankConfig", "LowRank"),
-        Room("lora", "lora", "LoraConfig", "Lora"),
-        Room("primary_weights", "primary_weights", "PrimaryWeightsConfig", "PrimaryWeights"),
-        Room("prune", "pruning", "PruneConfig", "Pruning"),
-        Room("lottery", "lottery_ticket", "LotteryConfig", "LotteryTicket"),
-        Room("cluster", "weight_clustering", "ClusterConfig", "WeightClustering"),
-        Room("qat", "quantization", "QatConfig", "QuantizationAwareTraining"),
-        Room("fp8", "fp8", "Fp8Config", "Fp8"),
-        Room("checkpointing", "activation_checkpointing", "CheckpointingConfig", "ActivationCheckpointing"),
-        Room("activations", "activation_compression", "ActivationsConfig", "ActivationCompression"),
-        Room("distill", "distillation", "DistillConfig", "Distillation"),
-        Room("loss_scale", "loss_scaling", "LossScaleConfig", "LossScaling"),
-        Room("comm", "gradient_compression", "CommConfig", "GradientCompression"),
-        Room("dp", "privacy", "PrivacyConfig", "DifferentialPrivacy"),
-        Room("average", "weight_average", "AverageConfig", "WeightAverage"),
-        Room("soup", "soup", "SoupConfig", "ModelSoup"),
-    )
-}
-
-
-def room(key: str) -> Room:
-    """Return the room of a recipe key.
+def registration(key: str) -> Registration:
+    """Return the registration of a recipe key.
 
     Raises:
         ConfigError: If there is none; names the nearest.
     """
-    if key not in ROOMS:
-        of_room = [repr(room.key) for room in ROOMS.values() if room.name == key]
-        hint = f"; did you mean {' or '.join(of_room)}?" if of_room else nearest(str(key), ROOMS)
+    if key not in REGISTRY:
+        of_package = [repr(one.key) for one in REGISTRY.values() if one.package == f"shared_core.{key}"]
+        hint = f"; did you mean {' or '.join(of_package)}?" if of_package else nearest(str(key), REGISTRY)
         raise ConfigError(f"recipe: {key!r} is not a technique{hint}")
-    return ROOMS[key]
+    return REGISTRY[key]
 
 
 def flags(*keys: str) -> dict[str, tuple[str, dataclasses.Field[Any]]]:
-    """Return every flag, ``prune_sparsity`` → (``prune``, its field), in the order of the table.
+    """Return every flag, ``prune_sparsity`` → (``prune``, its field), in the order of registration.
 
     Args:
         keys: Of the techniques whose flags are wanted; none: all.
     """
     return {
         f"{key}_{field.name}": (key, field)
-        for key in keys or ROOMS
-        for field in dataclasses.fields(ROOMS[key].config_class)
+        for key in keys or REGISTRY
+        for field in dataclasses.fields(REGISTRY[key].config_class)
     }

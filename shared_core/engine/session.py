@@ -27,8 +27,8 @@ from shared_core.engine.micro_batches import MicroBatchMeans
 from shared_core.engine.preflight import check_all, reported_names
 from shared_core.engine.receipt import Receipt, environment, figures
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.registry import ROOMS
-from shared_core.engine.technique import BareServices, Context, Services, Technique, to_finish
+from shared_core.engine.registry import REGISTRY, in_order
+from shared_core.engine.technique import BareServices, Context, Services, Technique
 from shared_core.errors import CheckpointError, EffError, ReceiptError, TrainingError
 
 
@@ -174,7 +174,7 @@ class Session:
 
     def _reset(self) -> None:
         self.techniques: dict[str, Technique] = {
-            key: ROOMS[key].technique_class(config) for key, config in self.recipe.items()
+            key: REGISTRY[key].technique_class(config) for key, config in self.recipe.items()
         }
         self.context: Context | None = None
         self.skipped, self._eval_depth, self._seconds = 0, 0, dict.fromkeys(self.techniques, 0.0)
@@ -185,6 +185,7 @@ class Session:
         """Whether a checkpoint of another recipe was resumed: its run's best is not what is asked for now."""
         self._plain: PlainKeys | None = None
         self._begun = self._finished = self._is_saving = False
+        self._evaluation = contextlib.ExitStack()
         self._restored: set[str] = set()
         self._final_reports: dict[str, Any] = {}
         self._planned: dict[str, list[preview.Event]] = {}
@@ -240,7 +241,7 @@ class Session:
 
         Args:
             model: The user's model.
-            surroundings: Keys of `compatibility.SURROUNDINGS` that hold in this run.
+            surroundings: Keys of `conflicts.RUN_ENVIRONMENTS` that hold in this run.
             resumed: The techniques' states in the checkpoint that is loaded next, by key.
 
         Raises:
@@ -418,7 +419,7 @@ class Session:
         self._eval_depth += 1
         if self._eval_depth == 1:
             self._refuse_changed()
-            self._call(self._hooks.before_eval)
+            self._evaluation = self._entered(self._hooks.evaluating)
 
     def after_eval(self) -> None:
         """Validation ended; without a matching `before_eval` nothing happens."""
@@ -426,21 +427,21 @@ class Session:
             return
         self._eval_depth -= 1
         if self._eval_depth == 0:
-            self._call(self._hooks.after_eval)
+            self._evaluation.close()
 
     @contextlib.contextmanager
     def saving(self, *, baked: bool = False) -> Iterator[None]:
         """Surround saving, on every process: of the user's model, or of weights to go on from; the outermost counts."""
-        is_outermost, self._is_saving = not self._is_saving, True
-        try:
-            if is_outermost:
-                self._refuse_changed()
-                self._call(self._hooks.before_save, baked)
+        if self._is_saving:
             yield
+            return
+        self._is_saving = True
+        try:
+            self._refuse_changed()
+            with self._entered(self._hooks.saving, baked):
+                yield
         finally:
-            if is_outermost:
-                self._is_saving = False
-                self._call(self._hooks.after_save)
+            self._is_saving = False
 
     def look_ahead(self, done: float, *, stops_as_planned: bool = True) -> None:
         """Say once, as soon as it is clear, that optimizer steps come at another rate than positions were planned for.
@@ -559,10 +560,11 @@ class Session:
         if self._finished or self.context is None:
             return
         if self._begun:
+            self._evaluation.close()
             held.refuse_changed(self.techniques, self.context)
             self._final_unreached = self.unreached()
             self._tell_end(self.context)
-            for key in to_finish(self.techniques):
+            for key in in_order(self.techniques, "finish"):
                 with self._timed(key):
                     self.techniques[key].finish(self.context.model, self.context)
             reports = self._reports()
@@ -646,7 +648,7 @@ class Session:
         baked = dict(state_dict)
         if not self.is_attached:
             return baked
-        for key in to_finish(self.techniques):
+        for key in in_order(self.techniques, "finish"):
             baked = self.techniques[key].bake(baked)
         if self._plain is not None:
             self._plain.check(baked)
@@ -738,6 +740,26 @@ class Session:
                 start = time.perf_counter()
                 hook(self.context, *args, **kwargs)
                 self._seconds[key] += time.perf_counter() - start
+
+    def _entered(
+        self,
+        hooks: Calls[Concatenate[Context, P], contextlib.AbstractContextManager[None]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> contextlib.ExitStack:
+        """Return what leaves the contexts of all hooks, entered; those before one that raises are left."""
+        with contextlib.ExitStack() as stack:
+            if self._begun and not self._finished and self.context is not None:
+                for key, hook in hooks:
+                    surrounding = hook(self.context, *args, **kwargs)
+                    with self._timed(key):
+                        surrounding.__enter__()
+                    stack.push(functools.partial(self._left, key, surrounding))
+            return stack.pop_all()
+
+    def _left(self, key: str, surrounding: contextlib.AbstractContextManager[None], *error: Any) -> bool | None:
+        with self._timed(key):
+            return surrounding.__exit__(*error)
 
     @contextlib.contextmanager
     def _timed(self, key: str) -> Iterator[None]:

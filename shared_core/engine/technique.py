@@ -1,9 +1,9 @@
-"""The verbs of a technique, what it is told when they are called, and the order in which techniques compose."""
+"""The hooks of a technique, and what it is told when they are called."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -18,36 +18,6 @@ from shared_core.engine.optimizer_kinds import is_element_wise
 from shared_core.engine.preview import Ability, Event, Touched
 from shared_core.engine.unsaved_buffers import LeftOutBuffers
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
-
-# Attach: a factorised layer can be pruned, a pruned one quantised; what is left is cast and then checkpointed.
-# Loss: the task's, then distillation. After the step: 16-bit weights from their copies, masks, then averages, which
-# must see masked weights.
-ORDER = (
-    "matmul", "low_rank", "lora", "primary_weights", "prune", "lottery", "cluster", "qat", "fp8", "checkpointing",
-    "activations", "distill", "loss_scale", "dp", "comm", "average", "soup",
-)  # fmt: skip
-
-# Finish: the soup evaluates through live masks and quantisers, so it comes before quantisation bakes itself in;
-# masks and clusters are final before. Adapters are merged while quantisers are live, so that the sum is what is baked,
-# and before the soup, since checkpoints hold merged weights.
-FINISH_ORDER = (
-    "distill", "loss_scale", "dp", "comm", "average", "prune", "lottery", "cluster", "lora", "soup", "checkpointing",
-    "activations", "fp8", "qat", "primary_weights", "low_rank", "matmul",
-)  # fmt: skip
-
-
-def in_order(keys: Iterable[str], order: tuple[str, ...] = ORDER) -> list[str]:
-    """Return recipe keys in the order of composition, whatever order they were given in.
-
-    Args:
-        keys: Of techniques, any order.
-        order: All keys, in the order wanted; by default `ORDER`.
-
-    Example:
-        >>> in_order(["soup", "qat", "prune"])
-        ['prune', 'qat', 'soup']
-    """
-    return sorted(keys, key=order.index)
 
 
 @dataclass(frozen=True)
@@ -353,20 +323,19 @@ class Technique:
     def skipped_optimizer_step(self, context: Context) -> None:
         """The step was skipped or discarded: nothing advances."""
 
-    def before_eval(self, context: Context) -> None:
-        """Validation starts."""
-
-    def after_eval(self, context: Context) -> None:
-        """Validation ended, also by an exception."""
+    def evaluating(self, context: Context) -> contextlib.AbstractContextManager[None]:
+        """Return what surrounds a validation; it is left by an exception too."""
+        return contextlib.nullcontext()
 
     def evaluated(self, context: Context, metrics: Mapping[str, float | Tensor]) -> None:
         """The user's own validation reported these metrics, by the trainer's names, for the weights of this step."""
 
-    def before_save(self, context: Context, baked: bool) -> None:
-        """Weights are about to be saved on every process: as the user gets them (`baked`), or to go on from."""
+    def saving(self, context: Context, baked: bool) -> contextlib.AbstractContextManager[None]:
+        """Return what surrounds saving, on every process: of weights as the user gets them (`baked`), or to go on from.
 
-    def after_save(self, context: Context) -> None:
-        """Saving ended, also by an exception."""
+        What a sharded technique gathers on entering, one process saves alone.
+        """
+        return contextlib.nullcontext()
 
     def constrain(self, values: Mapping[Tensor, Tensor]) -> None:
         """Make what must hold of parameters hold of these values for them, in place; of a sharded one, its part."""
@@ -421,8 +390,3 @@ class Technique:
     def report(self) -> dict[str, Any]:
         """Return what was touched, what ran and what it cost, for the receipt. Counts are recounted, not remembered."""
         return {}
-
-
-def to_finish(techniques: Mapping[str, Technique]) -> list[str]:
-    """Return the keys in the order in which a run's end is told."""
-    return in_order(techniques, FINISH_ORDER)

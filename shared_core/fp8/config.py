@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 
-from shared_core.config.options import TechniqueConfig, option
+from shared_core.config.conflicts import DEEPSPEED, LBFGS
+from shared_core.config.options import Figure, TechniqueConfig, option
 
 # recipe → formats of inputs and weights, and of gradients with respect to a layer's output
 _FORMATS: dict[str, tuple[str, str]] = {
@@ -45,6 +47,20 @@ class Fp8Config(TechniqueConfig):
 
     key: ClassVar[str] = "fp8"
     switch: ClassVar[str] = "recipe"
+
+    finishes_after: ClassVar[tuple[str, ...]] = ("soup", "checkpointing", "activations")
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "deepspeed": DEEPSPEED,
+        "fsdp1": "flat shards of FSDP1 have no rows or blocks left that could share a scale; use DDP",
+        "lbfgs": LBFGS,
+    }
+    figures: ClassVar[Mapping[str, Figure]] = {
+        "layers": Figure("layers that multiply in FP8"),
+        "discarded_steps": Figure("steps discarded for NaN or infinity", in_bar=True),
+    }
+    memory: ClassVar[str] = (
+        "histories of a few numbers a layer; casts saved for backward take 1 byte a value in place of 2"
+    )
 
     recipe: Literal[
         "tensorwise", "delayed", "rowwise", "blockwise", "mx", "s2fp8", "hfp8", "mxfp4", "nvfp4", "int16"
@@ -121,3 +137,11 @@ class Fp8Config(TechniqueConfig):
     def backward_is_narrow(self) -> bool:
         """Whether gradients are in e5m2, whose range is narrower than bf16's: a loss scaler is of use with bf16 too."""
         return self.gradient_format == "fp8_e5m2" and self.recipe in (*_HYBRID, "hfp8")
+
+    def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
+        """Yield what these options need and the recipe lacks."""
+        if self.needs_loss_scaling and "loss_scale" not in recipe:
+            yield (
+                f"fp8 with recipe {self.recipe} needs loss_scale: gradients are cast without a scale of their own, and "
+                "small ones would vanish; add --loss_scale_kind dynamic --loss_scale_format fp8_e5m2"
+            )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -184,13 +185,14 @@ class Fp8(Technique):
         """Drop the pending window."""
         self._pending = None
 
-    def before_eval(self, context: Context) -> None:
-        """Stop remembering, also in a validation that puts layers into training mode."""
+    @contextlib.contextmanager
+    def evaluating(self, context: Context) -> Iterator[None]:
+        """Remember nothing meanwhile, also in a validation that puts layers into training mode."""
         self._observe(False)
-
-    def after_eval(self, context: Context) -> None:
-        """Go on remembering."""
-        self._observe(True)
+        try:
+            yield
+        finally:
+            self._observe(True)
 
     def _observe(self, observing: bool) -> None:
         self._watch.observing = observing

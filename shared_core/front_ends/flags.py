@@ -27,7 +27,7 @@ def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
         ({'prune_sparsity': '0.8', 'prune_skip': 'last'}, ['--lr', '0.1'])
     """
     from shared_core.engine.recipe import PARTIAL_FLAG
-    from shared_core.engine.registry import ROOMS, flags
+    from shared_core.engine.registry import REGISTRY, flags
 
     known = flags()
     ours: dict[str, Any] = {}
@@ -42,7 +42,7 @@ def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
         name = name.replace("-", "_")
         is_flag = argument.startswith("--")
         if not is_flag or (name not in known and name not in ("eff_recipe", PARTIAL_FLAG)):
-            key = next((key for key in ROOMS if name.startswith(f"{key}_")), None)
+            key = next((key for key in REGISTRY if name.startswith(f"{key}_")), None)
             if is_flag and key and name not in _OF_A_TRAINER:
                 hint = nearest(name, flags(key))
                 raise ConfigError(f"eff run: --{name} is not a flag{hint}; the script's own flags can stand after `--`")

@@ -1,6 +1,7 @@
 """Gradient compression as a technique: in DDP's one communication hook, or FSDP2's reduce-scatter."""
 # No postponed annotations: DDP compares those of its hook with the classes themselves.
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
@@ -179,10 +180,11 @@ class GradientCompression(Technique):
         if self.power_sgd is not None:
             self.power_sgd.forget()
 
-    def before_save(self, context: Context, baked: bool) -> None:
+    def saving(self, context: Context, baked: bool) -> contextlib.AbstractContextManager[None]:
         """Share the errors, on every process, so that the main one's are all that need saving."""
         if self.power_sgd is not None and not baked:
             self.power_sgd.share_errors_()
+        return contextlib.nullcontext()
 
     def detach(self, model: nn.Module) -> None:
         """Have gradients reduced whole again."""

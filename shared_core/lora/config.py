@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
-from shared_core.config.options import TechniqueConfig, option
+from shared_core.config.conflicts import AVERAGED_COPY, DEEPSPEED, LBFGS, RUN_ENVIRONMENTS
+from shared_core.config.options import Figure, TechniqueConfig, option
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,6 +21,28 @@ class LoraConfig(TechniqueConfig):
 
     key: ClassVar[str] = "lora"
     switch: ClassVar[str] = "rank"
+
+    # adapters are merged while quantisers are live, so that the sum is what is baked
+    finishes_after: ClassVar[tuple[str, ...]] = ("prune", "lottery", "cluster")
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "prune": "the base is frozen, in codes that no mask can hold, and merging the adapters would fill its zeros "
+        "again; prune the merged model afterwards",
+        "qat": "the frozen weights are codes of bitsandbytes already, on a grid of their own. It is allowed with lora "
+        "base none: adapters in float are then trained on weights that qat quantises, in 4 bits with scheme "
+        "int4_weight, mxfp4 or nvfp4",
+        "fp8": "both replace the same linear layers, and the frozen weights are 4-bit codes already; drop one",
+        "soup": "requantize puts the merged weights on the base's grid, which an average of them leaves. It is allowed "
+        "without: the model then holds the average of the merged weights",
+        "deepspeed": DEEPSPEED,
+        "fsdp1": "flat shards of FSDP1 mix frozen codes with trained floats; use DDP",
+        "lbfgs": LBFGS,
+        "averaging_callback": AVERAGED_COPY,
+    }
+    figures: ClassVar[Mapping[str, Figure]] = {
+        "layers": Figure("layers with an adapter"),
+        "trained": Figure("parameters that are trained"),
+    }
+    memory: ClassVar[str] = "frozen weights in codes; gradients and moments of adapters alone, 18·r·h a block"
 
     rank: int = option(
         help="rank r of the adapters: r·(inputs + outputs) trained parameters a layer", low=1, high=2**16
@@ -59,3 +83,15 @@ class LoraConfig(TechniqueConfig):
     def scale(self) -> float:
         """What the adapters' product is multiplied by."""
         return self.alpha / self.rank
+
+    def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
+        """Return whether the base is in float, beside quantisers; or merged weights stay as they are, beside soups."""
+        return (other == "qat" and self.base == "none") or (other == "soup" and not self.requantize)
+
+    def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
+        """Yield a line for each combination that these options rule out."""
+        if "fsdp2" in environment and self.base != "none":
+            yield (
+                f"lora with base {self.base} cannot be combined with {RUN_ENVIRONMENTS['fsdp2']}, which would cut the "
+                "codes of bitsandbytes apart from their scales; take base none"
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -226,14 +226,15 @@ class Lora(Technique):
             return user_layers(model, self.layers.values())
         return contextlib.nullcontext()
 
-    def before_save(self, context: Context, baked: bool) -> None:
-        """Gather what is kept in parts, so that saving needs no other process."""
+    @contextlib.contextmanager
+    def saving(self, context: Context, baked: bool) -> Iterator[None]:
+        """Hold what is kept in parts in whole, so that saving needs no other process."""
         if self._is_sharded and not baked:
             self._gathered = self._state()
-
-    def after_save(self, context: Context) -> None:
-        """Release it."""
-        self._gathered = None
+        try:
+            yield
+        finally:
+            self._gathered = None
 
     # -- end
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from shared_core.config.options import TechniqueConfig, option
+from shared_core.config.conflicts import DEEPSPEED, RUN_ENVIRONMENTS
+from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.loss_scaling.floors import floor_at, parse_floor
 
 FLOAT32_MAX = 3.4028234663852886e38
@@ -24,6 +26,34 @@ class LossScaleConfig(TechniqueConfig):
 
     key: ClassVar[str] = "loss_scale"
     switch: ClassVar[str] = "kind"
+
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "bf16": "bf16 has fp32's exponent range, so gradients do not underflow and a scale only adds skipped steps; "
+        "drop loss_scale or train in fp16. It is allowed where fp8 casts gradients to e5m2, whose range is narrower: "
+        "fp8 recipe tensorwise, delayed or hfp8 with loss_scale format fp8_e5m2",
+        "deepspeed": DEEPSPEED,
+        "fsdp1": "FSDP1 has a scaler of its own, which joins the ranks' overflows; use FSDP2 or DDP",
+        "lbfgs": "LBFGS evaluates its closure many times a step and cannot skip one; use another optimizer",
+        "manual_optimization": "with manual optimisation your code calls optimizer.step itself; pass LossScaler to it "
+        "directly",
+    }
+    works_in: ClassVar[tuple[str, ...]] = ("pruning_callback",)
+    figures: ClassVar[Mapping[str, Figure]] = {
+        "scale": Figure("the scale", in_bar=True),
+        "skipped": Figure("steps skipped so far"),
+        "underflow": Figure(
+            "share of scaled gradients that are not zero and below the smallest normal number", in_bar=True
+        ),
+        "zero": Figure("share of scaled gradients that are zero"),
+        "headroom": Figure("powers of two between the largest scaled gradient and overflow"),
+        "flushed": Figure("share of nonzero activation gradients that became zero", only="with `flush_every`"),
+        "grad_below_normal": Figure(
+            "share of gradients below the format's normal numbers", only="with `histogram_every`"
+        ),
+        "grad_below_subnormal": Figure("share of gradients that it makes zero", only="with `histogram_every`"),
+        "update_to_weight": Figure("log2 of median update over median weight", only="with `histogram_every`"),
+    }
+    memory: ClassVar[str] = "one flag and one number agreed on by all ranks"
 
     kind: Literal["dynamic", "static", "enhanced", "auto"] = option(
         help="dynamic: lower the scale on overflow, raise it after growth_interval good steps; static: fixed; "
@@ -94,3 +124,24 @@ class LossScaleConfig(TechniqueConfig):
     def scaler_options(self) -> dict[str, Any]:
         """Return the options that `LossScaler` takes: all but those of telemetry."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _TELEMETRY}
+
+    def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
+        """Return whether gradients are cast to e5m2, whose range is narrower than bf16's."""
+        fp8 = recipe.get("fp8")
+        return other == "bf16" and fp8 is not None and fp8.backward_is_narrow and self.format == "fp8_e5m2"
+
+    def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
+        """Yield a line for each combination that these options rule out."""
+        if not self.flush_every:
+            return
+        for sharded in ("fsdp1", "fsdp2"):
+            if sharded in environment:
+                yield (
+                    f"loss_scale with flush_every cannot be combined with {RUN_ENVIRONMENTS[sharded]}: the backward "
+                    "that it repeats does not gather sharded weights; histogram_every shows small gradients too"
+                )
+        if "checkpointing" in recipe:
+            yield (
+                "loss_scale with flush_every cannot be combined with checkpointing: the backward that it repeats "
+                "counts every forward of a layer, recomputed ones too; histogram_every shows small gradients as well"
+            )

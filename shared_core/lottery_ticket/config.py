@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from shared_core.config.options import TechniqueConfig, option
+from shared_core.config.conflicts import NO_WHOLE_WEIGHTS
+from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
+from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.config.training_time import Position
+
+_REWOUND = (
+    "weights are rewound at step k, and the next masks come from those that were trained; average the winning ticket's "
+    "own run"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +28,21 @@ class LotteryConfig(TechniqueConfig):
 
     key: ClassVar[str] = "lottery"
     switch: ClassVar[str] = "out"
+
+    finishes_after: ClassVar[tuple[str, ...]] = ("average",)
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "prune": "a round's masks come from its ticket alone; drop prune, or prune the winning ticket further on its "
+        "own",
+        "lora": "the base is frozen, in codes that no mask can hold, and the next masks come from trained weights; "
+        "find tickets of the whole model",
+        "primary_weights": "the float32 copies would train on from before the rewinding; load the model in float32",
+        "soup": "the next masks come from the weights of one run's end, and checkpoints from before step k are dense; "
+        "soup the winning ticket's own runs with `eff soup`",
+        "average": _REWOUND,
+        "averaging_callback": _REWOUND,
+        **NO_WHOLE_WEIGHTS,
+    }
+    figures: ClassVar[Mapping[str, Figure]] = {"left": Figure("share of the weights within reach that is not pruned")}
 
     out: str = option(help="Folder for what this run leaves: the ticket found, the weights to rewind to, its figures.")
     ticket: str | None = option(None, help="The ticket file to train; none: a dense run, which finds the first ticket.")
@@ -66,3 +89,16 @@ class LotteryConfig(TechniqueConfig):
             for name in ("output_rate", "conv_rate"):
                 if getattr(self, name) is not None:
                     raise self._error(name, "must not be given with scope global, where one threshold decides")
+
+    def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
+        """Yield a line for each combination that these options rule out."""
+        if "qat" in recipe and self.rewind != "weights":
+            yield (
+                f"lottery with rewind {self.rewind} cannot be combined with qat: at step k the ranges are those of the "
+                "replay, not of the trained weights that are put in place; rewind weights, or quantise the winning "
+                "ticket"
+            )
+
+    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
+        """Return the bytes of masks."""
+        return [Cost("lottery: masks", held=shape.matrices / run.parts, why="1 byte a weight")]

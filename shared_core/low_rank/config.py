@@ -6,12 +6,14 @@ The options of low-rank training.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from shared_core.config.options import TechniqueConfig, option
+from shared_core.config.conflicts import AVERAGED_COPY, DEEPSPEED, FSDP1, RUN_ENVIRONMENTS
+from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
+from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.errors import ConfigError
 from shared_core.files.json_yaml import parse_json
 
@@ -87,6 +89,9 @@ MEASURED = ("scaled", "whitened")
 """Decompositions that look at the inputs of layers."""
 
 
+_FACTORS_STAY = "It is allowed with low_rank merge false, where the model stays factorised"
+
+
 @dataclass(frozen=True, kw_only=True)
 class LowRankConfig(TechniqueConfig):
     """Which layers become products of two smaller ones, of which rank, and what is left at the end.
@@ -98,6 +103,26 @@ class LowRankConfig(TechniqueConfig):
 
     key: ClassVar[str] = "low_rank"
     switch: ClassVar[str] = "rank"
+
+    finishes_after: ClassVar[tuple[str, ...]] = ("primary_weights",)
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "lora": "adapters would sit on factors that are trained themselves; train with low_rank first, or factorise "
+        "the merged model with `eff low-rank`",
+        "lottery": "the ticket's masks are of whole weights, which factorised layers do not have; factorise the "
+        "winning ticket with `eff low-rank`",
+        "prune": f"the product of two sparse factors is dense. {_FACTORS_STAY}",
+        "cluster": f"the product of two factors has other values than they. {_FACTORS_STAY}",
+        "qat": f"the product of two quantised factors lies on no grid. {_FACTORS_STAY}",
+        "deepspeed": DEEPSPEED,
+        "fsdp1": FSDP1,
+        "peft": "what is saved of it are adapters alone, without the factors that they were trained over; factorise "
+        "before the adapters are added, or merge them first",
+        "averaging_callback": AVERAGED_COPY,
+    }
+    figures: ClassVar[Mapping[str, Figure]] = {
+        "layers": Figure("layers that are products of two"),
+        "parameters": Figure("share of the model's parameters that is left"),
+    }
 
     rank: Any = option(
         flag_type=str,
@@ -148,3 +173,30 @@ class LowRankConfig(TechniqueConfig):
                 f"low_rank: force must come with a number, a share or energy, got rank {self.rank!r}, which is chosen "
                 "by what it saves; leave force out"
             )
+
+    def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:
+        """Return whether the model stays factorised, beside what the product of factors would undo."""
+        return other in ("prune", "cluster", "qat") and not self.merge
+
+    def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
+        """Yield a line for each combination that these options rule out."""
+        if "fsdp2" in environment and self.merge:
+            yield (
+                f"low_rank with merge cannot be combined with {RUN_ENVIRONMENTS['fsdp2']}, which has sharded the "
+                "factors and gathers no weights beside them; leave merge out, and call shared_core.low_rank.merge on "
+                "the loaded model"
+            )
+
+    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
+        """Return no bytes of its own: the factorised model has other sizes, see `kept_share`."""
+        if self.kept_share(shape) is None:
+            return [Cost("low_rank", why=f"not counted: what {self.rank} keeps is known from eff low-rank alone")]
+        return [Cost("low_rank", why="factors in place of the blocks' matrices: counted in every line")]
+
+    def kept_share(self, shape: ModelShape) -> float | None:
+        """Return the share of the blocks' parameters that factors have, None where weights alone tell it."""
+        if self.rule.kind == "budget":
+            return float(self.rule.value)
+        rank = {"number": self.rule.value, "share": self.rule.value * shape.hidden}.get(self.rule.kind)
+        # 4 matrices of h x h and two of h x 4h have 18·h rows and columns for 12·h² parameters
+        return None if rank is None else min(1.0, 1.5 * rank / shape.hidden)

@@ -20,6 +20,11 @@ class MatmulPrecisionConfig(TechniqueConfig):
     key: ClassVar[str] = "matmul"
     switch: ClassVar[str] = "precision"
 
+    finishes_after: ClassVar[tuple[str, ...]] = ("low_rank",)
+    works_in: ClassVar[tuple[str, ...]] = ("tensor_parallel", "pruning_callback")
+    logs_nothing: ClassVar[str] = "the same in every step"
+    memory: ClassVar[str] = "no memory, no traffic"
+
     precision: Literal["highest", "high", "medium"] = option(
         help="highest: float32; high: TF32 (10 bits) where the GPU has it; medium: on a CPU also bfloat16 (7 bits)"
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -376,14 +377,15 @@ class PrimaryWeights(Technique):
 
     # -- state and figures
 
-    def before_save(self, context: Context, baked: bool) -> None:
-        """Gather, on every process, what is saved of sharded parameters."""
-        if not baked:
-            self._gather()
-
-    def after_save(self, context: Context) -> None:
-        """Drop what was gathered."""
-        self._shards = CopiesOfShards()
+    @contextlib.contextmanager
+    def saving(self, context: Context, baked: bool) -> Iterator[None]:
+        """Hold what is saved of sharded parameters in whole; every process must call."""
+        try:
+            if not baked:
+                self._gather()
+            yield
+        finally:
+            self._shards = CopiesOfShards()
 
     def finish(self, model: nn.Module, context: Context) -> None:
         """Gather what belongs to a checkpoint of the end; the parameters hold the weights already."""

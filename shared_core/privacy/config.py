@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from shared_core.config.options import TechniqueConfig, option
+from shared_core.config.conflicts import DEEPSPEED, LBFGS
+from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
+from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.errors import ConfigError
 
 
@@ -21,6 +24,34 @@ class PrivacyConfig(TechniqueConfig):
     key: ClassVar[str] = "dp"
     switch: ClassVar[str] = "noise_multiplier"
     other_switch: ClassVar[str] = "target_epsilon"
+
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "lora": "Opacus has no rule for a layer that adds adapters to frozen codes; leave the adapters out, and freeze "
+        "what is not to be trained",
+        "primary_weights": "a gradient in 16 bits rounds the noise, which is then not what is accounted for; load the "
+        "model in float32",
+        "lottery": "every round sees the data again, and rounds are not accounted for together; train one model",
+        "cluster": "members of a cluster are moved by one sum of their gradients, on which noise has not been tested; "
+        "share the weights of the trained model with `eff compress`",
+        "qat": "observers keep ranges of activations, which single examples set and no noise hides; train privately, "
+        "then quantise the weights with `eff quantize`",
+        "fp8": "scales come from the largest values of a batch, which single examples set and no noise hides; train in "
+        "bf16",
+        "loss_scale": "a scaler skips steps on which single examples overflow, and skips are not accounted for; train "
+        "in float32 or bf16",
+        "fp16": "its scaler skips steps on which single examples overflow, and skips are not accounted for; train in "
+        "float32 or bf16",
+        "checkpointing": "a recomputed forward would hand the layers' inputs to the rules for single examples twice; "
+        "take smaller micro-batches and accumulate more, which changes nothing",
+        "comm": "noised sums are joined by it, not by DDP, so that no hook would see them; drop comm",
+        "deepspeed": DEEPSPEED,
+        "fsdp1": "flat shards of FSDP1 have no gradient of one example; use DDP",
+        "lbfgs": LBFGS,
+        "manual_optimization": "your code steps the optimizer itself, so nothing tells which batches a step has; use "
+        "automatic optimisation",
+        "several_optimizers": "each step must be one draw over all parameters; use one optimizer with groups",
+    }
+    figures: ClassVar[Mapping[str, Figure]] = {"epsilon": Figure("epsilon spent so far", in_bar=True)}
 
     noise_multiplier: float | None = option(
         None,
@@ -61,3 +92,61 @@ class PrivacyConfig(TechniqueConfig):
                 "dp: one of noise_multiplier and target_epsilon must be given, got "
                 f"{self.noise_multiplier} and {self.target_epsilon}"
             )
+
+    def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
+        """Yield a line for each combination that these options rule out."""
+        prune, distill = recipe.get("prune"), recipe.get("distill")
+        low_rank, activations = recipe.get("low_rank"), recipe.get("activations")
+        if prune is not None and not prune.sees_weights_alone:
+            yield (
+                "dp with these options of prune cannot be combined: what they see of gradients and activations of "
+                "single examples is not accounted for; take criterion magnitude, threshold or random of single "
+                "weights, n_m or blocks"
+            )
+        if distill is not None and not distill.works_on_single_examples:
+            yield (
+                "dp with these options of distill cannot be combined: other students, projections, relations between "
+                "examples and heads in chunks are trained past the gradients of single examples; leave out teacher "
+                "mutual, hidden, attention, chunked and unlabelled_field"
+            )
+        if low_rank is not None and low_rank.needs_batches:
+            yield (
+                f"dp with decomposition {low_rank.decomposition} of low_rank cannot be combined: factors are made from "
+                "inputs of single examples, which no noise hides; take decomposition svd, which looks at weights alone"
+            )
+        if activations is not None and activations.rounds:
+            yield (
+                f"dp with pack {activations.pack} of activations cannot be combined: the rules for single examples "
+                "keep the inputs of layers whole, so that rounding saves nothing, and where neighbours share a scale "
+                "one example changes the gradients of others; pack exact"
+            )
+
+    def remarks(self, recipe: Mapping[str, Any]) -> Iterator[str]:
+        """Yield what is outside the guarantee."""
+        if "distill" in recipe:
+            yield (
+                "dp: what the teacher learned from these data is outside the guarantee; it holds for a teacher that "
+                "never saw them"
+            )
+        if "low_rank" in recipe and recipe["low_rank"].rule.kind == "report":
+            yield (
+                "dp: what a report of eff low-rank saw of these data is outside the guarantee; it holds for ranks that "
+                "were found on others"
+            )
+        if "soup" in recipe:
+            yield (
+                "dp: a soup is chosen by the validation data, which are outside the guarantee; it covers the training "
+                "data"
+            )
+
+    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
+        """Return the bytes of gradients of single examples, and of their sums between ranks."""
+        sizes = 4.0 * shape.params
+        if run.strategy != "fsdp2":
+            why = "gradients of each example of a micro-batch, and their clipped sum; joined over ranks once a step"
+            return [Cost("dp", during=(run.micro_batch + 1) * sizes, sent=2 * run.ring(sizes), why=why)]
+        passed = run.compute_bytes * run.tokens * (16 * shape.hidden * shape.layers + 2 * shape.hidden + shape.vocab)
+        largest = 4.0 * run.micro_batch * max(shape.vocab, 4 * shape.hidden) * shape.hidden
+        why = "inputs of layers and gradients of outputs, one layer's gradients of each example; /N: their clipped sum"
+        during = min(passed, run.micro_batch * sizes) + largest + sizes / run.parts
+        return [Cost("dp", during=during, sent=run.accumulate * run.ring(sizes), why=why)]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from shared_core.config.options import coerce, option
+from shared_core.config.conflicts import NO_WHOLE_WEIGHTS, RUN_ENVIRONMENTS
+from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
+from shared_core.config.options import Figure, coerce, option
 from shared_core.config.overrides import OverridableConfig
 from shared_core.config.training_time import Position
 
@@ -48,6 +51,12 @@ class PruneConfig(OverridableConfig):
 
     key: ClassVar[str] = "prune"
     switch: ClassVar[str] = "sparsity"
+
+    finishes_after: ClassVar[tuple[str, ...]] = ("average",)
+    conflicts: ClassVar[Mapping[str, str]] = NO_WHOLE_WEIGHTS
+    figures: ClassVar[Mapping[str, Figure]] = {
+        "sparsity": Figure("share of the weights within reach that the masks prune", in_bar=True)
+    }
     overridable: ClassVar[tuple[str, ...]] = ("sparsity",)
 
     sparsity: float = option(help="Share of the weights that are zero at the end, in [0, 1).", low=0, below=1)
@@ -311,3 +320,30 @@ class PruneConfig(OverridableConfig):
         if not found:
             raise self._error("block", "must be outputs x inputs, such as 4x4")
         return int(found[1]), int(found[2])
+
+    def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
+        """Yield a line for each combination that these options rule out."""
+        if "fsdp2" in environment and self.why_not_sharded:
+            yield f"prune cannot be combined with {RUN_ENVIRONMENTS['fsdp2']}: {self.why_not_sharded}"
+        if self.straight_through and "primary_weights" in recipe:
+            yield (
+                "prune with movement, recompute or sr_ste cannot be combined with primary_weights: both keep other "
+                "weights than the model holds for the optimizer; load the model in float32"
+            )
+        if self.criterion == "wanda" and "average" in recipe and recipe["average"].bn_batches:
+            yield (
+                "prune with criterion wanda cannot be combined with bn_batches of average: it would count the batches "
+                "on which statistics are estimated; leave bn_batches at 0, which averages them"
+            )
+
+    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
+        """Return the bytes of masks, and of what lies beneath them or scores them."""
+        size = shape.linear / run.parts
+        packed = shape.linear / 8 if run.parts > 1 else 0.0
+        why = "1 byte a linear weight; under FSDP2 whole ones in bits"
+        costs = [Cost("prune: masks", held=size, host=packed, why=why)]
+        if self.straight_through:
+            costs.append(Cost("prune: weights beneath masks", held=4 * size, why="learn on until end, 4 bytes"))
+        if self.criterion in ("movement", "taylor", "fisher", "neuron_taylor"):
+            costs.append(Cost(f"prune: {self.criterion} scores", held=4 * size, why="until end, 4 bytes a weight"))
+        return costs

@@ -6,7 +6,7 @@ Pruning during training: masks on a schedule, and weights that stay exactly zero
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from eff_kernels.pruning import apply_mask_
@@ -261,15 +261,16 @@ class Pruning(Technique):
         if self._straight_through.is_shown:
             self._straight_through.hide(self._weights, self._store.parts)
 
-    def before_save(self, context: Context, baked: bool) -> None:
-        """Gather what is kept in parts, so that saving needs no other process."""
+    @contextlib.contextmanager
+    def saving(self, context: Context, baked: bool) -> Iterator[None]:
+        """Hold what is kept in parts in whole, so that saving needs no other process."""
         self._scorer.gather()
         self._straight_through.gather(self._weights)
-
-    def after_save(self, context: Context) -> None:
-        """Release it."""
-        self._scorer.release()
-        self._straight_through.release()
+        try:
+            yield
+        finally:
+            self._scorer.release()
+            self._straight_through.release()
 
     def constrain(self, values: Mapping[Tensor, Tensor]) -> None:
         """Prune other values for the weights by the masks there are."""

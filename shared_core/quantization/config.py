@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
-from shared_core.config.options import option
+from shared_core.config.conflicts import NO_WHOLE_WEIGHTS, RUN_ENVIRONMENTS
+from shared_core.config.options import Figure, option
 from shared_core.config.overrides import OverridableConfig
 from shared_core.config.training_time import Position
 
@@ -35,6 +37,24 @@ class QatConfig(OverridableConfig):
 
     key: ClassVar[str] = "qat"
     switch: ClassVar[str] = "scheme"
+
+    # the soup evaluates through live quantisers; what hooks a layer's forward is gone before layers are plain again
+    finishes_after: ClassVar[tuple[str, ...]] = ("soup", "checkpointing", "activations")
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "fp8": "both change the class of the same linear layers, and int8 rounding inside an FP8 product is neither; "
+        "train in FP8 first and then for int8, or drop one",
+        "averaging_callback": "ranges are observed on the weights in training, and an average lies between the codes; "
+        "the technique average does both",
+        **NO_WHOLE_WEIGHTS,
+    }
+    figures: ClassVar[Mapping[str, Figure]] = {
+        "active": Figure("1 while values are rounded, 0 before `begin`", in_bar=True),
+        "layers": Figure("layers that are quantised"),
+        "range_updates": Figure("how often the ranges were updated"),
+    }
+    memory: ClassVar[str] = (
+        "a few numbers a layer, agreed on each step; quantised weights are saved for backward as float"
+    )
     overridable: ClassVar[tuple[str, ...]] = ("scheme", "weight_bits", "activation_bits", "group_size")
 
     scheme: Scheme = option(
@@ -119,6 +139,27 @@ class QatConfig(OverridableConfig):
         has_bits = self.activation_bits is not None or any(name == "activation_bits" for _, name, _ in others)
         schemes = {self.scheme, *(value for _, name, value in others if name == "scheme")}
         return any(_is_static(scheme, has_bits) for scheme in schemes)
+
+    def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
+        """Yield a line for each combination that these options rule out."""
+        averages = [key for key in ("average", "soup") if key in recipe]
+        if self.keep and "lora" in recipe:
+            yield (
+                "qat with keep cannot be combined with lora: adapters are merged into plain layers at the end; "
+                "apply_ranges puts quantisers back into these"
+            )
+        for key in averages:
+            if self.range in ("lsq", "lsq_plus", "pact"):
+                yield (
+                    f"qat with range {self.range} cannot be combined with {key}: the average of weights has no learned "
+                    "scales of its own; use an observed range, such as ema, which is estimated anew for it"
+                )
+            if self.observes_activations and "manual_optimization" in environment:
+                yield (
+                    f"{key} with ranges of qat cannot be combined with {RUN_ENVIRONMENTS['manual_optimization']}: "
+                    "averaged weights need new ranges, which training_step would estimate, and it steps the optimizer; "
+                    "take scheme int8_dynamic or int8_weight"
+                )
 
 
 def _is_static(scheme: str, has_activation_bits: bool) -> bool:

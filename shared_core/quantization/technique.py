@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -222,21 +222,23 @@ class QuantizationAwareTraining(Technique):
         """Return those with a range, in the order of the bank's rows."""
         return [self.layers[name].quantizer for name in self.static]  # type: ignore[misc]
 
-    def before_eval(self, context: Context) -> None:
-        """Stop observing, also in a validation that puts layers into training mode."""
+    @contextlib.contextmanager
+    def evaluating(self, context: Context) -> Iterator[None]:
+        """Observe nothing meanwhile, also in a validation that puts layers into training mode."""
         self.bank.observing = False
+        try:
+            yield
+        finally:
+            self.bank.observing = bool(self.static) and context.step < self._freeze
 
-    def after_eval(self, context: Context) -> None:
-        """Go on observing."""
-        self.bank.observing = bool(self.static) and context.step < self._freeze
-
-    def before_save(self, context: Context, baked: bool) -> None:
-        """Gather what is learned and sharded, so that saving needs no other process."""
+    @contextlib.contextmanager
+    def saving(self, context: Context, baked: bool) -> Iterator[None]:
+        """Hold what is learned and sharded in whole, so that saving needs no other process."""
         self._learned.gather()
-
-    def after_save(self, context: Context) -> None:
-        """Release it."""
-        self._learned.release()
+        try:
+            yield
+        finally:
+            self._learned.release()
 
     def loading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Let plain weights be loaded by the parameters' names: what is learned beside them is part of the state."""

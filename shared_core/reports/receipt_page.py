@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shared_core.engine.receipt import headline
-from shared_core.engine.registry import ROOMS
+from shared_core.engine.registry import REGISTRY
 from shared_core.reports.page import Cell, Plot, Section, Table, markdown
 
 Block = str | Table | Plot
@@ -73,10 +73,10 @@ _UNKNOWN = object()
 
 
 def _defaults(key: str) -> dict[str, Any]:
-    if key not in ROOMS:  # of a newer version
+    if key not in REGISTRY:  # of a newer version
         return {}
     found = {}
-    for field in dataclasses.fields(ROOMS[key].config_class):
+    for field in dataclasses.fields(REGISTRY[key].config_class):
         made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
         found[field.name] = list(made) if isinstance(made, tuple) else made  # a receipt is JSON
     return found

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared_core.engine.registry import ROOMS
+from shared_core.engine.registry import REGISTRY
 from shared_core.reports import quantization_page as quantize_report
 from shared_core.reports.page import Cell, Plot, Section, Table, bar_plot, can_draw, line_plot
 from shared_core.reports.receipt_page import Block, asked, happened, limited, words
@@ -196,7 +196,7 @@ def _named(*names: str) -> Callable[[str], bool]:
 
 
 def _is_ours(name: str) -> bool:
-    return name.partition("/")[0] in ROOMS
+    return name.partition("/")[0] in REGISTRY
 
 
 def _is_loss(name: str) -> bool:

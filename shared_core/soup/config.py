@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from shared_core.config.conflicts import DEEPSPEED, RUN_ENVIRONMENTS
+from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
 from shared_core.config.options import TechniqueConfig, option
 
 _SMALLER_IS_BETTER = frozenset({
     "loss", "perplexity", "ppl", "error", "err", "wer", "cer", "ter", "mae", "mse", "rmse", "nll", "bpc", "bpb",
 })  # fmt: skip
 _GREEDY: dict[str, Any] = {"only_with": {"kind": ("greedy",)}}
+
+
+_SOUP_MODELS = 2.4  # measured, see shared_core/soup/README.md
+# Masks, clusters, copies and quantisers that belong to single parameters.
+_HOLD_WEIGHTS = ("primary_weights", "prune", "cluster", "qat", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +33,15 @@ class SoupConfig(TechniqueConfig):
 
     key: ClassVar[str] = "soup"
     switch: ClassVar[str] = "kind"
+
+    # it evaluates through live masks and quantisers; checkpoints hold merged adapters
+    finishes_after: ClassVar[tuple[str, ...]] = ("lora",)
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "averaging_callback": "each would put its own weights into the model for validation; keep one of them",
+        "deepspeed": DEEPSPEED,
+        "fsdp1": "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
+    }
+    logs_nothing: ClassVar[str] = "it works after training, and says so"
 
     kind: Literal["greedy", "uniform", "weighted"] = option(
         help="Average the run's checkpoints at the end: greedy (add while the metric does not fall), uniform (all) or "
@@ -73,6 +90,32 @@ class SoupConfig(TechniqueConfig):
     def larger_is_better(self) -> bool:
         """Whether the metric is better when larger."""
         return self.mode == "max" if self.mode != "auto" else larger_is_better(self.metric)
+
+    def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
+        """Yield a line for each combination that these options rule out."""
+        if self.bn_batches and "manual_optimization" in environment:
+            yield (
+                f"{self.key} with bn_batches cannot be combined with {RUN_ENVIRONMENTS['manual_optimization']}: "
+                "statistics are estimated by training_step, which steps the optimizer; leave bn_batches at 0"
+            )
+        if {"peft", "fsdp2"} <= {*environment}:
+            yield (
+                f"soup of {RUN_ENVIRONMENTS['peft']} cannot be combined with {RUN_ENVIRONMENTS['fsdp2']}: averages of "
+                "adapters have other ranks, and FSDP2 keeps shapes that it has sharded; average the saved adapters "
+                "with `eff soup`"
+            )
+        for key in _HOLD_WEIGHTS:
+            if "peft" in environment and key in recipe:
+                yield (
+                    f"soup of {RUN_ENVIRONMENTS['peft']} cannot be combined with {key}: what it holds of the adapters "
+                    "is of other shapes than those of their averages; average the saved adapters with `eff soup`"
+                )
+
+    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
+        """Return no bytes on the device, and say what the end of training takes on the host."""
+        held = _SOUP_MODELS * 4 * shape.params / run.parts / 2**30
+        why = f"after training alone: {held:,.1f} GiB of host memory, {_SOUP_MODELS} fp32 models"
+        return [Cost("soup", why=why)]
 
 
 def larger_is_better(metric: str) -> bool:

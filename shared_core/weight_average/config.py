@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from shared_core.config.options import TechniqueConfig, option
+from shared_core.config.conflicts import FSDP1, RUN_ENVIRONMENTS
+from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
+from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.config.training_time import Position
 
 _EMA: dict[str, Any] = {"only_with": {"kind": ("ema",)}}
@@ -23,6 +26,14 @@ class AverageConfig(TechniqueConfig):
 
     key: ClassVar[str] = "average"
     switch: ClassVar[str] = "kind"
+
+    finishes_after: ClassVar[tuple[str, ...]] = ("distill", "loss_scale", "dp", "comm")
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "averaging_callback": "each would put its own weights into the model for validation; keep one of them",
+        "deepspeed": "DeepSpeed keeps the weights in parts of its own; use DDP or FSDP version 2",
+        "fsdp1": FSDP1,
+    }
+    figures: ClassVar[Mapping[str, Figure]] = {"updates": Figure("weights that the average has seen")}
 
     kind: Literal["ema", "swa", "last_k"] = option(
         help="Average the weights while training: exponentially (ema), all alike (swa), or the last few (last_k)."
@@ -55,3 +66,18 @@ class AverageConfig(TechniqueConfig):
     def start(self) -> Position:
         """When averaging begins."""
         return _BEGIN[self.kind] if self.begin is None else self.begin
+
+    def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
+        """Yield a line for each combination that these options rule out."""
+        if self.bn_batches and "manual_optimization" in environment:
+            yield (
+                f"{self.key} with bn_batches cannot be combined with {RUN_ENVIRONMENTS['manual_optimization']}: "
+                "statistics are estimated by training_step, which steps the optimizer; leave bn_batches at 0"
+            )
+
+    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
+        """Return the bytes of the averages."""
+        copies = self.k if self.kind == "last_k" else 1
+        held = copies * 4.0 * shape.params / run.parts
+        why = f"{copies} x 4 bytes a parameter, cut as the weights are"
+        return [Cost(f"average: {self.kind}", held=held, why=why)]

@@ -301,10 +301,17 @@ class WeightAverage(Technique):
 
     # -- in the weights' place
 
-    def before_eval(self, context: Context) -> None:
-        """Put the average into the model, if there is one yet."""
-        if not self.config.evaluate or self._is_over:
-            return
+    @contextlib.contextmanager
+    def evaluating(self, context: Context) -> Iterator[None]:
+        """Have the average in the model meanwhile, if there is one yet."""
+        try:
+            if self.config.evaluate and not self._is_over:
+                self._validate_average(context)
+            yield
+        finally:
+            self._stand_in.put_out()
+
+    def _validate_average(self, context: Context) -> None:
         found = "validations_of_average" if self._running.kept else "validations_of_weights"
         if not self._running.kept and not self._told[found]:
             context.services.say(
@@ -314,20 +321,24 @@ class WeightAverage(Technique):
         self._told[found] += 1
         if self._running.kept:
             self._put_in()
-            try:
-                self._settle_norms(context)
-            except BaseException:
+            self._settle_norms(context)
+
+    @contextlib.contextmanager
+    def saving(self, context: Context, baked: bool) -> Iterator[None]:
+        """Have in the model what is to be saved, and in whole what is sharded: every process must call."""
+        try:
+            if self._running.kept and not self._is_over:
+                self._prepare_saving(baked)
+            yield
+        finally:
+            self._gathered, self._merged = None, {}
+            if self._is_lent:
                 self._stand_in.put_out()
-                raise
+                self._is_lent = False
+            elif self._stand_in.has_average:
+                self._stand_in.exchange(average=True)
 
-    def after_eval(self, context: Context) -> None:
-        """Put the weights back."""
-        self._stand_in.put_out()
-
-    def before_save(self, context: Context, baked: bool) -> None:
-        """See to it that the model holds what is to be saved, and gather what is sharded: every process must call."""
-        if self._is_over or not self._running.kept:
-            return
+    def _prepare_saving(self, baked: bool) -> None:
         stand_in = self._stand_in
         if stand_in.is_in and not baked:
             stand_in.exchange(average=False)
@@ -351,15 +362,6 @@ class WeightAverage(Technique):
         with stand_in.lent(self._put_in):
             found = {key: value for key, value in model.state_dict().items() if key in keys}
             return {key: value.clone() for key, value in found.items() if isinstance(value, Tensor)}
-
-    def after_save(self, context: Context) -> None:
-        """Undo `before_save`."""
-        self._gathered, self._merged = None, {}
-        if self._is_lent:
-            self._stand_in.put_out()
-            self._is_lent = False
-        elif self._stand_in.has_average:
-            self._stand_in.exchange(average=True)
 
     def _put_in(self) -> None:
         self._stand_in.put_in(self._running, self._estimates())

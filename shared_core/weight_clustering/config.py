@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shared_core.config.options import TechniqueConfig, option
+from shared_core.config.conflicts import NO_WHOLE_WEIGHTS
+from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
+from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.config.training_time import Position
 from shared_core.weight_clustering.clustering import MAX_BITS, MIN_BITS
+
+_IN_ROWS_OF_SEVERAL = 1 << 18  # elements, of weights that are not sharded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +26,20 @@ class ClusterConfig(TechniqueConfig):
 
     key: ClassVar[str] = "cluster"
     switch: ClassVar[str] = "bits"
+
+    finishes_after: ClassVar[tuple[str, ...]] = ("average",)
+    conflicts: ClassVar[Mapping[str, str]] = {
+        "lora": "the base is frozen, and merging the adapters would move members of a cluster apart; merge, then share "
+        "the weights in a run of its own, or let `eff compress` do it",
+        "qat": "qat bakes weights on grids with a scale for each channel, where members of a cluster come apart; drop "
+        "one",
+        "lottery": "the next masks rank magnitudes, and sharing makes most of them equal; share the weights of the "
+        "winning ticket",
+        **NO_WHOLE_WEIGHTS,
+    }
+    figures: ClassVar[Mapping[str, Figure]] = {
+        "values": Figure("distinct values that all shared weights together have; 0 until they are clustered")
+    }
 
     bits: int = option(help="Bits of a code: at most 2**bits values a tensor, in [2, 8].", low=MIN_BITS, high=MAX_BITS)
     bits_of: tuple[str, ...] = option(
@@ -46,3 +65,10 @@ class ClusterConfig(TechniqueConfig):
         """Return the bits of each pattern of `bits_of`, in the order given; the first that matches wins."""
         pairs = (entry.rpartition("=") for entry in self.bits_of)
         return {pattern: int(bits) for pattern, _, bits in pairs}
+
+    def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
+        """Return the bytes of codes: those of weights that are clustered in rows of several take 4 more."""
+        sizes = ((4 * shape.layers, shape.hidden**2), (2 * shape.layers, 4 * shape.hidden**2))
+        small = sum(count * size for count, size in sizes if size <= _IN_ROWS_OF_SEVERAL and run.parts == 1)
+        why = "1 byte a weight, 5 of small ones"
+        return [Cost("cluster: codes", held=shape.params / run.parts + 4 * small, why=why)]

@@ -5,7 +5,8 @@ Weight sharing during training: from a step on the weights of a cluster are one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -236,13 +237,14 @@ class WeightClustering(Technique):
         shared = [entry for entry in report["tensors"] if entry["name"] in self._codes]
         return {entry["name"]: FewValues(2 ** entry["bits"], entry["values"], holds=Where.TRAINED) for entry in shared}
 
-    def before_save(self, context: Context, baked: bool) -> None:
-        """Gather the clusters of sharded weights, so that saving needs no other process."""
+    @contextlib.contextmanager
+    def saving(self, context: Context, baked: bool) -> Iterator[None]:
+        """Hold the clusters of sharded weights in whole, so that saving needs no other process."""
         self._gathered = self._whole_codes()
-
-    def after_save(self, context: Context) -> None:
-        """Release them."""
-        self._gathered = None
+        try:
+            yield
+        finally:
+            self._gathered = None
 
     def _whole_codes(self) -> dict[str, Tensor]:
         return {name: whole_of(codes, self._weights.get(name)) for name, codes in self._codes.items()}

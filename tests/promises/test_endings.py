@@ -11,7 +11,8 @@ from promise_table import BATCH, NUM_STEPS, TECHNIQUES, eval_examples, recipe_of
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from shared_core.engine.compatibility import SURROUNDINGS, refusal
+from shared_core.config.conflicts import RUN_ENVIRONMENTS
+from shared_core.engine.compatibility import refusal
 from shared_core.errors import CompatibilityError, EffError, ReceiptError
 
 pl = pytest.importorskip("pytorch_lightning")
@@ -205,7 +206,7 @@ def test_beside_lightnings_callbacks(key, case, tmp_path):
         log_every_n_steps=1,
     )
     if surrounding and refusal(key, surrounding):
-        with pytest.raises(CompatibilityError, match=f"{key} cannot be combined with {SURROUNDINGS[surrounding]}"):
+        with pytest.raises(CompatibilityError, match=f"{key} cannot be combined with {RUN_ENVIRONMENTS[surrounding]}"):
             trainer.fit(module, Digits())
         return
     if (key, case) in REFUSED:

@@ -7,9 +7,10 @@ from promise_drivers import hf_trainer, run_lightning
 from promise_table import TECHNIQUES, recipe_of
 
 from shared_core.engine.compatibility import refusal
-from shared_core.engine.metrics import FIGURES, SILENT, is_in_bar
-from shared_core.engine.registry import ROOMS
+from shared_core.engine.metrics import is_in_bar, logged_figures
+from shared_core.engine.registry import REGISTRY
 
+FIGURES = logged_figures()
 EVERY = 3  # of 8 steps
 # the fewest runs that hold every technique
 RUNS: list[list[str]] = []
@@ -53,15 +54,16 @@ def lightning(keys, folder):
 def test_a_technique_logs_what_the_table_says_when_the_trainer_logs(run, keys, tmp_path):
     logged, in_bar = run(keys, tmp_path)
     expected = {name for name, figure in FIGURES.items() if name.partition("/")[0] in keys and not figure.only}
-    assert expected or all(key in SILENT for key in keys)
+    assert expected or all(REGISTRY[key].config_class.logs_nothing for key in keys)
     assert set(logged) == ({EVERY, 2 * EVERY} if expected else set())
     assert all(names == expected for names in logged.values())
     if in_bar is not None:
         assert in_bar & set(FIGURES) == {name for name in expected if is_in_bar(name)}
 
 
-def test_every_technique_is_in_the_table_once():
+def test_every_technique_is_known_to_log_or_not_to():
     logging = {name.partition("/")[0] for name in FIGURES}
-    assert logging | set(SILENT) == set(ROOMS)
-    assert not logging & set(SILENT)
-    assert all(sum(name.startswith(f"{key}/") and is_in_bar(name) for name in FIGURES) <= 2 for key in ROOMS)
+    silent = {key for key, one in REGISTRY.items() if one.config_class.logs_nothing}
+    assert logging | silent == set(REGISTRY)
+    assert not logging & silent
+    assert all(sum(name.startswith(f"{key}/") and is_in_bar(name) for name in FIGURES) <= 2 for key in REGISTRY)

@@ -8,7 +8,7 @@ import torch
 
 from hf_eff import attach
 from shared_core.engine import compatibility
-from shared_core.engine.registry import ROOMS
+from shared_core.engine.registry import REGISTRY
 from shared_core.errors import CompatibilityError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "hf_eff"))
@@ -57,9 +57,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     plain, whole = train(folder / "plain"), train(folder / "zero", deepspeed=zero(2))
     resumed = train(folder / "zero", deepspeed=zero(2), resume=str(folder / "zero" / "checkpoint-2"))
-    told = {"accumulated": apart(plain, whole), "resumed": apart(whole, resumed), "keys": list(ROOMS)}
+    told = {"accumulated": apart(plain, whole), "resumed": apart(whole, resumed), "keys": list(REGISTRY)}
     told["effect"] = apart(whole, train(folder / "without", distilled=False, deepspeed=zero(2)))
-    reasons = {key: reason(key, ["deepspeed"]) for key in ROOMS}
+    reasons = {key: reason(key, ["deepspeed"]) for key in REGISTRY}
     told["refused"] = {key: found for key, found in reasons.items() if found}
     try:
         train(folder / "three", deepspeed=zero(3))

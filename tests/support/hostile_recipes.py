@@ -17,7 +17,7 @@ from promise_drivers import step_and_tell
 from torch import nn
 
 from shared_core.config.training_time import Position
-from shared_core.engine.registry import ROOMS, flags
+from shared_core.engine.registry import REGISTRY, flags
 from shared_core.engine.session import Session
 from shared_core.engine.technique import BareServices
 from shared_core.errors import EffError
@@ -103,7 +103,7 @@ def plausible(hint: Any, bounds: Any) -> st.SearchStrategy:
 
 def options_of(key: str, hostile: bool) -> st.SearchStrategy:
     """A technique's switch and up to four of its options."""
-    config_class = ROOMS[key].config_class
+    config_class = REGISTRY[key].config_class
     hints = typing.get_type_hints(config_class)
     values = {}
     for field in dataclasses.fields(config_class):
@@ -129,8 +129,8 @@ def options_of(key: str, hostile: bool) -> st.SearchStrategy:
 
 
 STRANGE = ["zzz", "", "\ud800", 3, None]
-TECHNIQUES = st.lists(st.sampled_from(sorted(ROOMS)), min_size=1, max_size=3, unique=True)
-OPTIONS = {hostile: {key: options_of(key, hostile) for key in ROOMS} for hostile in (False, True)}
+TECHNIQUES = st.lists(st.sampled_from(sorted(REGISTRY)), min_size=1, max_size=3, unique=True)
+OPTIONS = {hostile: {key: options_of(key, hostile) for key in REGISTRY} for hostile in (False, True)}
 
 
 def recipes_of(hostile: bool) -> st.SearchStrategy:
@@ -138,7 +138,7 @@ def recipes_of(hostile: bool) -> st.SearchStrategy:
     return TECHNIQUES.flatmap(lambda keys: st.fixed_dictionaries({key: OPTIONS[hostile][key] for key in keys}))
 
 
-strange_recipes = odd | st.dictionaries(st.sampled_from([*ROOMS, *STRANGE]), odd, max_size=3)
+strange_recipes = odd | st.dictionaries(st.sampled_from([*REGISTRY, *STRANGE]), odd, max_size=3)
 recipes = st.sampled_from(range(8)).flatmap(
     lambda n: strange_recipes if not n else recipes_of(hostile=n == 1)
 )  # most must get past the first look at their options

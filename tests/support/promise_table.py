@@ -16,7 +16,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from shared_core.engine.compatibility import ALLOWED_IF, refusal
+from shared_core.engine.compatibility import is_allowed, refusal
 from shared_core.engine.recipe import Recipe
 from shared_core.lottery_ticket import Ticket, write_ticket
 from shared_core.pruning import PruneConfig
@@ -155,11 +155,7 @@ def recipe_of(*keys: str) -> dict[str, Any]:
 
 def is_refused(first: str, second: str) -> bool:
     """Whether two rows cannot be one recipe: some pairs are refused only with certain options."""
-    allowed_if = next((condition for pair, condition in ALLOWED_IF.items() if {*pair} == {first, second}), None)
-    return bool(refusal(first, second)) and not (allowed_if and allowed_if(Recipe.from_dict(recipe_of(first, second))))
-
-
-PAIRS = [pair for pair in itertools.combinations(EVERYTHING, 2) if not is_refused(*pair)]
+    return bool(refusal(first, second)) and not is_allowed(first, second, Recipe.from_dict(recipe_of(first, second)))
 
 
 class DigitsNet(nn.Module):
@@ -227,3 +223,6 @@ def train_examples(accumulate: int = 1) -> list[dict[str, Tensor]]:
 
 def eval_examples() -> list[dict[str, Tensor]]:
     return examples(1000, 40)
+
+
+PAIRS = [pair for pair in itertools.combinations(EVERYTHING, 2) if not is_refused(*pair)]

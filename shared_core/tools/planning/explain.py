@@ -16,7 +16,7 @@ from shared_core.engine import compatibility, coverage
 from shared_core.engine.hooks import overrides
 from shared_core.engine.preview import Ability, Touched
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.registry import ROOMS
+from shared_core.engine.registry import REGISTRY
 from shared_core.engine.technique import Context, Technique
 from shared_core.errors import CompatibilityError, ConfigError, EffError, UnknownLengthError
 from shared_core.hardware import default_device
@@ -79,7 +79,7 @@ def explain(
         recipe: What is switched on.
         model: The user's, on any device, the meta device too unless a technique of `NEEDS_VALUES` is on.
         trainer: ``hf`` or ``lightning``.
-        surroundings: Keys of `compatibility.SURROUNDINGS` that will hold.
+        surroundings: Keys of `conflicts.RUN_ENVIRONMENTS` that will hold.
         total_steps: Optimizer steps of the run, None if unknown: positions are told as they are written then.
         steps_per_epoch: Of one epoch.
         device: Where it will run; None: `default_device`.
@@ -93,7 +93,7 @@ def explain(
     """
     told = Explanation()
     where = device or default_device()
-    techniques = {key: ROOMS[key].technique_class(config) for key, config in recipe.items()}
+    techniques = {key: REGISTRY[key].technique_class(config) for key, config in recipe.items()}
     context = Context(model if model is not None else nn.Module(), trainer)
     context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
     try:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
+from shared_core.config.model_shape import Attention, Cost, ModelShape, PlannedRun
 from shared_core.config.options import TechniqueConfig
 from shared_core.errors import ConfigError
 from shared_core.modules.calls import call
-from shared_core.tools.planning.model_shape import Attention, Cost, ModelShape, PlannedRun
-from shared_core.tools.planning.technique_costs import COSTS, activation_bytes, shaped, trained, weight_bytes
+from shared_core.tools.planning.technique_costs import activation_bytes, shaped, trained, weight_bytes
 
 
 def counted_costs(
@@ -72,7 +72,7 @@ def counted_costs(
     for key, config in recipe.items():
         rest = max(number - touched.get(key, 0), 0)
         own = ModelShape(params=number, layers=1, hidden=1, vocab=rest, embeddings=rest)
-        costs += COSTS[key](config, shape if key == "distill" and shape is not None else own, run)
+        costs += config.memory_costs(shape if config.counts_logits and shape is not None else own, run)
     return costs
 
 
@@ -170,7 +170,7 @@ def plan(shape: ModelShape, run: PlannedRun, recipe: Mapping[str, TechniqueConfi
         raise ConfigError("plan: heads must be given with eager attention, got 0; say how many ModelShape has")
     recipe = recipe or {}
     shape = shaped(recipe, shape)
-    own = [cost for key, config in recipe.items() for cost in COSTS[key](config, shape, run)]
+    own = [cost for config in recipe.values() for cost in config.memory_costs(shape, run)]
     return Plan((*_base(shape, run, recipe), *own))
 
 

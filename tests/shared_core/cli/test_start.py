@@ -14,7 +14,7 @@ from shared_core import Recipe, Session
 from shared_core.cli import app
 from shared_core.cli.explain import run_length
 from shared_core.cli.init import GOALS, commented_recipe
-from shared_core.engine.registry import ROOMS
+from shared_core.engine.registry import REGISTRY
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError, MissingExtraError
 from shared_core.front_ends.finding import front_ends
 from shared_core.libraries import Library, libraries
@@ -266,7 +266,7 @@ def test_doctor_tells_every_technique_and_missing_library(monkeypatch):
     done = run("doctor", "--json")
     told = json.loads(done.stdout)
     assert done.exit_code == (0 if told["usable"] else 1)
-    assert told["techniques"].keys() == ROOMS.keys()
+    assert told["techniques"].keys() == REGISTRY.keys()
     assert told["devices"][0]["device"] == "cpu"
     assert {library["name"] for library in told["libraries"]} >= {"torch", "transformers", "opacus"}
     missing = [Library("torch", ">=2", "1.0", ""), Library("peft", ">=0.15", None, "lora")]
@@ -287,7 +287,7 @@ def test_versions_are_held_against_the_ranges_of_the_metadata():
 
 def test_a_technique_without_its_library_is_refused_with_the_extra(monkeypatch, tmp_path):
     monkeypatch.setattr("shared_core.engine.preview.find_spec", lambda name: None)
-    ability = ROOMS["dp"].technique_class.ability(torch.device("cpu"))
+    ability = REGISTRY["dp"].technique_class.ability(torch.device("cpu"))
     assert ability.level == "refused"
     written = run("init", "--goal", "private", "--out", tmp_path / "recipe.yaml").stdout
     assert "pip install 'efftrain[privacy]'" in ability.why

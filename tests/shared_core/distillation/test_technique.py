@@ -218,7 +218,7 @@ class TestForwardHook:
         technique.loss(context.model(torch.randn(2, 4)).sum(), context)
         assert forward(technique) is None
         context.model(torch.randn(2, 4))
-        technique.before_eval(context)
+        technique.evaluating(context)
         assert forward(technique) is None
 
     @pytest.mark.parametrize("reentrant", [False, True])

@@ -1,5 +1,6 @@
 """Recipe, positions, module matching, state file, atomic files, compatibility, receipt: the frame without a trainer."""
 
+import itertools
 import json
 import os
 import random
@@ -13,13 +14,14 @@ from typer.testing import CliRunner
 from shared_core import Recipe, Session
 from shared_core.checkpoint_formats.plain import PlainKeys
 from shared_core.cli import app
+from shared_core.config.conflicts import EVERY_TECHNIQUE, RUN_ENVIRONMENTS
 from shared_core.config.options import TechniqueConfig
 from shared_core.config.training_time import parse_position
 from shared_core.engine import compatibility
 from shared_core.engine.hooks import Hooks
-from shared_core.engine.registry import ROOMS
+from shared_core.engine.registry import REGISTRY, in_order
 from shared_core.engine.state_file import STATE_FILE, load_state, rng_state, save_state, set_rng_state
-from shared_core.engine.technique import FINISH_ORDER, ORDER, Context, Technique
+from shared_core.engine.technique import Context, Technique
 from shared_core.errors import (
     CheckpointError,
     CompatibilityError,
@@ -89,8 +91,7 @@ def test_recipes_are_equal_from_dict_yaml_json_and_flags(tmp_path):
 def test_recipe_order_is_the_order_of_composition():
     given = {"soup": {"kind": "uniform"}, "qat": {"scheme": "int8"}, "prune": {"sparsity": 0.5}}
     assert list(Recipe.from_dict(given)) == ["prune", "qat", "soup"]
-    assert set(ORDER) == set(FINISH_ORDER)
-    assert set(ROOMS) <= set(ORDER)
+    assert in_order(given, "finish") == ["prune", "soup", "qat"]
 
 
 class Steps(Technique):
@@ -297,14 +298,16 @@ def test_plain_keys_name_what_differs():
 
 
 def test_every_refusal_has_a_known_name_and_a_reason():
-    for first, second in compatibility.REFUSED:
-        assert first in ROOMS
-        assert second in ROOMS or second in compatibility.SURROUNDINGS
+    refused = {(key, other) for key, one in REGISTRY.items() for other in one.config_class.conflicts}
+    for first, second in refused | set(itertools.product(REGISTRY, EVERY_TECHNIQUE)):
+        assert second in REGISTRY or second in RUN_ENVIRONMENTS
+        if second in REGISTRY[first].config_class.works_in:
+            continue
         with pytest.raises(CompatibilityError, match=r"cannot be combined with .*: \w+"):
-            compatibility.check([first], [second]) if second not in ROOMS else compatibility.check([first, second])
+            compatibility.check([first], [second]) if second not in REGISTRY else compatibility.check([first, second])
     refusing = ("low_rank", "fp8", "lora", "lottery", "cluster", "dp")  # qat or prune
-    compatibility.check(key for key in ROOMS if key not in refusing)
-    assert len(compatibility.matrix()) == len(ROOMS)
+    compatibility.check(key for key in REGISTRY if key not in refusing)
+    assert len(compatibility.matrix()) == len(REGISTRY)
 
 
 def test_flags_are_taken_out_of_a_command_line():

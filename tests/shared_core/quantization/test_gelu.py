@@ -183,9 +183,8 @@ def test_evaluation_before_the_first_step_judges_nothing():
     model = Mlp(nn.GELU())
     technique, context = start(model)
     model.eval()
-    technique.before_eval(context)
-    model(torch.randn(3, 4))
-    technique.after_eval(context)
+    with technique.evaluating(context):
+        model(torch.randn(3, 4))
     assert technique.gelu_inputs.found == []
     model.train()
     loss = model(torch.randn(3, 4)).sum()

@@ -111,10 +111,9 @@ def test_evaluation_never_updates():
     state = run.technique.state_dict()
     run.model.eval()
     run.model(other * 50)
-    run.technique.before_eval(run.context)
-    run.model.train()  # a validation that forgets eval()
-    run.model(other * 50)
-    run.technique.after_eval(run.context)
+    with run.technique.evaluating(run.context):
+        run.model.train()  # a validation that forgets eval()
+        run.model(other * 50)
     after = run.technique.state_dict()
     assert all(torch.equal(state[key], after[key]) for key in ("ranges", "window", "known"))
     run.step(good)

@@ -10,12 +10,13 @@ from two_ranks import run_two_ranks
 from typer.testing import CliRunner
 
 from shared_core.cli import app
+from shared_core.config.options import TechniqueConfig
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.registry import ROOMS
+from shared_core.engine.registry import REGISTRY
 from shared_core.errors import CheckpointError, CompatibilityError, ConfigError
+from shared_core.privacy.config import PrivacyConfig
 from shared_core.privacy.per_sample_gradients import PerSample
 from shared_core.tools.planning import ModelShape, PlannedRun, plan
-from shared_core.tools.planning.technique_costs import COSTS
 
 BENCHMARK = Path(__file__).parents[4] / "benchmarks" / "bench_scale.py"
 
@@ -33,7 +34,10 @@ def test_two_processes_hold_and_send_what_was_predicted(tmp_path):
 
 
 def test_every_technique_has_a_line():
-    assert set(COSTS) == set(ROOMS)
+    default = TechniqueConfig.memory
+    for one in REGISTRY.values():
+        declared = one.config_class.memory != default
+        assert declared != ("memory_costs" in vars(one.config_class)), one.key
 
 
 @pytest.mark.parametrize("params", [1.1e9, 7e9, 70e9])
@@ -72,7 +76,7 @@ def test_sharded_private_training_keeps_inputs_and_gradients_of_outputs_as_plann
         ModelShape.of_params(851_968, layers=4, hidden=128, vocab=256),
         PlannedRun(ranks=2, strategy="fsdp2", precision="fp32", micro_batch=2, seq_len=32),
     )
-    (cost,) = COSTS["dp"](None, shape, run)
+    (cost,) = PrivacyConfig(noise_multiplier=1.0).memory_costs(shape, run)
     planned = cost.during - 4 * shape.params / 2 - 4 * 2 * 512 * 128  # the sum, and one matrix's of both examples
     assert sum(parts.values()) == pytest.approx(planned, rel=0.01)
 

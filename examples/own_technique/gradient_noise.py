@@ -1,0 +1,59 @@
+"""A technique from outside of efftrain: noise on gradients (Neelakantan et al., 2015, arXiv:1511.06807)."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from shared_core import Context, Figure, Technique, TechniqueConfig, option, register
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientNoiseConfig(TechniqueConfig):
+    """Adds noise of variance ``eta / (1 + t)^0.55`` to the gradients of step t."""
+
+    key = "noise"
+    switch = "eta"
+    before = ("prune",)  # zeros of masks come after the noise
+    conflicts: ClassVar = {"dp": "its noise is the one that is accounted for; leave noise out"}
+    figures: ClassVar = {"deviation": Figure("standard deviation of the latest noise", in_bar=True)}
+    memory = "one gradient's size within the step"
+
+    eta: float = option(help="variance of the noise at the first step", above=0.0)
+
+
+class GradientNoise(Technique):
+    """Draws from the session's generator, whose state is saved: a resumed run draws what the other would have."""
+
+    key = "noise"
+    config: GradientNoiseConfig
+    deviation, num_noised = 0.0, 0
+
+    def before_optimizer_step(self, context: Context) -> None:
+        """Add noise to complete gradients, before they are clipped."""
+        self.deviation = math.sqrt(self.config.eta / (1 + context.step) ** 0.55)
+        for parameter in context.model.parameters():
+            if parameter.grad is not None:
+                noise = torch.randn(parameter.grad.shape, generator=context.generator) * self.deviation
+                parameter.grad += noise.to(parameter.grad)
+        self.num_noised += 1
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the progress bar and the logger show."""
+        return {"noise/deviation": self.deviation}
+
+    def report(self) -> dict[str, Any]:
+        """Return what the receipt says."""
+        return {"noised_steps": self.num_noised}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count; the session saves the generator."""
+        return {"num_noised": self.num_noised}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state returned by `state_dict`."""
+        self.num_noised = int(state["num_noised"])
+
+
+register(GradientNoise, GradientNoiseConfig)

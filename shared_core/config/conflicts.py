@@ -1,0 +1,44 @@
+"""Run environments, and the reasons against them that several techniques give."""
+
+from __future__ import annotations
+
+RUN_ENVIRONMENTS = {
+    "bf16": "plain bf16 mixed precision",
+    "fp16": "fp16 mixed precision",
+    "deepspeed": "DeepSpeed",
+    "zero3": "DeepSpeed ZeRO stage 3",
+    "fsdp1": "FSDP version 1",
+    "fsdp2": "FSDP version 2",
+    "lbfgs": "an LBFGS optimizer",
+    "manual_optimization": "Lightning's manual optimisation",
+    "several_optimizers": "more than one optimizer",
+    "data_parallel": "torch.nn.DataParallel",
+    "unequal_ranks": "average_tokens_across_devices=False with several processes",
+    "tensor_parallel": "tensor parallelism, or a model that was sharded while it was loaded",
+    "peft": "a model of PEFT",
+    "tpu": "XLA",
+    "averaging_callback": "another callback that averages weights",
+    "pruning_callback": "Lightning's ModelPruning",
+    "trainer_checkpointing": "the trainer's own activation checkpointing",
+}
+"""What a front end reports of a run, and how messages call it."""
+
+EVERY_TECHNIQUE = {
+    "data_parallel": "DataParallel replicates modules anew every forward and loses what they record; "
+    "start one process per device (torchrun)",
+    "tensor_parallel": "its layers hold parts of a weight in forward too, and it has not been run with them; use DDP "
+    "or FSDP version 2",
+    "tpu": "it has not been run on XLA devices",
+    "pruning_callback": "it replaces the weights by masks and weights of its own; the technique prune does what it "
+    "does",
+}
+"""Environments that refuse a technique which does not name them in `works_in`, and why."""
+
+DEEPSPEED = "DeepSpeed partitions the optimizer and scales the loss by itself; use DDP"
+FSDP1 = "flat shards of FSDP1 have no rows, channels or names left to decide on; use DDP"
+LBFGS = "LBFGS moves the weights many times in one step, and nothing holds in between; use another optimizer"
+NO_WHOLE_WEIGHTS = {"deepspeed": DEEPSPEED, "fsdp1": FSDP1, "lbfgs": LBFGS}
+"""Conflicts of a technique that must see whole weights between two updates of them."""
+AVERAGED_COPY = (
+    "before its layers are changed, and would average other tensors than are trained; the technique average does both"
+)

@@ -1,0 +1,136 @@
+"""The worked example of docs/adding_a_technique.md: a technique from outside keeps the promises that ours keep."""
+
+import importlib
+import json
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from promise_drivers import difference, run_bare, run_hf, run_lightning, saved_state
+from promise_table import TECHNIQUES, Row
+
+import hf_eff.training_args  # noqa: F401, its flags are made before a technique is added
+from shared_core import Technique, TechniqueConfig, option, register
+from shared_core.engine import compatibility
+from shared_core.engine.metrics import is_in_bar
+from shared_core.engine.recipe import Recipe
+from shared_core.engine.registry import REGISTRY, in_order
+from shared_core.errors import CompatibilityError, ConfigError
+
+FOLDER = Path(__file__).parents[2] / "examples" / "own_technique"
+RECIPE = {"noise": {"eta": 0.01}, "prune": {"sparsity": 0.5, "begin": 2, "end": 6}}
+
+
+@pytest.fixture(autouse=True)
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setitem(TECHNIQUES, "noise", Row("noise", {"eta": 0.01}))
+    sys.modules.pop("gradient_noise", None)
+    with warnings.catch_warnings(action="ignore"):  # flags of the other tests are made
+        yield importlib.import_module("gradient_noise")
+    for key in REGISTRY.keys() & {"noise", "other"}:
+        REGISTRY.remove(key)
+
+
+def test_three_ways_to_train_give_the_same_weights_and_receipts(tmp_path):
+    bare = run_bare(RECIPE)
+    runs = [run_hf(RECIPE, tmp_path / "hf", seed=0), run_lightning(RECIPE, tmp_path / "lightning")]
+    assert difference(bare.weights, run_bare({"prune": RECIPE["prune"]}).weights) is not None
+    for run in (bare, *runs):
+        assert difference(bare.weights, run.weights) is None
+        assert run.receipt["techniques"]["noise"]["noised_steps"] == run.receipt["steps"]["applied"] > 0
+
+
+@pytest.mark.parametrize("run", [run_hf, run_lightning])
+def test_it_resumes_bit_for_bit(run, tmp_path):
+    def train(folder, **more):
+        torch.manual_seed(3)
+        return run(RECIPE, tmp_path / folder, dropout=0.3, shuffle=True, save_every=1, **more)
+
+    whole = train("whole")
+    again = train("again", resume=whole.checkpoints[3])
+    last = max(whole.checkpoints)
+    assert difference(saved_state(whole.checkpoints[last]), saved_state(again.checkpoints[last])) is None
+    assert difference(whole.weights, again.weights) is None
+
+
+def test_what_it_declares_is_heard():
+    assert in_order(["prune", "soup", "noise", "lora"]) == ["lora", "noise", "prune", "soup"]
+    assert is_in_bar("noise/deviation")
+    both = {"noise": {"eta": 0.1}, "dp": {"noise_multiplier": 1.0}}
+    for keys in (Recipe.from_dict(both), ["dp", "noise"]):
+        with pytest.raises(CompatibilityError, match=r"dp.*noise|noise.*dp"):
+            compatibility.check(keys)
+    with pytest.raises(CompatibilityError, match=r"DataParallel"):
+        compatibility.check(["noise"], ["data_parallel"])
+
+
+def test_an_entry_point_brings_flag_yaml_and_explain(tmp_path):
+    info = tmp_path / "site" / "gradient_noise-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gradient-noise\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[efftrain.techniques]\nnoise = gradient_noise\n")
+    (tmp_path / "net.py").write_text("from torch import nn\ndef build():\n    return nn.Linear(4, 2)\n")
+    (tmp_path / "recipe.yaml").write_text("noise: {eta: 0.01}\n")
+    (tmp_path / "args.py").write_text(
+        "from transformers import HfArgumentParser\nfrom hf_eff import EffTrainingArguments\n"
+        "args, = HfArgumentParser(EffTrainingArguments).parse_args_into_dataclasses()\nprint(args.recipe)\n"
+    )
+
+    def run(*command, path=f"{FOLDER}:{info.parent}:."):
+        return subprocess.run(
+            [sys.executable, "-P", *command], capture_output=True, text=True, cwd=tmp_path,
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": path, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    explained = run(
+        "-c",
+        "from shared_core.cli import main; main()",
+        "explain",
+        "recipe.yaml",
+        "--model",
+        "net:build",
+        "--steps",
+        "9",
+        "--json",
+    )
+    assert json.loads(explained.stdout)["techniques"].keys() == {"noise"}, explained.stderr[-2000:]
+    parsed = run("args.py", "--output_dir", "out", "--noise_eta", "0.25")
+    assert parsed.stdout.strip() == "Recipe.from_dict({'noise': {'eta': 0.25}})", parsed.stderr[-2000:]
+    broken = run("-c", "from shared_core import Recipe; Recipe.from_dict({'prune': {}})", path=str(info.parent))
+    assert "entry point noise of gradient-noise must load, got ModuleNotFoundError" in broken.stderr
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherConfig(TechniqueConfig):
+    key = "other"
+    switch = "strength"
+    strength: float = option(help="of it")
+
+
+class Other(Technique):
+    key = "other"
+
+
+@pytest.mark.parametrize(
+    ("config", "technique", "told"),
+    [
+        ({"key": "Other"}, {}, "lower-case letters"),
+        ({}, {"key": "another"}, "key must be that of Changed, got 'other' and 'another'"),
+        ({"switch": "strenght"}, {}, "switch must be an option, got 'strenght'; did you mean 'strength'"),
+        ({"key": "prune"}, {"key": "prune"}, "key must be free, got 'prune', which is shared_core.pruning"),
+        ({"after": ("soup",), "before": ("prune",)}, {}, "a circle of"),
+    ],
+)
+def test_a_wrong_registration_is_refused(config, technique, told):
+    with pytest.raises(ConfigError, match=told):
+        register(type("Changed", (Other,), technique), type("ChangedConfig", (OtherConfig,), config))
+    assert "other" not in REGISTRY
+    with pytest.warns(UserWarning, match="no --other_strength in this process"):
+        register(Other, OtherConfig)
+    register(Other, OtherConfig)  # as a notebook does
+    assert Recipe.from_dict({"other": {"strength": 1}})["other"].strength == 1.0
