@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hf_eff._attach import attach, session_callback_of
 from shared_core.engine.recipe import Recipe
-from shared_core.engine.registry import room
+from shared_core.engine.registry import registration
 from shared_core.errors import TrainingError
 from shared_core.front_ends.flags import as_recipe
 
@@ -86,7 +86,7 @@ class TechniqueCallback(EffCallback):
         """Name the config in the docstring."""
         super().__init_subclass__(**kwargs)
         if cls.__doc__ and "key" in vars(cls):
-            cls.__doc__ += f"\n    Args:\n        options: Those of `{room(cls.key).config_name}`.\n    "
+            cls.__doc__ += f"\n    Args:\n        options: Those of `{registration(cls.key).config_name}`.\n    "
 
     def __init__(self, **options: Any) -> None:
         super().__init__({self.key: options})
