@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from bench_checkpointing import peak, peak_under, perceptron
-from bench_distillation import chunked_steps
 from measure import MIB, added, interleaved, live_tensor_bytes, peak_allocated
+from speed.checkpointing import peak, peak_under, perceptron
+from speed.distillation import chunked_steps
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 

@@ -22,9 +22,9 @@ of what a copy and a bfloat16 product reach here. Written by `make bench-gpu`.""
 
 def cases() -> tuple[Callable[[At], Case], ...]:
     """Return all of them; they are imported here because torchao talks while it is."""
-    from gpu_casts import CASTS
-    from gpu_ops import OPERATIONS
-    from gpu_training import TRAINING
+    from gpu_cases.casts import CASTS
+    from gpu_cases.ops import OPERATIONS
+    from gpu_cases.training import TRAINING
 
     return (*OPERATIONS, *CASTS, *TRAINING)
 

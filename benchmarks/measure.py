@@ -16,6 +16,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -276,7 +277,7 @@ def write(rows: Sequence[Row], on: str, method: str, *, suffix: str = "") -> Pat
 
 
 def main(measure: Callable[..., list[Row]], **options: int) -> None:
-    """Run one benchmark as a program: ``--quick`` for a look, ``--json FILE`` for `run.py`, and options of its own.
+    """Run one benchmark as a program of `run.py`: ``--quick`` for a look, ``--json FILE``, and options of its own.
 
     ``--more 1``, where a benchmark has it, adds the rows that ``make bench`` has no time for.
     """
@@ -291,6 +292,16 @@ def main(measure: Callable[..., list[Row]], **options: int) -> None:
     print(table(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(row) for row in rows]))
+
+
+def rows_of_program(module: str, *arguments: str) -> list[Row]:
+    """Run a module of this folder, as `speed.pruning`, in a process of its own with one thread; return its rows."""
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.TemporaryDirectory(prefix="eff-bench-") as folder:
+        file = Path(folder) / "rows.json"
+        command = python("-P", "-m", module, "--json", str(file), *arguments)
+        subprocess.run(command, check=True, env={**os.environ, **threads, "PYTHONPATH": str(RESULTS.parent)})
+        return [Row(**row) for row in json.loads(file.read_text())]
 
 
 def today() -> str:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from measure import Row, device, python, today, versions
+from measure import RESULTS, Row, device, rows_of_program, today, versions
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
 NAMES = (
     "loss_scaling", "fp8", "quantization", "lottery_ticket", "pruning", "compression", "low_rank", "distillation",
     "soup", "privacy",
@@ -99,18 +95,6 @@ def main(measure: Measure) -> None:
         arguments.json.write_text(json.dumps([asdict(row) for row in rows]))
 
 
-def replicated(name: str, quick: bool, keep: Path | None) -> list[Row]:
-    """Run one replica in a process of its own and return its rows."""
-    with tempfile.TemporaryDirectory(prefix="eff-replica-") as folder:
-        file = Path(folder) / "rows.json"
-        command = python(str(HERE / f"replica_{name}.py"), "--json", str(file), *["--quick"] * quick)
-        if keep is not None:
-            keep.mkdir(parents=True, exist_ok=True)
-            command += ["--keep", str(keep / f"{name}.jsonl")]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
-        return [Row(**row) for row in json.loads(file.read_text())]
-
-
 def run_all() -> int:
     """Return 1 if a replica could not run; a target that is missed is a result, not a failure."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -122,11 +106,14 @@ def run_all() -> int:
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         parser.error(f"NAME must be one of {', '.join(NAMES)}, got {unknown[0]}")
+    if arguments.keep:
+        arguments.keep.mkdir(parents=True, exist_ok=True)
     sections, failed = [], []
     for name in names:
         print(f"== {name}", flush=True)
         try:
-            rows = replicated(name, arguments.quick, arguments.keep)
+            keep = ["--keep", str(arguments.keep / f"{name}.jsonl")] if arguments.keep else []
+            rows = rows_of_program(f"replica.{name}", *["--quick"] * arguments.quick, *keep)
         except subprocess.CalledProcessError as error:
             failed.append(name)
             print(f"replica {name} failed: {error}", file=sys.stderr, flush=True)
@@ -142,7 +129,6 @@ def write(sections: Sequence[str], names: Sequence[str]) -> Path:
     file = RESULTS / f"{today()}-replicas{suffix}.md"
     installed = ", ".join(f"{name} {number}" for name, number in versions().items())
     head = f"# Replicas, {today()}\n\nDevice: {device()}, CPU, one thread. {installed}.\n\n{METHOD}"
-    RESULTS.mkdir(exist_ok=True)
     file.write_text("\n\n".join([head, *sections]) + "\n", encoding="utf-8")
     return file
 

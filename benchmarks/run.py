@@ -1,19 +1,17 @@
-"""Run the benchmarks and write one table: ``python benchmarks/run.py [NAME ...] [--quick]``."""
+"""Run the benchmarks and write one table: ``python benchmarks/run.py [NAME ...] [--quick]``.
+
+Other options go to the benchmarks, as in ``python benchmarks/run.py export --more 1``.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
-from measure import Row, device, python, write
+from measure import Row, device, rows_of_program, write
 
-HERE = Path(__file__).parent
 NAMES = (
     "pruning", "sparse_inference", "soup", "loss_scaling", "overhead", "quantization", "distillation", "export",
     "activations", "checkpointing", "ops", "training",
@@ -27,22 +25,13 @@ what a copy reaches on this machine. Written by `make bench`; other machines wil
 Unstructured sparsity makes files smaller, not dense products faster."""
 
 
-def measured(name: str, quick: bool) -> list[Row]:
-    """Run one benchmark in a process of its own and return its rows."""
-    with tempfile.TemporaryDirectory(prefix="eff-bench-") as folder:
-        file = Path(folder) / "rows.json"
-        command = python(str(HERE / f"bench_{name}.py"), "--json", str(file), *["--quick"] * quick)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        subprocess.run(command, check=True, env=environment)
-        return [Row(**row) for row in json.loads(file.read_text())]
-
-
 def main() -> int:
     """Return 1 if a benchmark could not run; a target that is missed is a result, not a failure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all by default")
     parser.add_argument("--quick", action="store_true", help="a look in a minute or two; writes no result file")
-    arguments = parser.parse_args()
+    arguments, options = parser.parse_known_args()
+    options += ["--quick"] * arguments.quick
     names = arguments.names or NAMES
     unknown = [name for name in names if name not in NAMES]
     if unknown:
@@ -55,7 +44,7 @@ def main() -> int:
         print(f"== {name}", flush=True)
         start = time.monotonic()
         try:
-            rows += measured(name, arguments.quick)
+            rows += rows_of_program(f"speed.{name}", *options)
         except subprocess.CalledProcessError as error:
             failed.append(name)
             print(f"benchmark {name} failed: {error}", file=sys.stderr, flush=True)

@@ -7,29 +7,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import quickstart
+import quickstart_data
+import stdlib_fragments
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, BertForSequenceClassification
 
 from shared_core.errors import ConfigError, EffError
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 WORDS = {"fruit": "apple pear plum cherry", "tool": "hammer saw drill file", "bird": "robin crow owl finch"}
 
 
 @pytest.fixture(scope="module")
-def quickstart():
-    sys.path.insert(0, str(EXAMPLES))  # as for a script
-    try:
-        import quickstart
-
-        yield quickstart
-    finally:
-        sys.path.remove(str(EXAMPLES))
-
-
-@pytest.fixture(scope="module")
-def fragments(quickstart):
-    return quickstart.stdlib_fragments.load_fragments()
+def fragments():
+    return stdlib_fragments.load_fragments()
 
 
 def table(path, rows, columns=("text", "label")):
@@ -70,36 +61,36 @@ def test_fragments_are_eight_telling_lines_and_do_not_name_their_package(fragmen
         assert fragments.packages[fragment.label] not in fragment.text.lower().replace(".", " ").split()
 
 
-def test_the_data_is_the_same_each_time_and_follows_the_seed(quickstart, fragments):
-    assert quickstart.stdlib_fragments.load_fragments() == fragments
-    assert quickstart.stdlib_fragments.load_fragments(seed=1) != fragments
+def test_the_data_is_the_same_each_time_and_follows_the_seed(fragments):
+    assert stdlib_fragments.load_fragments() == fragments
+    assert stdlib_fragments.load_fragments(seed=1) != fragments
 
 
-def test_a_file_on_two_sides_is_found(quickstart, fragments):
+def test_a_file_on_two_sides_is_found(fragments):
     leaky = {**fragments.splits, "test": [*fragments.splits["test"], fragments.splits["train"][0]]}
     with pytest.raises(ConfigError, match="must be in one split only"):
-        quickstart.stdlib_fragments.Fragments(leaky, fragments.packages).check()
+        stdlib_fragments.Fragments(leaky, fragments.packages).check()
 
 
-def test_a_library_without_enough_packages_is_refused(quickstart, tmp_path):
+def test_a_library_without_enough_packages_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="at least 8 packages of 8 files"):
-        quickstart.stdlib_fragments.load_fragments(tmp_path)
+        stdlib_fragments.load_fragments(tmp_path)
 
 
-def test_the_tokenizer_is_made_from_the_training_split_alone(quickstart, own_data, monkeypatch):
+def test_the_tokenizer_is_made_from_the_training_split_alone(own_data, monkeypatch):
     seen = []
-    stock = quickstart.stdlib_fragments.train_tokenizer
+    stock = stdlib_fragments.train_tokenizer
     monkeypatch.setattr(
-        quickstart.stdlib_fragments, "train_tokenizer", lambda texts, *sizes: seen.append(texts) or stock(texts, *sizes)
+        stdlib_fragments, "train_tokenizer", lambda texts, *sizes: seen.append(texts) or stock(texts, *sizes)
     )
     script, _ = quickstart.parse([*own_data, *SHORT])
     quickstart.prepare(script)
-    rows = quickstart.quickstart_data.read_rows(Path(script.train_file))
+    rows = quickstart_data.read_rows(Path(script.train_file))
     assert seen == [[row["text"] for row in rows]]
 
 
 @pytest.fixture(scope="module")
-def story(quickstart, own_data, tmp_path_factory):
+def story(own_data, tmp_path_factory):
     root = tmp_path_factory.mktemp("story")
     return root, quickstart.main([*own_data, *SHORT, f"--output_dir={root}"])
 
@@ -145,7 +136,7 @@ def test_the_soup_goes_on_from_the_last_run_and_averages_its_checkpoints(story):
     assert rows[-1]["linear_sparsity"] >= 0.8 - 1e-3
 
 
-def test_one_student_from_flags_with_a_saved_model(quickstart, story, own_data, tmp_path):
+def test_one_student_from_flags_with_a_saved_model(story, own_data, tmp_path):
     root, _ = story
     rows = quickstart.main(
         [
@@ -163,18 +154,18 @@ def test_one_student_from_flags_with_a_saved_model(quickstart, story, own_data, 
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == model.config.vocab_size
 
 
-def test_one_run_stays_out_of_the_way_of_the_story(quickstart, own_data, tmp_path, monkeypatch):
+def test_one_run_stays_out_of_the_way_of_the_story(own_data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     quickstart.main([*own_data, *SHORT, "--max_steps=2", "--prune_sparsity=0.5", "--prune_every=1"])
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"student"}
     assert (tmp_path / "runs" / "student" / "eff_receipt.json").is_file()
 
 
-def test_json_is_read_as_a_list_and_as_lines(quickstart, tmp_path):
+def test_json_is_read_as_a_list_and_as_lines(tmp_path):
     rows = [{"text": "a", "label": 1}, {"text": "b", "label": 0}]
     (tmp_path / "a.json").write_text(json.dumps(rows))
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    read = quickstart.quickstart_data.read_rows
+    read = quickstart_data.read_rows
     assert read(tmp_path / "a.json") == read(tmp_path / "b.jsonl") == rows
 
 
@@ -197,19 +188,19 @@ def test_json_is_read_as_a_list_and_as_lines(quickstart, tmp_path):
         (["--vocab_size=3"], "--vocab_size at least 300"),
     ],
 )
-def test_bad_input_is_one_error(quickstart, own_data, tmp_path, flags, message):
+def test_bad_input_is_one_error(own_data, tmp_path, flags, message):
     with pytest.raises(EffError, match=message):
         quickstart.main([*own_data, *SHORT, f"--output_dir={tmp_path / 'out'}", *flags])
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_labels_that_training_never_saw_are_refused(quickstart, own_data, tmp_path):
+def test_labels_that_training_never_saw_are_refused(own_data, tmp_path):
     strange = table(tmp_path / "strange.csv", [("granite", "stone")])
     with pytest.raises(ConfigError, match="labels of test must occur in train, got 'stone'"):
         quickstart.main([*own_data, f"--test_file={strange}", f"--output_dir={tmp_path / 'out'}"])
 
 
-def test_an_output_folder_that_is_a_file_is_refused(quickstart, own_data, tmp_path):
+def test_an_output_folder_that_is_a_file_is_refused(own_data, tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(ConfigError, match="--output_dir must be a folder"):
         quickstart.main([*own_data, f"--output_dir={tmp_path / 'taken'}"])
@@ -217,7 +208,7 @@ def test_an_output_folder_that_is_a_file_is_refused(quickstart, own_data, tmp_pa
 
 def test_the_script_ends_with_one_line(tmp_path):
     done = subprocess.run(
-        [sys.executable, EXAMPLES / "quickstart.py", "--prune_sparsitty", "0.8"],
+        [sys.executable, quickstart.__file__, "--prune_sparsitty", "0.8"],
         capture_output=True,
         text=True,
         cwd=tmp_path,

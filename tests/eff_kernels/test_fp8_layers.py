@@ -4,9 +4,8 @@ import pytest
 import torch
 from eff_kernels import fp8
 from fp8_runs import Quiet, backward, data, net, update
+from plain_loop import begun_session
 
-from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 from shared_core.numerics import block_formats, rounding
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch and with the dev extra on Linux")
@@ -14,10 +13,7 @@ pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch and
 
 def run(recipe):
     model = net()
-    session = Session(Recipe.from_dict({"fp8": {"recipe": recipe}}), services=Quiet())
-    session.attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    session.begin([optimizer], total_steps=100)
+    session, optimizer = begun_session({"fp8": {"recipe": recipe}}, model, 100, lr=0.05, services=Quiet())
     for number, x in enumerate(data(3)):
         # the second batch overflows, and its step is not taken
         backward(session, session.loss(model(x * torch.inf if number == 1 else x).square().mean()))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plain_loop import plain_step
 from safetensors.torch import save_file
 from torch import nn
 
@@ -46,11 +47,7 @@ def state_of(key):
     session, model, optimizer = begun(key)
     for _ in range(0 if key == "loss_scale" else 3):  # whose scaler would step the optimizer
         output = model(torch.randn(5, 8))
-        session.loss(output.square().mean()).backward()
-        session.before_optimizer_step()
-        optimizer.step()
-        session.after_optimizer_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer, output.square().mean())
     state = session.state_dict()
     session.detach()
     return state

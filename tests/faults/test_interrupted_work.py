@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from fault_points import ALL_POINTS, QUICK_POINTS, SLOW, count_moments, dice, killed, moments
+from plain_loop import plain_step
 from torch import nn
 
 from shared_core import Session
@@ -29,10 +30,7 @@ def _train(recipe):
     session.begin([optimizer], total_steps=3)
     for _ in range(3):
         model(torch.ones(1, 10)).square().sum().backward()
-        session.before_optimizer_step()
-        optimizer.step()
-        session.after_optimizer_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer)
     session.evaluated({"loss": float(model(torch.ones(1, 10)).square().sum().detach())})
     session.finish()
 

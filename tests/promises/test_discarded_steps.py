@@ -4,14 +4,13 @@ import itertools
 
 import pytest
 import torch
-from promise_drivers import run_bare, run_hf, run_lightning
+from promise_drivers import run_hf, run_lightning
 from promise_table import NUM_STEPS, recipe_of
 from pytorch_lightning import Callback
 from transformers import TrainerCallback
 
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
-from shared_core.errors import TrainingError
 from shared_core.pruning import Pruning
 
 AT = 3
@@ -53,11 +52,6 @@ def test_weights_moments_and_step_stay(discards_the_third_step):
     assert not session.context.discard_step
 
 
-def test_the_bare_driver_counts_it(discards_the_third_step):
-    receipt = run_bare(recipe_of("prune")).receipt
-    assert (receipt["steps"]["applied"], receipt["steps"]["skipped"]) == (NUM_STEPS - 1, 1)
-
-
 def test_hugging_face_holds_the_learning_rate(discards_the_third_step, tmp_path):
     rates = []
 
@@ -81,8 +75,3 @@ def test_lightning_counts_it_once(discards_the_third_step, tmp_path):
     result = run_lightning(recipe_of("prune"), tmp_path, callbacks=[Steps()])
     assert (result.receipt["steps"]["applied"], result.receipt["steps"]["skipped"]) == (NUM_STEPS - 1, 1)
     assert states[AT - 1] == states[AT - 2] == AT - 1
-
-
-def test_a_verb_before_attach_is_refused():
-    with pytest.raises(TrainingError, match="attach must come before prepare_optimizers"):
-        Session(Recipe({})).prepare_optimizers([])

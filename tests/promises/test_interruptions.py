@@ -5,14 +5,14 @@ import itertools
 import pytest
 import pytorch_lightning as pl
 import torch
-from promise_drivers import difference, hf_trainer, run_hf, run_lightning
+from promise_drivers import difference, hf_trainer, lightning_module, run_hf, run_lightning
 from promise_table import EVERYTHING, NUM_STEPS, TOGETHER, DigitsNet, make_net, recipe_of, train_examples
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 import hf_eff
 import lightning_eff
-from shared_core.errors import TrainingError
+from shared_core.errors import ConfigError, TrainingError
 
 PLACES = ("forward", "before_step", "after_step", "save")
 EVENTS = {"before_step": "on_pre_optimizer_step", "after_step": "on_step_end", "save": "on_save"}
@@ -205,3 +205,15 @@ def test_a_driver_that_is_removed_midway_is_a_named_conflict(tmp_path):
     user.at = None
     trainer.train()  # as if it had never been there
     assert not ours_on(trainer)
+
+
+def test_the_module_of_a_lightning_run_is_untouched_by_a_refusal(tmp_path):
+    module = lightning_module()
+    before = traces(module)
+    trainer = pl.Trainer(
+        max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu",
+        callbacks=[lightning_eff.EffCallback({"prune": {"sparsity": 0.5, "end": 99}})], default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="end must lie within"):
+        trainer.fit(module, DataLoader(train_examples(), batch_size=8))
+    assert traces(module) == before

@@ -46,19 +46,6 @@ def test_micro_batches_equal_one_batch(front_end, tmp_path):
         torch.testing.assert_close(one, four, atol=1e-6, rtol=0)
 
 
-def test_lightning_resumes_inside_an_accumulation_window(tmp_path):
-    def run(folder, **more):
-        torch.manual_seed(3)
-        options = {"dropout": 0.3, "shuffle": True, "accumulate": 2, "save_at_batches": (3, 16)}
-        return run_lightning(RECIPE, tmp_path / folder, **options, **more)
-
-    whole = run("whole")
-    again = run("again", resume=whole.checkpoints[3])
-    assert difference(saved_state(whole.checkpoints[16]), saved_state(again.checkpoints[16])) is None
-    states = [torch.load(each.checkpoints[16], weights_only=True)["eff_state"] for each in (whole, again)]
-    assert difference(*states) is None
-
-
 def test_the_best_models_peers_come_back_with_it(tmp_path):
     options = {"save_every": 2, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "worse"}
     trainer = hf_trainer(RECIPE, tmp_path, **options, load_best_model_at_end=True, greater_is_better=True)

@@ -6,7 +6,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from promise_drivers import difference, run_hf, run_lightning, saved_state
-from promise_table import EVERYTHING, NUM_STEPS, TECHNIQUES, TOGETHER, VARIANTS, recipe_of
+from promise_table import EVERYTHING, NUM_STEPS, TOGETHER, VARIANTS, recipe_of
 from stopped_runs import STOPS, copied
 from two_ranks import run_scripts
 
@@ -141,22 +141,3 @@ def test_a_fresh_process_resumes_bit_for_bit(front_end, tmp_path):
     run(tmp_path / "again", tmp_path / "whole" / name.format(3))
     last = name.format(NUM_STEPS)
     assert difference(saved_state(tmp_path / "whole" / last), saved_state(tmp_path / "again" / last)) is None
-
-
-def test_masks_survive_a_resume_where_lightnings_own_callback_loses_them(tmp_path):
-    # Lightning's ModelPruning keeps no state: after a resume its pruned weights grow back.
-    whole = run_lightning(recipe_of("prune"), tmp_path / "whole", save_every=1)
-    stopped = torch.load(whole.checkpoints[7], weights_only=True)["state_dict"]["net.hidden.weight"] == 0
-    again = run_lightning(recipe_of("prune"), tmp_path / "again", resume=whole.checkpoints[7])
-    assert stopped.float().mean() > 0.5
-    assert bool((again.weights["hidden.weight"][stopped] == 0).all())
-
-
-def test_an_hf_resume_trains_the_swapped_layers_on(tmp_path):
-    # Layers swapped too late are left with random weights by a resume, with only a warning.
-    whole = run_hf(recipe_of("qat"), tmp_path / "whole", save_every=4)
-    again = run_hf(recipe_of("qat"), tmp_path / "again", resume=whole.checkpoints[4], save_every=4)
-    before = saved_state(whole.checkpoints[4])["model"]["hidden.weight"]
-    after = saved_state(again.checkpoints[8])["model"]["hidden.weight"]
-    assert 0 < (after - before).abs().max() < 0.1
-    assert TECHNIQUES["qat"].options["begin"] < 4

@@ -1,5 +1,6 @@
 """A recipe trained by a front end on two gloo processes and, for comparison, in one."""
 
+import sys
 from pathlib import Path
 
 import torch
@@ -7,12 +8,12 @@ from promise_drivers import difference, run_hf, run_lightning, states_at_finish
 from promise_table import recipe_of
 from two_ranks import run_two_ranks
 
-WORKER = Path(__file__).parent / "two_process_worker.py"
+from shared_core.distributed import collectives as ranks
 
 
 def by_two_and_by_one(front_end, folder, recipes):
     """For each recipe what the first of two equal ranks left, its weights and state, and the same of one process."""
-    run_two_ranks(WORKER, folder, front_end, folder, *recipes, seconds=280)
+    run_two_ranks(__file__, folder, front_end, folder, *recipes, seconds=280)
     run = {"hf": run_hf, "lightning": run_lightning}[front_end]
     for recipe in recipes:
         first, second = (torch.load(folder / recipe / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
@@ -24,3 +25,21 @@ def by_two_and_by_one(front_end, folder, recipes):
         with states_at_finish() as states:
             one = run(recipe_of(*recipe.split("+")), folder / "one" / recipe, batch_norm=False, optim="sgd")
         yield recipe, first, {"weights": one.weights, "state": states[0]}
+
+
+def rank_of_two(front_end, folder, recipes):
+    """One rank; writes weights and session state, a file a recipe."""
+    for recipe in recipes:
+        out = folder / recipe
+        out.mkdir(parents=True, exist_ok=True)  # the main process makes it, but perhaps later than this one saves
+        options = {"batch_norm": False, "batch": 4, "optim": "sgd"}
+        with states_at_finish() as states:
+            if front_end == "hf":
+                result = run_hf(recipe_of(*recipe.split("+")), out, ddp_find_unused_parameters=False, **options)
+            else:
+                result = run_lightning(recipe_of(*recipe.split("+")), out, devices=2, strategy="ddp", **options)
+        torch.save({"weights": result.weights, "state": states[0]}, out / f"rank{ranks.rank()}.pt")
+
+
+if __name__ == "__main__":
+    rank_of_two(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

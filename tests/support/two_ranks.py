@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-ENVIRONMENT = os.environ | {
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-}
+HERE = Path(__file__).parent
+FOLDERS = [str(HERE), str(HERE / "trainers"), str(HERE / "techniques")]
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([*FOLDERS, os.environ.get("PYTHONPATH", "")]).rstrip(":")}
 """For processes that import what lies here."""
 
 # Importing the trainers takes longer than most of what two ranks do: each rank is forked from a process that has done

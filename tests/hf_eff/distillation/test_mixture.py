@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from torch.utils.data import SequentialSampler
 from transformers import BertConfig, BertForMaskedLM, BertForTokenClassification, Trainer
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "support")]
-from conftest import make_classifier, make_examples, make_language_model, make_texts, make_trainer  # noqa: E402
-from hf_gradients import Gradients  # noqa: E402
-from two_ranks import run_two_ranks  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from conftest import make_classifier, make_examples, make_language_model, make_texts, make_trainer
+from hf_gradients import Gradients
+from two_ranks import run_two_ranks
 
-from hf_eff import attach  # noqa: E402
+from hf_eff import attach
 
 ALPHA, T = 0.3, 2.0
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from torch.utils.data import SequentialSampler
 from transformers import Trainer
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "support")]
-from conftest import make_language_model, make_trainer  # noqa: E402
-from hf_gradients import Gradients  # noqa: E402
-from two_ranks import run_two_ranks  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from conftest import make_language_model, make_trainer
+from hf_gradients import Gradients
+from two_ranks import run_two_ranks
 
-from hf_eff import attach  # noqa: E402
-from shared_core.distillation.teacher_cache import write_teacher_cache  # noqa: E402
-from shared_core.errors import ConfigError, TrainingError  # noqa: E402
+from hf_eff import attach
+from shared_core.distillation.teacher_cache import write_teacher_cache
+from shared_core.errors import ConfigError, TrainingError
 
 ALPHA, T, FIELD = 0.3, 2.0, "is_new"
 UNLABELLED = [0, 0, 0, 0, 1, 1, 1, 0]  # the fifth and sixth make a micro-batch of two that is wholly unlabelled

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from plain_loop import begun_session
 from saved_runs import packed
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -147,9 +148,7 @@ def test_on_a_gpu_gradients_are_the_same_and_memory_is_less():
     peaks, gradients = [], []
     for offload in (False, True):
         recipe = {"activations": {"pack": "none", "offload": True}} if offload else {}
-        session = Session(Recipe.from_dict(recipe))
-        session.attach(model)
-        session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=1)
+        session, _ = begun_session(recipe, model, 1)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         with session.forward():

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from plain_loop import begun_session
 from torch import nn
 
 from shared_core.activation_compression import ActivationsConfig
 from shared_core.engine import compatibility
-from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 
@@ -17,9 +17,7 @@ def relu_net():
 
 
 def session_of(model, seed=0, **options):
-    session = Session(Recipe.from_dict({"activations": {"pack": "exact", "min_size": 8} | options}), seed=seed)
-    session.attach(model)
-    session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=9)
+    session, _ = begun_session({"activations": {"pack": "exact", "min_size": 8} | options}, model, 9, seed=seed)
     return session
 
 

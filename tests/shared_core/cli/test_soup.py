@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from plain_loop import plain_step
 from reports import report_of, row
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemWriter
@@ -309,11 +310,7 @@ def test_masks_of_a_real_session(room):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session.begin([optimizer], total_steps=6)
     for step in range(1, 7):
-        session.loss(model(torch.randn(4, 8)).square().mean()).backward()
-        session.before_optimizer_step()
-        optimizer.step()
-        session.after_optimizer_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer, model(torch.randn(4, 8)).square().mean())
         folder = room / "pruned" / f"checkpoint-{step}"
         folder.mkdir(parents=True)
         save_file(model.state_dict(), folder / "model.safetensors")

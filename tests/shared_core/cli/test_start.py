@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 import pytest
 import torch
+from plain_loop import plain_step
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
@@ -73,10 +74,7 @@ def test_the_recipe_of_each_goal_trains_as_it_stands(goal, kind):
         with session.forward():
             loss = session.loss(model(batch).square().sum(1).mean())
         loss.backward()
-        session.before_optimizer_step()
-        optimizer.step()
-        session.after_optimizer_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer)
     session.finish()
     assert session.step == STEPS
     assert all(report for report in session.receipt()["techniques"].values())

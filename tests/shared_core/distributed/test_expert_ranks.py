@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from plain_loop import plain_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from two_ranks import leave, saved_by_two_ranks
@@ -47,11 +48,7 @@ def train(recipe, rank):
     generator = torch.Generator().manual_seed(rank)
     for _ in range(6):
         x = torch.randn(4, 3 + 9 * rank, 8, generator=generator)
-        session.loss(network(x, rank)["loss"]).backward()
-        session.before_optimizer_step()
-        optimizer.step()
-        session.after_optimizer_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer, network(x, rank)["loss"])
     peers = session.state_dict()["techniques"].get("distill", {}).get("teachers", {}).get("peers", [])
     return {"weights": dict(model.state_dict()), "peers": peers}
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from plain_loop import begun_session, plain_step
 from torch import nn
 
-from shared_core import Recipe, Session
 from shared_core.engine.claims import Grid, Where
 from shared_core.errors import ReceiptError
 
@@ -12,16 +12,9 @@ from shared_core.errors import ReceiptError
 def trained(recipe):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(96, 48), nn.ReLU(), nn.Linear(48, 40), nn.ReLU(), nn.Linear(40, 4))
-    session = Session(Recipe.from_dict(recipe))
-    session.attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session.begin([optimizer], total_steps=4)
+    session, optimizer = begun_session(recipe, model, 4)
     for _ in range(4):
-        session.loss(model(torch.randn(8, 96)).square().mean()).backward()
-        session.before_optimizer_step()
-        optimizer.step()
-        session.after_optimizer_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer, model(torch.randn(8, 96)).square().mean())
     session.finish()
     return session, model
 

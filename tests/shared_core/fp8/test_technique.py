@@ -8,6 +8,7 @@ from collections import deque
 import pytest
 import torch
 from fp8_runs import ALL, Quiet, data, net
+from plain_loop import begun_session, plain_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -184,10 +185,9 @@ def test_training_stops_when_every_step_is_discarded():
 def test_a_scaler_skips_the_step_that_overflowed(recipe):
     model = net()
     loss_scale = {"kind": "dynamic", "init_scale": 8.0, "format": "fp8_e5m2"}
-    session = Session(Recipe.from_dict({"fp8": {"recipe": recipe}, "loss_scale": loss_scale}), services=Quiet())
-    session.attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    session.begin([optimizer], total_steps=10)
+    session, optimizer = begun_session(
+        {"fp8": {"recipe": recipe}, "loss_scale": loss_scale}, model, 10, lr=0.05, services=Quiet()
+    )
     scaler = session.techniques["loss_scale"].scaler
     weights = copy.deepcopy(model.state_dict())
     scaler.scale(session.loss(model(data()[0] * math.inf).square().mean())).backward()
@@ -325,10 +325,7 @@ def test_learning_in_fp8_is_learning():
         for _ in range(150):
             loss = session.loss((model(x) - target).square().mean())
             loss.backward()
-            session.before_optimizer_step()
-            optimizer.step()
-            session.after_optimizer_step()
-            optimizer.zero_grad()
+            plain_step(session, optimizer)
         losses[recipe] = loss.item()
     exact = losses.pop(None)
     assert exact < 0.02

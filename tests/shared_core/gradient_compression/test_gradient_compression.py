@@ -13,7 +13,7 @@ from shared_core.engine.technique import Context
 from shared_core.errors import CompatibilityError, ConfigError
 from shared_core.gradient_compression import CommConfig, GradientCompression, PowerSgd
 
-SCRIPT = Path(__file__).parents[2] / "support" / "gradient_compression_runs.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "techniques" / "gradient_compression_runs.py"
 
 
 @pytest.fixture(scope="module")

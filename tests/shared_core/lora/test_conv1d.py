@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from plain_loop import plain_step
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -48,10 +49,7 @@ def train(session, optimizer, net, steps=range(STEPS)):
     for step in steps:
         with session.forward():
             session.loss(net(batches[step]).square().mean()).backward()
-        session.before_optimizer_step()
-        optimizer.step()
-        session.after_optimizer_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer)
 
 
 @pytest.mark.parametrize("key", RECIPES)
@@ -89,11 +87,7 @@ def test_state_dicts_are_plain_and_a_resumed_run_is_the_one_that_never_stopped(k
     torch.testing.assert_close(plain(x), net(x), atol=1e-2, rtol=1e-2)
     for step in range(2, STEPS):
         train_on = torch.randn(STEPS, 6, 64, generator=torch.Generator().manual_seed(1))[step]
-        session.loss(net(train_on).square().mean()).backward()
-        session.before_optimizer_step()
-        optimizer.step()
-        session.after_optimizer_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer, net(train_on).square().mean())
     session.finish()
     again, _ = twins()
     session, optimizer = session_of(again, RECIPES[key])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from lora_runs import X, net
+from plain_loop import plain_step
 from torch import nn
 
 from shared_core import Recipe, Session
@@ -35,10 +36,7 @@ def run(model, steps=4, **options):
     ours.begin([optimizer], total_steps=steps)
     for _ in range(steps):
         model(X).square().mean().backward()
-        ours.before_optimizer_step()
-        optimizer.step()
-        ours.after_optimizer_step()
-        optimizer.zero_grad()
+        plain_step(ours, optimizer)
     return ours
 
 

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from lora_runs import BASES, X, net, run, session
+from plain_loop import plain_step
 from torch import nn
 
 from shared_core.distillation.teachers import StudentAverage
@@ -46,11 +47,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(base, stop, tmp_path):
     for name, tensor in frozen_tensors(resumed[0].base_layer).items():
         assert torch.equal(tensor, frozen_tensors(stopped[0].base_layer)[name]), name
     for _ in range(stop, 5):
-        again.loss(resumed(X).square().mean()).backward()
-        again.before_optimizer_step()
-        second.step()
-        again.after_optimizer_step()
-        second.zero_grad()
+        plain_step(again, second, resumed(X).square().mean())
     ours.finish()
     again.finish()
     for name, value in whole.state_dict().items():
@@ -70,11 +67,7 @@ def test_an_average_that_teaches_is_resumed_in_a_model_with_other_frozen_weights
 
     def train(ours, optimizer, model, stop):
         for _ in range(ours.step, stop):
-            ours.loss(model(X).square().mean()).backward()
-            ours.before_optimizer_step()
-            optimizer.step()
-            ours.after_optimizer_step()
-            optimizer.zero_grad()
+            plain_step(ours, optimizer, model(X).square().mean())
 
     whole, fresh = net(), net()
     for parameter in fresh.parameters():

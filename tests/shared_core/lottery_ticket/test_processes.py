@@ -16,7 +16,7 @@ from shared_core.errors import CheckpointError, ConfigError, TrainingError
 from shared_core.lottery_ticket import LotterySearch
 
 OPTIONS = {"rounds": 1, "rate": 0.5, "rewind_to": 2}
-SUPPORT = Path(__file__).resolve().parents[2] / "support"
+SUPPORT = Path(__file__).resolve().parents[2] / "support" / "techniques"
 SCRIPT = f"""
 import json, os, signal, sys, time
 from pathlib import Path

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from plain_loop import begun_session
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -375,10 +376,7 @@ def test_factors_can_be_pruned_and_quantised(beside):
     net = low_rank_net()
     more = {"prune": {"sparsity": 0.5, "schedule": "one_shot", "begin": 1}, "qat": {"scheme": "int8", "begin": 1}}
     recipe = {"low_rank": {"rank": 4, "min_size": 0}, beside: more[beside]}
-    session = Session(Recipe.from_dict(recipe), services=Services(net, [torch.randn(4, 40)]))
-    session.attach(net)
-    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
-    session.begin([optimizer], total_steps=2)
+    session, optimizer = begun_session(recipe, net, 2, lr=1e-3, services=Services(net, [torch.randn(4, 40)]))
     for _ in range(2):
         session.loss(net(torch.randn(4, 40)).square().mean()).backward()
         session.before_optimizer_step()

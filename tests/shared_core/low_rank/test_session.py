@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from plain_loop import plain_step
 from torch import nn
 
 from shared_core.engine.recipe import Recipe
@@ -36,11 +37,7 @@ def started(recipe, state=None):
 def train(model, session, optimizer, to):
     while session.step < to:
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(session.step))
-        session.loss(model(x).square().mean()).backward()
-        session.before_optimizer_step()
-        optimizer.step()
-        session.after_optimizer_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer, model(x).square().mean())
 
 
 def test_a_module_at_two_places_is_baked_under_both_names():

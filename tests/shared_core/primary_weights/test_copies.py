@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from plain_loop import plain_step
 from torch import nn
 
 from shared_core.engine.recipe import Recipe
@@ -170,10 +171,7 @@ def test_a_model_cast_in_the_middle_of_training_keeps_its_copies():
     def step():
         for parameter in model.parameters():
             parameter.grad = torch.full(parameter.shape, 0.1)
-        session.before_optimizer_step()
-        optimizer.step()
-        session.after_optimizer_step()
-        optimizer.zero_grad()
+        plain_step(session, optimizer)
 
     step()
     before = {name: value.clone() for name, value in copies_of(session).items()}

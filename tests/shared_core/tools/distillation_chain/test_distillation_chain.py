@@ -17,7 +17,7 @@ from shared_core.errors import CheckpointError, ConfigError, TrainingError
 from shared_core.front_ends.training_command import TrainingCommand
 from shared_core.tools.distillation_chain import StageError, TeacherChain, plan_stages
 
-STAGE = Path(__file__).resolve().parents[3] / "support" / "chain_stage.py"
+STAGE = Path(__file__).resolve().parents[3] / "support" / "trainers" / "chain_stage.py"
 
 
 @pytest.fixture

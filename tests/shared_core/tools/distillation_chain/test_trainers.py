@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from shared_core.cli import app
 from shared_core.tools.distillation_chain.plan import count_parameters
 
-SCRIPT = str(Path(__file__).resolve().parents[3] / "support" / "chain_script.py")
+SCRIPT = str(Path(__file__).resolve().parents[3] / "support" / "trainers" / "chain_script.py")
 
 
 def chain(*arguments):

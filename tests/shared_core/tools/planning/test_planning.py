@@ -18,7 +18,7 @@ from shared_core.privacy.config import PrivacyConfig
 from shared_core.privacy.per_sample_gradients import PerSample
 from shared_core.tools.planning import ModelShape, PlannedRun, plan
 
-BENCHMARK = Path(__file__).parents[4] / "benchmarks" / "bench_scale.py"
+BENCHMARK = Path(__file__).parents[4] / "benchmarks" / "speed" / "scale.py"
 
 
 @pytest.mark.slow
