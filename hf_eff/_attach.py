@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from hf_eff._adapters.adapter import registered
+from hf_eff._adapters.adapter import Adapter
 from hf_eff._trainer_hooks import SessionCallback
 from hf_eff.training_args import EffFlags
 from shared_core.engine.recipe import Recipe
@@ -36,7 +36,7 @@ def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | N
     Example:
         ``attach(trainer, {"prune": {"sparsity": 0.8}}); trainer.train()``
     """
-    for adapter in registered():
+    for adapter in Adapter.registered():
         trainer = adapter.trainer_in(trainer)
     if not isinstance(trainer, Trainer):
         raise ConfigError(f"hf: trainer must be a transformers Trainer, got {type(trainer).__name__}; construct one")

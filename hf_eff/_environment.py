@@ -70,25 +70,6 @@ def surroundings(trainer: Trainer) -> set[str]:
     return found if model is None or trainer.is_fsdp_enabled else found | wrapped_by_user(model)
 
 
-def check_efficient_loading(trainer: Trainer, key: str, held: str) -> None:
-    """Refuse FSDP that fills the sharded model from its state dict, for a technique whose state is not all there.
-
-    Args:
-        trainer: The trainer.
-        key: The technique.
-        held: What the state dict holds.
-
-    Raises:
-        CompatibilityError: If it would.
-    """
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if getattr(plugin, "cpu_ram_efficient_loading", False):
-        raise CompatibilityError(
-            f"hf: {key} needs cpu_ram_efficient_loading false in fsdp_config: accelerate would fill the sharded model "
-            f"from its state dict, which holds {held}"
-        )
-
-
 def check_sharding(trainer: Trainer) -> None:
     """Refuse a run that asked for FSDP or DeepSpeed where accelerate, which says nothing, would train in plain DDP.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import IntervalStrategy, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_eff import _checkpoints as _own_state
-from hf_eff._adapters.adapter import Adapter, registered
+from hf_eff._adapters.adapter import Adapter
 from hf_eff._checkpoints import (
     checkpoint_folder,
     clean_run,
@@ -134,7 +134,7 @@ class SessionCallback(TrainerCallback):
         self._services = TrainerServices(trainer)
         self._window = Window(trainer)
         self._task = TaskLoss(trainer, self._window)
-        self._adapters = [kind(trainer, self._window, self._services) for kind in registered()]
+        self._adapters = [kind(trainer, self._window, self._services) for kind in Adapter.registered()]
         self._scale = GradientScale(trainer)
         self._data, self._epoch_end = DataResume(trainer), EpochEnd(trainer)
         self._made_optimizer: Any = None
@@ -150,12 +150,10 @@ class SessionCallback(TrainerCallback):
         self._task.session = self.session
         for adapter in self._adapters:
             adapter.join(self.session)
+        self._asked = [adapter for adapter in self._adapters if adapter.applies(recipe)]
         for callback in self.given.callbacks:
             callback.session = self.session
         self._attach()
-
-    def _asked(self) -> list[Adapter]:
-        return [adapter for adapter in self._adapters if adapter.applies(self.session.recipe)]
 
     def join(self, recipe: Recipe) -> None:
         """Add techniques before training.
@@ -174,7 +172,7 @@ class SessionCallback(TrainerCallback):
         trainer = self._trainer
         check_sharding(trainer)
         check_output_folder(trainer.args)
-        for adapter in self._asked():
+        for adapter in self._asked:
             adapter.check()
         if trainer.model is None:
             return  # a search dropped the model of its last trial; `model_init` makes another
@@ -235,7 +233,7 @@ class SessionCallback(TrainerCallback):
         self._training = True
         try:
             self._attach()
-            for adapter in self._asked():
+            for adapter in self._asked:
                 adapter.check_data()
             resume = args[0] if args else kwargs.pop("resume_from_checkpoint", None)
             clean_run(str(self._trainer.args.output_dir))
@@ -370,7 +368,7 @@ class SessionCallback(TrainerCallback):
             steps_per_epoch=steps_per_epoch,
             clips_gradients=args.max_grad_norm > 0,
         )
-        for adapter in self._asked():
+        for adapter in self._asked:
             adapter.begin(loader)
         self._is_over = 0 < state.max_steps <= state.global_step
         if self._is_over:
@@ -481,7 +479,7 @@ class SessionCallback(TrainerCallback):
 
     def _training_loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         task = functools.partial(self._task.of, method)
-        for adapter in self._asked():
+        for adapter in self._asked:
             task = functools.partial(adapter.loss, task)
         result = task(model, inputs, *args, **kwargs)
         if not self.session.needs_forward:
@@ -560,7 +558,7 @@ class SessionCallback(TrainerCallback):
         trainer, session = self._trainer, self.session
         with session.saving():
             save_whole(trainer, method, *args, **kwargs)
-        for adapter in self._asked():
+        for adapter in self._asked:
             adapter.saved(args[1])
 
     def on_evaluate(self, *args: Any, metrics: dict[str, float] | None = None, **kwargs: Any) -> None:

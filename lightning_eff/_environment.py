@@ -95,6 +95,13 @@ def of_either_name(make: Callable[[str], Any], moment: str, told_by: Callable[..
     return made
 
 
+def public(made: Any, namespace: str) -> Any:
+    """Return a class under the name that pickle looks up, for processes that are spawned."""
+    made.__qualname__ = made.__name__
+    made.__module__ = "lightning_eff.pytorch" if namespace == PYTORCH_LIGHTNING else "lightning_eff.lightning"
+    return made
+
+
 def _callback_base() -> type[Callback]:
     # A callback of one name alone is accepted by the other's Trainer but not by its command line.
     bases = tuple(importlib.import_module(name).Callback for name in installed())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_eff._adapters.adapter import registered
+from lightning_eff._adapters.adapter import Adapter
 from lightning_eff._environment import callback_kinds
 from lightning_eff._services import say
 from shared_core.engine.recipe import Recipe
@@ -29,7 +29,7 @@ def joined_recipe(trainer: Any, recipes: list[Recipe]) -> Recipe:
                     f"recipe: {key} must be given once, got it in a callback and in {type(plugin).__name__}; keep one"
                 )
             recipe = Recipe({**recipe, key: config}, allow_partial=recipe.allow_partial)
-    for adapter in registered():
+    for adapter in Adapter.registered():
         if adapter.applies(recipe) and (why := adapter.left_out(trainer)):
             say(f"efftrain: {adapter.key}: left out, as {why}")
             left = {key: config for key, config in recipe.items() if key != adapter.key}
@@ -72,7 +72,7 @@ def tries_first(trainer: Any, recipe: Recipe) -> bool:
         CompatibilityError: If a technique cannot allow that.
     """
     found = _tuning(trainer)
-    for adapter in registered() if found else ():
+    for adapter in Adapter.registered() if found else ():
         if adapter.applies(recipe):
             adapter.check_trials(found[0])
     return bool(found)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_eff import _environment as _surroundings
 from lightning_eff import _joining
-from lightning_eff._adapters.adapter import Adapter, registered
+from lightning_eff._adapters.adapter import Adapter
 from lightning_eff._averages import Averages
 from lightning_eff._checkpoints import BestCheckpoints, Recount, bake_saved, restore_raw, whole_files, wrap_loading
 from lightning_eff._environment import Callback
@@ -196,13 +196,13 @@ class EffCallback(Callback):
         self.session = Session(recipe, front_end="lightning", services=services, seed=seed)
         self._saved = self._final if trains_on else None  # on the same Trainer, what was pruned stays pruned
         self._adapters = [
-            kind(trainer, pl_module, self.session, services) for kind in registered() if kind.applies(recipe)
+            kind(trainer, pl_module, self.session, services) for kind in Adapter.registered() if kind.applies(recipe)
         ]
         self._resume = ExactResume(trainer, self.session, self._adapters)
         self._averages = Averages(trainer, pl_module, self.session)
         check(recipe, _surroundings.surroundings(trainer, pl_module))
         for adapter in self._adapters:
-            self._wrapped += adapter.wrapped()
+            self._wrapped += adapter.set_up()
         around: tuple[tuple[str, Callable[..., Any]], ...] = (
             ("configure_model", self._configure_model),
             ("on_save_checkpoint", self._save_weights),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from lightning_eff._trainer_hooks import EffCallback
 from lightning_eff._typed_options import typed_options
@@ -90,13 +90,6 @@ class WeightAverage(TechniqueCallback):
 @typed_options("cluster")
 class WeightClustering(TechniqueCallback):
     """Clusters the weights of each layer and trains the values that they share."""
-
-
-if TYPE_CHECKING:
-    from lightning_eff._environment import MixedPrecision
-
-    class Fp8Precision(MixedPrecision):  # noqa: D101
-        def __init__(self, precision: Literal["bf16-mixed", "32-true"] = ..., **options: Any) -> None: ...
 
 
 @typed_options("fp8")

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lightning_eff._environment import PYTORCH_LIGHTNING, of_either_name, plugins
+from lightning_eff._environment import of_either_name, plugins, public
 from lightning_eff._typed_options import typed_options
 from shared_core.errors import ConfigError
 from shared_core.fp8 import Fp8Config
 from shared_core.loss_scaling import LossScaleConfig, LossScaler
-
-_PUBLIC_MODULE = {PYTORCH_LIGHTNING: "lightning_eff.pytorch"}
 
 
 @functools.cache
@@ -67,9 +65,7 @@ def fp8_precision_class(namespace: str) -> Any:
             with self.autocast_context_manager() if self.precision == "bf16-mixed" else contextlib.nullcontext():
                 yield
 
-    Fp8Precision.__qualname__ = "Fp8Precision"
-    Fp8Precision.__module__ = _PUBLIC_MODULE.get(namespace, "lightning_eff.lightning")
-    return Fp8Precision
+    return public(Fp8Precision, namespace)
 
 
 if TYPE_CHECKING:
@@ -176,10 +172,7 @@ def precision_class(namespace: str) -> Any:
             """Clip unscaled gradients; Lightning's refusal of fused optimizers does not apply."""
             super(base, self).clip_gradients(optimizer, *args, **kwargs)
 
-    # The class name is the key of the scaler's state in checkpoints, and both names are what pickle looks up.
-    LossScalingPrecision.__qualname__ = "LossScalingPrecision"
-    LossScalingPrecision.__module__ = _PUBLIC_MODULE.get(namespace, "lightning_eff.lightning")
-    return LossScalingPrecision
+    return public(LossScalingPrecision, namespace)  # its name is the key of the scaler's state in checkpoints
 
 
 if TYPE_CHECKING:

@@ -55,8 +55,3 @@ class Adapter(adapters.Adapter):
 
     def saved(self, trial: Any) -> None:
         """Look at the checkpoint that was just saved; every process is asked."""
-
-
-def registered() -> list[type[Adapter]]:
-    """Return the adapters there are."""
-    return adapters.registered(Adapter)

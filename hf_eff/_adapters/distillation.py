@@ -16,8 +16,6 @@ from shared_core.errors import CompatibilityError, ConfigError
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from shared_core.distillation import Distillation as Technique
-
 _NO_LABELS = torch.empty(0, dtype=torch.int64)
 _PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT")
 _TOKEN_TASKS = ("CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS")
@@ -45,15 +43,10 @@ class Distillation(Adapter):
         }
 
     @property
-    def distillation(self) -> Technique:
-        """The technique."""
-        technique: Technique = self.technique
-        return technique
-
-    @property
     def field(self) -> str | None:
         """The column that tells unlabelled examples, if there is one."""
-        return self.distillation.config.unlabelled_field
+        field: str | None = self.technique.config.unlabelled_field
+        return field
 
     def check_data(self) -> None:
         """Raise `ConfigError` where the training data lack the column, as far as they tell without being read."""
@@ -87,7 +80,7 @@ class Distillation(Adapter):
         if self.field is None or self._trainer.model is None:
             return inputs
         if self._trainer.model.training and self.session.is_attached:
-            return self.distillation.prepare_batch(inputs)
+            return self.technique.prepare_batch(inputs)
         return {name: value for name, value in inputs.items() if name != self.field}
 
     def _batches(
@@ -103,7 +96,7 @@ class Distillation(Adapter):
         ]
         if isinstance(num_items, Tensor):
             num_items = num_items.clamp(min=1)  # a window without one label: its sum of 0 would be divided by 0
-        self._window.causal, self._window.term_positions = self.distillation.is_causal, self._positions(window)
+        self._window.causal, self._window.term_positions = self.technique.is_causal, self._positions(window)
         return window, num_items
 
     def _countable(self, batch: Any) -> Any:
@@ -115,7 +108,7 @@ class Distillation(Adapter):
             return {**batch, "labels": _NO_LABELS}
         if self.field is None:
             return batch
-        prepared = self.distillation.prepare_batch(batch)
+        prepared = self.technique.prepare_batch(batch)
         if prepared["labels"].is_floating_point() and self._trainer.compute_loss_func is None:
             raise ConfigError(
                 f"distill: unlabelled_field {self.field!r} must come with class indices as labels, or with a "
@@ -128,7 +121,7 @@ class Distillation(Adapter):
         return "labels" in self._trainer.label_names and batch.get("labels") is None
 
     def _positions(self, window: list[Any]) -> Tensor | None:
-        trainer, distillation = self._trainer, self.distillation
+        trainer, distillation = self._trainer, self.technique
         if "labels" not in trainer.label_names and any(batch.get("labels") is None for batch in window):
             return None  # labels of another name, or none at all
         count = torch.zeros((), dtype=torch.int64, device=trainer.args.device)
@@ -138,7 +131,7 @@ class Distillation(Adapter):
 
     def loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the trainer's loss; 0 for a batch without labels whose model returns none."""
-        distillation, whole = self.distillation, dict(inputs)
+        distillation, whole = self.technique, dict(inputs)
         self._services.compute_loss = lambda other: method(other, dict(whole), *args, **kwargs)
         distillation.labels = inputs.get("labels")  # label smoothing and compute_loss_func take them out
         if not self.lacks_labels(inputs):
@@ -152,7 +145,7 @@ class Distillation(Adapter):
 
     def _clip(self, method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         norm = method(model, *args, **kwargs)
-        for peer in self.distillation.peers:
+        for peer in self.technique.peers:
             method(peer, *args, **kwargs)  # each by its own norm: how far the student goes is not the peers' business
         return norm
 

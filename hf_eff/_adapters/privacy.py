@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hf_eff._adapters.adapter import Adapter
 from shared_core.errors import CompatibilityError
-from shared_core.privacy.sampling import check_loader, loader_options
 
 
 class DifferentialPrivacy(Adapter):
@@ -39,15 +38,13 @@ class DifferentialPrivacy(Adapter):
 
     def _loader(self, method: Callable[[], Any]) -> Any:
         """Return the trainer's loader with batches drawn for it."""
-        stock = method()
-        check_loader(stock)
-        if not isinstance(stock, DataLoaderShard):
+        stock, args = method(), self._trainer.args
+        more = {"device": stock.device} if isinstance(stock, DataLoaderShard) else {}
+        made = self.technique.loader(stock, args.gradient_accumulation_steps, args.train_batch_size, **more)
+        if not more:
             raise CompatibilityError(
                 f"dp: every process must read its own batches, got {type(stock).__name__}; leave dispatch_batches out"
             )
-        args = self._trainer.args
-        batches = self.technique.sample(stock, args.train_batch_size, args.gradient_accumulation_steps)
-        made = DataLoaderShard(stock.dataset, device=stock.device, batch_sampler=batches, **loader_options(stock))
         self._trainer.accelerator._dataloaders[-1] = made
         return made
 

@@ -34,8 +34,8 @@ class Adapter(adapters.Adapter):
     def check_trials(cls, tuner: str) -> None:
         """Refuse a tuner's trials before training."""
 
-    def wrapped(self) -> list[Wrapped]:
-        """Return what surrounds methods of Trainer and module until the end, once the rest is checked."""
+    def set_up(self) -> list[Wrapped]:
+        """Prepare Trainer and module; return what surrounds their methods until the end."""
         return []
 
     def start_fit(self) -> None:
@@ -55,9 +55,4 @@ class Adapter(adapters.Adapter):
         """Look at the checkpoint that was just saved."""
 
     def undo(self) -> None:
-        """Give the Trainer back what `wrapped` does not."""
-
-
-def registered() -> list[type[Adapter]]:
-    """Return the adapters there are."""
-    return adapters.registered(Adapter)
+        """Give the Trainer back what `set_up` changed beside methods."""

@@ -17,7 +17,7 @@ class Distillation(Adapter):
 
     key = "distill"
 
-    def wrapped(self) -> list[Wrapped]:
+    def set_up(self) -> list[Wrapped]:
         """Surround the clipping where there are peers: they are among the optimizer's parameters."""
         if not self.technique.config.mutual:
             return []

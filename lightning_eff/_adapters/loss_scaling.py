@@ -17,7 +17,7 @@ class LossScaling(Adapter):
     key = "loss_scale"
     _stock: Any = None
 
-    def wrapped(self) -> list[Wrapped]:
+    def set_up(self) -> list[Wrapped]:
         """Put our plugin in the place of Lightning's own, unless the Trainer has it already.
 
         Raises:

@@ -39,7 +39,7 @@ class DifferentialPrivacy(Adapter):
             "tune on public data"
         )
 
-    def wrapped(self) -> list[Wrapped]:
+    def set_up(self) -> list[Wrapped]:
         """Surround what makes the Trainer's loader.
 
         Raises:

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, TypeVar
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 
+_Adapter = TypeVar("_Adapter", bound="Adapter")
+
 
 class Adapter:
     """Derive from a front end's own to register one: it is made for each trainer, and asked where `applies`."""
@@ -20,6 +22,15 @@ class Adapter:
     """The trainer's."""
 
     @classmethod
+    def registered(cls: type[_Adapter]) -> list[type[_Adapter]]:
+        """Return the adapters in the package of a front end's base class, and those that others derived from it.
+
+        They come in the order of their modules' names.
+        """
+        _import_modules(cls.__module__.rpartition(".")[0])
+        return sorted(cls.__subclasses__(), key=lambda kind: kind.__module__)
+
+    @classmethod
     def applies(cls, recipe: Recipe) -> bool:
         """Return whether a run of this recipe needs it."""
         return cls.key in recipe if cls.key else bool(recipe)
@@ -28,18 +39,6 @@ class Adapter:
     def technique(self) -> Any:
         """The session's technique of this key, None if it is off."""
         return self.session.techniques.get(self.key)
-
-
-AdapterT = TypeVar("AdapterT", bound=Adapter)
-
-
-def registered(base: type[AdapterT]) -> list[type[AdapterT]]:
-    """Return the adapters in the package that defines a front end's base class, and those that others derived from it.
-
-    They come in the order of their modules' names.
-    """
-    _import_modules(base.__module__.rpartition(".")[0])
-    return sorted(base.__subclasses__(), key=lambda kind: kind.__module__)
 
 
 @functools.cache

@@ -318,10 +318,6 @@ def test_wrong_recipes_fail_before_training(tmp_path):
         Pruning()
     with pytest.raises(ConfigError, match="prune must be given once"):
         run(tmp_path, callbacks=[Pruning(sparsity=0.3)])
-    module = make_module()
-    with pytest.raises(ConfigError, match="500"):
-        run(tmp_path, {"prune": {"sparsity": 0.5, "end": 500}}, module)
-    assert not set(WRAPPED) & set(vars(module))
 
 
 # What Lightning's own QuantizationAwareTraining callback had as open complaints when it was removed in 2.0.
@@ -355,14 +351,6 @@ def test_test_with_a_checkpoint_after_conversion(tmp_path):
     again = make_trainer(tmp_path, callbacks=[EffCallback({"qat": QAT})])
     found = again.test(make_module(seed=8), loader(shuffle=False), ckpt_path=tmp_path / "17.ckpt", verbose=False)
     assert found == expected
-
-
-def test_pruning_and_qat_together_leave_zeros_and_codes(tmp_path):
-    callback, _, module = run(tmp_path)
-    weight = module.net[0].weight
-    assert callback.receipt["techniques"]["prune"]["sparsity"] == 0.5
-    codes = weight / (weight.abs().amax(1, keepdim=True) / 127)
-    torch.testing.assert_close(codes, codes.round(), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("event", ["on_train_start", "on_train_epoch_start"])

@@ -1,4 +1,3 @@
-import pickle
 import shutil
 
 import pytest
@@ -8,7 +7,6 @@ from safetensors.torch import load_file
 
 from hf_eff import attach
 from hf_eff._checkpoints import _is_replaced
-from shared_core.engine.state_file import STATE_FILE
 from shared_core.errors import CheckpointError
 from shared_core.files.journal import begin_list
 
@@ -29,35 +27,6 @@ def stopped(make, tmp_path):
         return trainer, attach(trainer, PRUNE if recipe is None else recipe)
 
     return tmp_path / "run", fresh
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("name", "spoil"),
-    [
-        ("model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:-100])),
-        ("model.safetensors", lambda file: file.write_bytes(b"")),
-        ("model.safetensors", lambda file: file.write_bytes(pickle.dumps({"weight": 1}))),
-        ("optimizer.pt", lambda file: file.write_bytes(file.read_bytes()[:-100])),
-        ("trainer_state.json", lambda file: file.write_text(file.read_text()[:50])),
-        ("trainer_state.json", lambda file: file.unlink()),
-        (STATE_FILE, lambda file: file.write_bytes(file.read_bytes()[:-10])),
-        (STATE_FILE, lambda file: file.unlink()),
-    ],
-)
-def test_a_damaged_newest_checkpoint_falls_back_and_an_explicit_one_is_refused(stopped, name, spoil):
-    run, fresh = stopped
-    spoil(run / "checkpoint-4" / name)
-    trainer, _ = fresh()
-    before = [value.clone() for value in trainer.model.state_dict().values()]
-    with pytest.raises(CheckpointError, match="checkpoint-4"):
-        trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
-    assert all(map(torch.equal, before, trainer.model.state_dict().values()))
-    trainer, session = fresh()
-    trainer.train(resume_from_checkpoint=True)
-    assert trainer.state.global_step == 8
-    (note,) = [note for note in session.receipt()["notes"] if "checkpoint-4" in note]
-    assert "checkpoint-2 instead" in note
 
 
 def _made_only(folder):
@@ -141,32 +110,6 @@ def test_which_files_others_may_replace(tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     assert all(_is_replaced(tmp_path, name) for name in names)
     assert not any(_is_replaced(tmp_path, name) for name in ("optimizer.pt", "models.safetensors", "rng_state.pth"))
-
-
-def test_swapped_layers_go_on_from_the_checkpoint_and_are_trained(make, tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 4}
-    recipe = {"qat": {"scheme": "int8", "begin": 1}}
-    first = make.trainer(tmp_path, **settings)
-    attach(first, recipe)
-    first.train()
-    shutil.rmtree(tmp_path / "checkpoint-8")
-    saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
-
-    second = make.trainer(tmp_path, model=make.classifier(seed=77), **settings)
-    attach(second, recipe)
-    seen = {}
-
-    class Look(type(second.callback_handler.callbacks[0]).__mro__[1]):
-        def on_step_begin(self, args, state, control, model=None, **kwargs):
-            seen.setdefault("weights", {name: value.clone() for name, value in model.state_dict().items()})
-            seen.setdefault("classes", {type(module).__name__ for module in model.modules()})
-
-    second.add_callback(Look())
-    second.train(resume_from_checkpoint=True)
-    assert "Linear" not in seen["classes"]
-    assert all(torch.equal(seen["weights"][name], saved[name]) for name in saved)
-    latent = load_file(tmp_path / "checkpoint-8" / "model.safetensors")
-    assert not torch.equal(latent["classifier.weight"], saved["classifier.weight"])
 
 
 def test_training_again_starts_afresh_and_resume_works_after_the_end(make, tmp_path):
