@@ -8,11 +8,13 @@ from typing import Any
 
 from transformers import Trainer
 
+from hf_eff._adapters.adapter import Adapter
 from hf_eff._trainer_hooks import SessionCallback
 from hf_eff.training_args import EffFlags
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
 from shared_core.errors import ConfigError, TrainingError
+from shared_core.front_ends.flags import as_recipe
 
 
 def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | None = None) -> Session:
@@ -22,7 +24,7 @@ def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | N
     trainer's `EffTrainingArguments` switch on joins them. An empty recipe touches nothing.
 
     Args:
-        trainer: A ``Trainer`` or any subclass of it, or SetFit's, which trains its body with the one in ``st_trainer``.
+        trainer: A ``Trainer``, any subclass of it, or another library's trainer that is known to train with one.
         recipe: A recipe, a dict of one, or a path to a YAML or JSON file of one.
 
     Raises:
@@ -34,11 +36,12 @@ def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | N
     Example:
         ``attach(trainer, {"prune": {"sparsity": 0.8}}); trainer.train()``
     """
-    trainer = getattr(trainer, "st_trainer", trainer)  # SetFit's own class is none of transformers'
+    for adapter in Adapter.registered():
+        trainer = adapter.trainer_in(trainer)
     if not isinstance(trainer, Trainer):
         raise ConfigError(f"hf: trainer must be a transformers Trainer, got {type(trainer).__name__}; construct one")
     session_callback = session_callback_of(trainer)
-    wanted = as_recipe(recipe)
+    wanted = as_recipe({} if recipe is None else recipe)
     if wanted and (trainer.is_in_train or trainer.state.max_steps > 0):
         when = "trains" if trainer.is_in_train else "has trained"
         raise TrainingError(
@@ -64,17 +67,3 @@ def session_callback_of(trainer: Trainer) -> SessionCallback | None:
     """Return what drives a session through this trainer, None if nothing is attached."""
     callbacks = trainer.callback_handler.callbacks
     return next((callback for callback in callbacks if isinstance(callback, SessionCallback)), None)
-
-
-def as_recipe(recipe: Recipe | Mapping[str, Any] | str | Path | None) -> Recipe:
-    """Return a recipe from any of the forms that `attach` takes."""
-    if recipe is None:
-        return Recipe({})
-    if isinstance(recipe, Recipe):
-        return recipe
-    if isinstance(recipe, Mapping):
-        return Recipe.from_dict(recipe)
-    if isinstance(recipe, str | Path):
-        path = Path(recipe)
-        return Recipe.from_json(path) if path.suffix == ".json" else Recipe.from_yaml(path)
-    raise ConfigError(f"recipe: must be a recipe, a mapping or a path, got {recipe!r}")

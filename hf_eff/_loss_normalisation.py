@@ -38,6 +38,12 @@ class Window:
         self._labels: Tensor | None = None
         self.causal = False
         """Whether a technique knows that labels are one position ahead; the trainer may not."""
+        self.adds_term = False
+        """Whether a technique adds a term to the task loss."""
+        self.lacks_logits = False
+        """Whether logits of a whole micro-batch are too many to compute."""
+        self.term_positions: Tensor | None = None
+        """The term's positions in the window that is opened next, None where nothing tells."""
         self.divides = False
         """Whether the trainer divides the loss by the number of micro-batches."""
 
@@ -51,16 +57,16 @@ class Window:
         """How many processes have data of their own."""
         return int(self._trainer.accelerator.num_processes // self._trainer.get_tp_size())
 
-    def open(self, batches: list[Any], count: Tensor | None, num_items: Tensor | int | None) -> None:
-        """Note the window's labels, the soft term's positions in it, and the trainer's own count of labels.
+    def open(self, batches: list[Any], num_items: Tensor | int | None) -> None:
+        """Note the window's labels, the added term's positions in it, and the trainer's own count of labels.
 
         Args:
             batches: The micro-batches of this process; none where no technique looks at the loss's size.
-            count: The soft term's positions in them, None where nothing tells.
             num_items: What the trainer counted, over all processes.
         """
         self.divides = self._trainer_divides(num_items)
         self._labels = self._count = None
+        count = self.term_positions
         if not batches:
             return
         device = self._trainer.args.device
@@ -201,9 +207,8 @@ class TaskLoss:
 
     def _few(self, inputs: Any) -> Any:
         """Return the row with most labels where logits of a whole micro-batch are too many."""
-        distillation = self.session.techniques.get("distill")
         labels = self._window.labelled(inputs)
-        if labels is None or not (distillation and distillation.config.to_dict()["chunked"]):
+        if labels is None or not self._window.lacks_logits:
             return inputs
         row = int(labels.reshape(len(labels), -1).sum(1).argmax())
         rows = {len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()}
@@ -229,7 +234,7 @@ class TaskLoss:
     def share(self, inputs: Any, *args: Any, **kwargs: Any) -> Tensor | float | None:
         """Return what the micro-batch's mean of such a call must be multiplied by; None where it is right as it is."""
         # a compute_loss_func without a count can only return means
-        uncounted = _count(args, kwargs) is None and "distill" in self.session.techniques
+        uncounted = _count(args, kwargs) is None and self._window.adds_term
         return self._window.share(inputs) if (uncounted or self.follows is False) and self._matters() else None
 
     def of(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,8 +12,8 @@ from torch.utils.data import IterableDataset, Subset
 from transformers import IntervalStrategy, Trainer
 
 from hf_eff._services import TrainerServices, is_used_up
-from hf_eff._wrapped import Wrapped
 from shared_core.engine.preflight import without_trace
+from shared_core.front_ends.wrapped_method import Wrapped
 
 if TYPE_CHECKING:
     from shared_core.engine.session import Session

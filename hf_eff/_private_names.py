@@ -6,33 +6,14 @@ ran with, in the method given here; a test looks there again and names what move
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import transformers
 from transformers import Trainer
 
-from shared_core.errors import CompatibilityError
+from shared_core.front_ends import private_names
+from shared_core.front_ends.private_names import PrivateName
 
 LAST_SEEN = "5.23"
 """The newest transformers in which every name was found."""
-
-
-@dataclass(frozen=True)
-class PrivateName:
-    """A private method or attribute of the Trainer.
-
-    Args:
-        user: The method of the Trainer that calls or sets it.
-        purpose: Why it is needed, in place of a public hook.
-        since: The first version of transformers 5 that has it.
-        is_method: Whether it is a method; an attribute exists on instances alone.
-    """
-
-    user: str
-    purpose: str
-    since: str = "5.0"
-    is_method: bool = True
-
 
 WRAPPED = {
     "_inner_training_loop": PrivateName("train", "techniques attach anew for each try of auto_find_batch_size"),
@@ -73,10 +54,6 @@ def check_private_names(trainer: Trainer) -> None:
     Raises:
         CompatibilityError: Names the methods and the versions that have them.
     """
-    names = {**WRAPPED, **USED}
-    missing = [name for name, its in names.items() if its.is_method and not callable(getattr(trainer, name, None))]
-    if missing:
-        raise CompatibilityError(
-            f"hf: the Trainer of transformers {transformers.__version__} must have {', '.join(missing)} "
-            f"({names[missing[0]].purpose}), got none; install transformers 5.17 to {LAST_SEEN}"
-        )
+    whose = f"hf: the Trainer of transformers {transformers.__version__}"
+    remedy = f"install transformers 5.17 to {LAST_SEEN}"
+    private_names.check_private_names({**WRAPPED, **USED}, lambda _: trainer, whose, remedy)

@@ -12,9 +12,7 @@ from torch import Tensor
 from transformers import IntervalStrategy, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_eff import _checkpoints as _own_state
-from hf_eff._adapters.distillation import UnlabelledExamples
-from hf_eff._adapters.loss_scaling import ScalerSwap
-from hf_eff._adapters.privacy import PoissonData
+from hf_eff._adapters.adapter import Adapter
 from hf_eff._checkpoints import (
     checkpoint_folder,
     clean_run,
@@ -26,24 +24,30 @@ from hf_eff._checkpoints import (
     weights_of,
 )
 from hf_eff._data_resume import DataResume
-from hf_eff._environment import check_outputs, check_sharding, forget_optimizer, inner_optimizer, is_peft, surroundings
+from hf_eff._environment import (
+    check_output_folder,
+    check_sharding,
+    forget_optimizer,
+    inner_optimizer,
+    is_peft,
+    surroundings,
+)
 from hf_eff._epoch_end import EpochEnd
+from hf_eff._gradient_scale import GradientScale
 from hf_eff._loss_normalisation import TaskLoss, Window
 from hf_eff._preflight import preflight
 from hf_eff._private_names import check_private_names
 from hf_eff._services import TrainerServices
-from hf_eff._wrapped import Wrapped
 from shared_core.distributed.collectives import from_main
 from shared_core.engine import compatibility
 from shared_core.engine.claims import Where
-from shared_core.engine.hooks import overrides
 from shared_core.engine.receipt import RECEIPT_FILE, Receipt
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session, fit_to, loading
 from shared_core.engine.state_file import load_state, save_state
-from shared_core.engine.technique import Technique
-from shared_core.errors import CheckpointError, CompatibilityError, ReceiptError, TrainingError
+from shared_core.errors import CheckpointError, ReceiptError, TrainingError
 from shared_core.files.atomic import atomic_write
+from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.reports.receipt_page import card_section
 
 
@@ -130,13 +134,11 @@ class SessionCallback(TrainerCallback):
         self._services = TrainerServices(trainer)
         self._window = Window(trainer)
         self._task = TaskLoss(trainer, self._window)
-        self._unlabelled = UnlabelledExamples(trainer, self._window)
-        self._poisson = PoissonData(trainer, self._window)
-        self._scaler = ScalerSwap(trainer)
+        self._adapters = [kind(trainer, self._window, self._services) for kind in Adapter.registered()]
+        self._scale = GradientScale(trainer)
         self._data, self._epoch_end = DataResume(trainer), EpochEnd(trainer)
         self._made_optimizer: Any = None
         self._training = self._baking = self._complete = self._computed = False
-        self._scale_before: float | None = None
         self._discarded = self._passed_over = self._is_over = False
         self._resumed_from: Path | None = None
         self._new_session(recipe)
@@ -145,12 +147,10 @@ class SessionCallback(TrainerCallback):
     def _new_session(self, recipe: Recipe) -> None:
         self.session = Session(recipe, front_end="hf", services=self._services, seed=self._trainer.args.seed)
         self._services.note = self._data.note = self.session.note
-        soup = recipe["soup"].to_dict() if "soup" in recipe else {}
-        self._services.metric, self._services.searches = soup.get("metric"), soup.get("kind") == "greedy"
-        self._unlabelled.session = self._poisson.session = self._task.session = self.session
-        self._adds_loss = any(
-            overrides(technique.loss, Technique.loss) for technique in self.session.techniques.values()
-        )
+        self._task.session = self.session
+        for adapter in self._adapters:
+            adapter.join(self.session)
+        self._asked = [adapter for adapter in self._adapters if adapter.applies(recipe)]
         for callback in self.given.callbacks:
             callback.session = self.session
         self._attach()
@@ -170,8 +170,10 @@ class SessionCallback(TrainerCallback):
 
     def _attach(self) -> None:
         trainer = self._trainer
-        check_sharding(trainer, self.session.recipe)
-        check_outputs(trainer, self.session.recipe)
+        check_sharding(trainer)
+        check_output_folder(trainer.args)
+        for adapter in self._asked:
+            adapter.check()
         if trainer.model is None:
             return  # a search dropped the model of its last trial; `model_init` makes another
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
@@ -186,17 +188,14 @@ class SessionCallback(TrainerCallback):
             "_inner_training_loop": self._inner_training_loop,
             "call_model_init": self._call_model_init,
             "_hp_search_setup": self._set_up_trial,
-            "get_train_dataloader": self._poisson.loader,
             "get_eval_dataloader": self._data.evaluation_loader,
             "get_batch_samples": self._batches,
-            "_set_signature_columns_if_needed": self._unlabelled.keep_column,
-            "_prepare_inputs": self._unlabelled.prepare,
             "_load_rng_state": self._data.load_rng_state,
             "_maybe_log_save_evaluate": self._epoch_end.log_save_evaluate,
             "compute_loss": self._compute_loss,
-            "_clip_grad_norm": self._clip_grad_norm,
+            "_clip_grad_norm": self._before_norm,
             "_get_grad_norm": self._before_norm,
-            "evaluate": functools.partial(self._within, "evaluating", self._services.validate),
+            "evaluate": functools.partial(self._within, "evaluating"),
             "predict": functools.partial(self._within, "evaluating"),
             "_save_checkpoint": self._save_checkpoint,
             "save_model": self._save_model,
@@ -207,11 +206,22 @@ class SessionCallback(TrainerCallback):
             "_load_best_model": self._load_best_model,
             "create_model_card": functools.partial(tell_in_card, self),
         }
-        self._wrapped = [Wrapped(trainer, name, outer) for name, outer in around.items()]
-        self._wrapped.append(self._scaler.watch())
+        pairs: list[tuple[str, Callable[..., Any]]] = [
+            (name, functools.partial(self._where_asked, adapter, outer))
+            for adapter in self._adapters
+            for name, outer in adapter.around().items()
+        ]
+        pairs += around.items()
+        self._wrapped = [Wrapped(trainer, name, outer, keep_signature=True) for name, outer in pairs]
+        self._wrapped.append(self._scale.watch())
         # Rebound, not changed: this may run while the handler goes through its list. First, so that loggers see our
         # figures and other callbacks' last events see the finished model.
         trainer.callback_handler.callbacks = [self, *trainer.callback_handler.callbacks]
+
+    def _where_asked(
+        self, adapter: Adapter, outer: Callable[..., Any], method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        return outer(method, *args, **kwargs) if adapter.technique is not None else method(*args, **kwargs)
 
     # --- the whole of training
 
@@ -223,7 +233,8 @@ class SessionCallback(TrainerCallback):
         self._training = True
         try:
             self._attach()
-            self._unlabelled.check()
+            for adapter in self._asked:
+                adapter.check_data()
             resume = args[0] if args else kwargs.pop("resume_from_checkpoint", None)
             clean_run(str(self._trainer.args.output_dir))
             trial = args[1] if len(args) > 1 else kwargs.get("trial")
@@ -238,8 +249,7 @@ class SessionCallback(TrainerCallback):
             self.session.detach()
             raise
         finally:
-            self._training = self._complete = self._scaler.unscaled = False
-            self._scaler.restore()
+            self._training = self._complete = self._scale.unscaled = False
             self._data.stop()
         try:
             self._verify_end()
@@ -296,14 +306,13 @@ class SessionCallback(TrainerCallback):
         return False
 
     def _inner_training_loop(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # also a new attempt of `auto_find_batch_size`; the scaler must be there before accelerate's `prepare`
+        # also a new attempt of `auto_find_batch_size`
         if self.session.has_begun:
             self.session.detach()
         self._attach()
         makes_optimizer = self._trainer.optimizer is self._made_optimizer  # none, or that of an earlier `train`
         if makes_optimizer:
             forget_optimizer(self._trainer)
-        self._scaler.put(self.session)
         resumed = kwargs.get("resume_from_checkpoint")
         self._resumed_from = Path(resumed) if resumed else None
         self._epoch_end.trial, self._epoch_end.ignored_keys = kwargs.get("trial"), kwargs.get("ignore_keys_for_eval")
@@ -323,7 +332,7 @@ class SessionCallback(TrainerCallback):
         accelerator = self._trainer.accelerator
         method(trial)
         if self._trainer.accelerator is not accelerator:
-            self._wrapped[-1] = self._scaler.watch()
+            self._wrapped[-1] = self._scale.watch()
         args = cast(Any, self._trainer.args)
         if self.args_recipe is not None and args.recipe != self.args_recipe:
             others = {key: config for key, config in self.session.recipe.items() if key not in self.args_recipe}
@@ -359,7 +368,8 @@ class SessionCallback(TrainerCallback):
             steps_per_epoch=steps_per_epoch,
             clips_gradients=args.max_grad_norm > 0,
         )
-        self._poisson.resume(state.global_step, loader)
+        for adapter in self._asked:
+            adapter.begin(loader)
         self._is_over = 0 < state.max_steps <= state.global_step
         if self._is_over:
             # the trainer (transformers 5.23) would train one step more before it looks
@@ -452,8 +462,10 @@ class SessionCallback(TrainerCallback):
     def _batches(self, method: Callable[..., Any], batches: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         if self._is_over:
             return [], None
-        around = functools.partial(self._unlabelled.batches, method)
-        return self._poisson.batches(around, self._data.batches(batches), *args, **kwargs)
+        window, num_items = method(self._data.batches(batches), *args, **kwargs)
+        looked_at = any(technique.weighs_loss for technique in self.session.techniques.values())
+        self._window.open(window if looked_at else [], num_items)
+        return window, num_items
 
     def _compute_loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         session = self.session
@@ -466,18 +478,15 @@ class SessionCallback(TrainerCallback):
             return self._training_loss(method, model, inputs, *args, **kwargs)
 
     def _training_loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        session = self.session
-        if not self._adds_loss:
-            return method(model, inputs, *args, **kwargs)
         task = functools.partial(self._task.of, method)
-        if "distill" in session.techniques:
-            whole = dict(inputs)  # label smoothing and compute_loss_func take labels out
-            self._services.compute_loss = lambda other: task(other, dict(whole), *args, **kwargs)
-        self._poisson.weigh(inputs)
-        result = self._unlabelled.loss(task, model, inputs, *args, **kwargs)
-        # accelerate puts the student's forward alone under autocast; the teacher's belongs there too
+        for adapter in self._asked:
+            task = functools.partial(adapter.loss, task)
+        result = task(model, inputs, *args, **kwargs)
+        if not self.session.needs_forward:
+            return result
+        # accelerate puts the model's forward alone under autocast; that of other models belongs there too
         with self._trainer.accelerator.autocast():
-            loss = session.loss(result[0] if isinstance(result, tuple) else result, self._window.normalise)
+            loss = self.session.loss(result[0] if isinstance(result, tuple) else result, self._window.normalise)
         self._services.compute_loss = None  # holds the batch
         return (loss, *result[1:]) if isinstance(result, tuple) else loss
 
@@ -486,31 +495,20 @@ class SessionCallback(TrainerCallback):
     def _before_norm(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._complete and self.session.is_attached and self.session.has_begun:
             self._complete = True
-            self._scaler.unscale()
+            self._scale.unscale()
             self.session.before_optimizer_step()
         return method(*args, **kwargs)
-
-    def _clip_grad_norm(self, method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        norm = self._before_norm(method, model, *args, **kwargs)
-        for peer in getattr(self.session.techniques.get("distill"), "peers", ()):
-            method(peer, *args, **kwargs)  # each by its own norm: how far the student goes is not the peers' business
-        return norm
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse a step that passed the hooks by. Remember the scale where a skipped step would be hidden.
-
-        torch's scaler leaves a skip to a fused optimizer, and the Trainer does not see it.
+        """Refuse a step that passed the hooks by.
 
         Raises:
             TrainingError: If a subclass or another callback computes the loss or clips without the Trainer's methods.
         """
         self._check_hooks_ran()
-        scaler = self._trainer.accelerator.scaler
-        hidden = hasattr(inner_optimizer(self._trainer.optimizer), "_step_supports_amp_scaling")
-        watch = scaler is not None and hidden and not self._scaler.is_ours  # ours tells
-        self._scale_before = scaler.get_scale() if watch else None
+        self._scale.before_step()
 
     def _check_hooks_ran(self) -> None:
         if not (self.session.is_attached and self.session.has_begun):
@@ -528,12 +526,12 @@ class SessionCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Tell the session whether the step was applied."""
-        self._complete = self._computed = self._scaler.unscaled = False
-        accelerator, optimizer = self._trainer.accelerator, cast(Any, self._trainer.optimizer)
+        self._complete = self._computed = False
+        optimizer = cast(Any, self._trainer.optimizer)
         if self._discarded:
             optimizer._is_overflow = self._discarded = False
-        skipped = accelerator.optimizer_step_was_skipped
-        if self._scale_before is not None and accelerator.scaler.get_scale() < self._scale_before:
+        skipped = self._trainer.accelerator.optimizer_step_was_skipped
+        if self._scale.hid_a_skip():
             skipped = True
             self.session.note(
                 "a fused optimizer hides skipped steps from the trainer, whose learning rate schedule moves on; "
@@ -560,18 +558,8 @@ class SessionCallback(TrainerCallback):
         trainer, session = self._trainer, self.session
         with session.saving():
             save_whole(trainer, method, *args, **kwargs)
-        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        if "soup" not in session.recipe or self._services.saved_steps[1:] or sharded or is_peft(trainer.model):
-            return
-        # what no soup could read is told after the first checkpoint, not after all training
-        found = ""
-        if trainer.args.should_save and session.context is not None:
-            try:
-                weights_of(checkpoint_folder(trainer._get_output_dir(args[1]), session.step), session.context.model)
-            except CheckpointError as error:
-                found = str(error)
-        if found := from_main(found):
-            raise CompatibilityError(f"soup: checkpoints must hold the model's weights under its names, but {found}")
+        for adapter in self._asked:
+            adapter.saved(args[1])
 
     def on_evaluate(self, *args: Any, metrics: dict[str, float] | None = None, **kwargs: Any) -> None:
         """Tell the session what an evaluation found; nobody hears of those that a technique asks for."""
@@ -618,7 +606,7 @@ class SessionCallback(TrainerCallback):
         """Add the techniques' figures to what the trainer logs while training."""
         if not (self.session.is_attached and self.session.has_begun):
             return
-        if logs is None or logs.keys().isdisjoint({"loss", "learning_rate"}):  # SetFit renames its loss
+        if logs is None or logs.keys().isdisjoint({"loss", "learning_rate"}):  # a subclass may rename its loss
             return
         figures = {name: float(value) for name, value in self.session.metrics().items()}
         logs.update(figures)

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_eff._attach import as_recipe, attach, session_callback_of
+from hf_eff._attach import attach, session_callback_of
 from shared_core.engine.recipe import Recipe
+from shared_core.engine.registry import registration
 from shared_core.errors import TrainingError
+from shared_core.front_ends.flags import as_recipe
 
 if TYPE_CHECKING:
     from shared_core.engine.session import Session
@@ -76,9 +78,15 @@ class EffCallback(TrainerCallback):
 
 
 class TechniqueCallback(EffCallback):
-    """One technique, with its options as keyword arguments."""
+    """One technique, with its options as keyword arguments: those of the config that a derived class names."""
 
     key: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Name the config in the docstring."""
+        super().__init_subclass__(**kwargs)
+        if cls.__doc__ and "key" in vars(cls):
+            cls.__doc__ += f"\n    Args:\n        options: Those of `{registration(cls.key).config_name}`.\n    "
 
     def __init__(self, **options: Any) -> None:
         super().__init__({self.key: options})
@@ -103,9 +111,6 @@ def _trainer_under_construction(callback: EffCallback) -> Trainer:
 class ActivationCheckpointing(TechniqueCallback):
     """Recomputes activations in backward in place of keeping them; gradients stay the same to the bit.
 
-    Args:
-        options: Those of `shared_core.activation_checkpointing.CheckpointingConfig`.
-
     Example:
         ``Trainer(..., callbacks=[ActivationCheckpointing(policy="block")])``
     """
@@ -115,9 +120,6 @@ class ActivationCheckpointing(TechniqueCallback):
 
 class Distillation(TechniqueCallback):
     """Trains towards a teacher, given as a folder, a Hub name or a model.
-
-    Args:
-        options: Those of `shared_core.distillation.DistillConfig`.
 
     Example:
         ``Trainer(..., callbacks=[Distillation(teacher="runs/teacher", temperature=2.0)])``
@@ -129,9 +131,6 @@ class Distillation(TechniqueCallback):
 class Fp8(TechniqueCallback):
     """Trains with linear layers that multiply FP8 values, forward and backward.
 
-    Args:
-        options: Those of `shared_core.fp8.Fp8Config`.
-
     Example:
         ``Trainer(..., callbacks=[Fp8(recipe="rowwise")])``
     """
@@ -141,9 +140,6 @@ class Fp8(TechniqueCallback):
 
 class GradientCompression(TechniqueCallback):
     """Has the processes of DDP send each other gradients in 16 bits or as products of low rank.
-
-    Args:
-        options: Those of `shared_core.gradient_compression.CommConfig`.
 
     Example:
         ``Trainer(..., callbacks=[GradientCompression(hook="bf16")])``
@@ -155,9 +151,6 @@ class GradientCompression(TechniqueCallback):
 class Lora(TechniqueCallback):
     """Trains low-rank adapters on linear layers frozen in 4 or 8 bits, and merges them at the end.
 
-    Args:
-        options: Those of `shared_core.quantization.LoraConfig`.
-
     Example:
         ``Trainer(..., callbacks=[Lora(rank=16)])``
     """
@@ -167,9 +160,6 @@ class Lora(TechniqueCallback):
 
 class LossScaling(TechniqueCallback):
     """Scales the loss in place of the trainer's own scaler.
-
-    Args:
-        options: Those of `shared_core.loss_scaling.LossScaleConfig`.
 
     Example:
         ``Trainer(..., callbacks=[LossScaling(kind="dynamic")])``
@@ -181,9 +171,6 @@ class LossScaling(TechniqueCallback):
 class LowRank(TechniqueCallback):
     """Trains layers as products of two smaller ones; the model stays so, or is multiplied out at the end.
 
-    Args:
-        options: Those of `shared_core.low_rank.LowRankConfig`.
-
     Example:
         ``Trainer(..., callbacks=[LowRank(rank="energy:0.9")])``
     """
@@ -193,9 +180,6 @@ class LowRank(TechniqueCallback):
 
 class MatmulPrecision(TechniqueCallback):
     """Multiplies float32 matrices in TF32 or bf16 where the hardware has them, and says where it has not.
-
-    Args:
-        options: Those of `shared_core.matmul_precision.config.MatmulPrecisionConfig`.
 
     Example:
         ``Trainer(..., callbacks=[MatmulPrecision(precision="high")])``
@@ -207,9 +191,6 @@ class MatmulPrecision(TechniqueCallback):
 class PrimaryWeights(TechniqueCallback):
     """Updates a model that was loaded in 16 bit in float32.
 
-    Args:
-        options: Those of `shared_core.primary_weights.PrimaryWeightsConfig`.
-
     Example:
         ``Trainer(..., callbacks=[PrimaryWeights(kind="fp32_copy")])``
     """
@@ -219,9 +200,6 @@ class PrimaryWeights(TechniqueCallback):
 
 class DifferentialPrivacy(TechniqueCallback):
     """Trains by DP-SGD: sampled batches, clipped examples, noise, and epsilon in log and receipt.
-
-    Args:
-        options: Those of `shared_core.privacy.PrivacyConfig`.
 
     Example:
         ``Trainer(..., callbacks=[DifferentialPrivacy(noise_multiplier=1.0, max_grad_norm=1.0)])``
@@ -233,9 +211,6 @@ class DifferentialPrivacy(TechniqueCallback):
 class Pruning(TechniqueCallback):
     """Prunes weights on a schedule, and keeps them zero.
 
-    Args:
-        options: Those of `shared_core.pruning.PruneConfig`.
-
     Example:
         ``Trainer(..., callbacks=[Pruning(sparsity=0.8, begin=0.1, end=0.6)])``
     """
@@ -245,9 +220,6 @@ class Pruning(TechniqueCallback):
 
 class QuantizationAwareTraining(TechniqueCallback):
     """Trains with fake-quantised weights and activations.
-
-    Args:
-        options: Those of `shared_core.quantization.QatConfig`.
 
     Example:
         ``Trainer(..., callbacks=[QuantizationAwareTraining(scheme="int8", begin=0.6)])``
@@ -259,9 +231,6 @@ class QuantizationAwareTraining(TechniqueCallback):
 class ActivationCompression(TechniqueCallback):
     """Stores what forward saves for backward smaller, or on the host.
 
-    Args:
-        options: Those of `shared_core.activation_compression.ActivationsConfig`.
-
     Example:
         ``Trainer(..., callbacks=[ActivationCompression(pack="exact")])``
     """
@@ -271,9 +240,6 @@ class ActivationCompression(TechniqueCallback):
 
 class ModelSoup(TechniqueCallback):
     """Averages this run's checkpoints when training ends.
-
-    Args:
-        options: Those of `shared_core.soup.SoupConfig`.
 
     Example:
         ``Trainer(..., callbacks=[ModelSoup(kind="greedy", metric="eval_accuracy")])``
@@ -285,9 +251,6 @@ class ModelSoup(TechniqueCallback):
 class LotteryTicket(TechniqueCallback):
     """Trains dense or with a ticket, and leaves the next ticket; `LotterySearch` of shared_core runs a whole search.
 
-    Args:
-        options: Those of `shared_core.pruning.LotteryConfig`.
-
     Example:
         ``Trainer(..., callbacks=[LotteryTicket(out="runs/sparse", ticket="lottery/round-04/ticket.safetensors")])``
     """
@@ -298,9 +261,6 @@ class LotteryTicket(TechniqueCallback):
 class WeightAverage(TechniqueCallback):
     """Averages the weights while training; validation, the best model and the final one are the average.
 
-    Args:
-        options: Those of `shared_core.soup.AverageConfig`.
-
     Example:
         ``Trainer(..., callbacks=[WeightAverage(kind="ema", decay=0.999)])``
     """
@@ -310,9 +270,6 @@ class WeightAverage(TechniqueCallback):
 
 class WeightClustering(TechniqueCallback):
     """Clusters the weights of each layer and trains the values that they share.
-
-    Args:
-        options: Those of `shared_core.pruning.ClusterConfig`.
 
     Example:
         ``Trainer(..., callbacks=[WeightClustering(bits=5, begin=0.75)])``

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_eff._wrapped import Wrapped
 from shared_core.engine.session import Session
+from shared_core.front_ends.wrapped_method import Wrapped
 
 AVERAGING = {"StochasticWeightAveraging", "WeightAveraging"}
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from lightning_eff._fsdp2 import load_optimizers_apart
-from lightning_eff._wrapped import Wrapped
 from shared_core.checkpoint_formats import RAW_KEY, RUN_KEY, check_indexes, load_checkpoint, open_ingredient
 from shared_core.checkpoint_formats.plain import DEPLOYMENT_KEY
 from shared_core.distributed.collectives import from_main
@@ -32,6 +31,7 @@ from shared_core.engine.claims import Where
 from shared_core.engine.session import Session, loading
 from shared_core.errors import CheckpointError, ReceiptError
 from shared_core.files.atomic import atomic_write, make_folder
+from shared_core.front_ends.wrapped_method import Wrapped
 
 _BAKED_ALONE = "eff_baked_names"
 """Names that only baked weights have: a factorised layer's."""
@@ -392,3 +392,15 @@ def _weights_in(path: Path) -> Mapping[str, Tensor]:
         return _Shards(path)
     weights: Mapping[str, Tensor] = load_checkpoint(path)["state_dict"]
     return weights
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Return what is in a checkpoint file.
+
+    Raises:
+        CheckpointError: If it cannot be read, or holds no dict.
+    """
+    content = load_checkpoint(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"checkpoint: {path} must hold a dict, got {type(content).__name__}; it is another's")
+    return content

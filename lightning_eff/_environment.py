@@ -5,12 +5,13 @@ What holds in this run of a Lightning Trainer: facts that decide a refusal, and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,6 +92,13 @@ def of_either_name(make: Callable[[str], Any], moment: str, told_by: Callable[..
 
     names = {"__doc__": kinds[0].__doc__, "__module__": home, moment: settle}
     made = type(kinds[0].__name__, kinds, names)
+    return made
+
+
+def public(made: Any, namespace: str) -> Any:
+    """Return a class under the name that pickle looks up, for processes that are spawned."""
+    made.__qualname__ = made.__name__
+    made.__module__ = "lightning_eff.pytorch" if namespace == PYTORCH_LIGHTNING else "lightning_eff.lightning"
     return made
 
 
@@ -199,3 +207,18 @@ def clips_by_norm(trainer: Any, model: Any) -> bool:
 
 def _stock(model: Any) -> Any:
     return next(kind for kind in type(model).__mro__ if kind.__name__ == "LightningModule")
+
+
+@contextlib.contextmanager
+def no_logging(model: Any) -> Iterator[None]:
+    """Drop what a module logs in between."""
+    names = ("log", "log_dict")
+    before = {name: vars(model)[name] for name in names if name in vars(model)}
+    for name in names:
+        setattr(model, name, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(model, name)
+        vars(model).update(before)

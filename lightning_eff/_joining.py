@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from lightning_eff._adapters.adapter import Adapter
 from lightning_eff._environment import callback_kinds
 from lightning_eff._services import say
 from shared_core.engine.recipe import Recipe
@@ -13,19 +13,8 @@ from shared_core.engine.session import Session
 from shared_core.errors import CompatibilityError, ConfigError, TrainingError
 
 
-def as_recipe(recipe: Mapping[str, Any] | str | Path) -> Recipe:
-    """Return a recipe from a mapping or the path of a YAML file."""
-    if isinstance(recipe, Recipe):
-        return recipe
-    if isinstance(recipe, str | Path):
-        return Recipe.from_yaml(recipe)
-    return Recipe.from_dict(recipe)
-
-
 def joined_recipe(trainer: Any, recipes: list[Recipe]) -> Recipe:
     """Return callbacks' recipes with what the Trainer's precision plugin and strategy switch on.
-
-    A `fast_dev_run` tries the user's code, for which Lightning saves no checkpoints: it makes no soup of them.
 
     Raises:
         ConfigError: If a technique is given twice.
@@ -40,10 +29,11 @@ def joined_recipe(trainer: Any, recipes: list[Recipe]) -> Recipe:
                     f"recipe: {key} must be given once, got it in a callback and in {type(plugin).__name__}; keep one"
                 )
             recipe = Recipe({**recipe, key: config}, allow_partial=recipe.allow_partial)
-    if trainer.fast_dev_run and "soup" in recipe:
-        say("efftrain: soup: left out, as fast_dev_run saves no checkpoints")
-        left = {key: config for key, config in recipe.items() if key != "soup"}
-        recipe = Recipe(left, allow_partial=recipe.allow_partial)
+    for adapter in Adapter.registered():
+        if adapter.applies(recipe) and (why := adapter.left_out(trainer)):
+            say(f"efftrain: {adapter.key}: left out, as {why}")
+            left = {key: config for key, config in recipe.items() if key != adapter.key}
+            recipe = Recipe(left, allow_partial=recipe.allow_partial)
     return recipe
 
 
@@ -79,14 +69,12 @@ def tries_first(trainer: Any, recipe: Recipe) -> bool:
     Techniques sit on the model in a trial, and do nothing yet; its weights are put back.
 
     Raises:
-        CompatibilityError: If training is private.
+        CompatibilityError: If a technique cannot allow that.
     """
     found = _tuning(trainer)
-    if found and "dp" in recipe:
-        raise CompatibilityError(
-            f"dp: learning rate and batch size must be given, got {found[0]}, whose trials see the data without noise; "
-            "tune on public data"
-        )
+    for adapter in Adapter.registered() if found else ():
+        if adapter.applies(recipe):
+            adapter.check_trials(found[0])
     return bool(found)
 
 

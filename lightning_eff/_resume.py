@@ -12,16 +12,15 @@ set to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import length_hint
 from typing import Any, Literal, TypedDict
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lightning_eff._adapters.privacy import replay
+from lightning_eff._adapters.adapter import Adapter
 from lightning_eff._environment import callback_kinds
-from lightning_eff._wrapped import Wrapped
 from shared_core.distributed.collectives import (
     everyones,
     local_part,
@@ -37,6 +36,7 @@ from shared_core.engine import session as session_state
 from shared_core.engine.session import Session
 from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.errors import CheckpointError
+from shared_core.front_ends.wrapped_method import Wrapped
 
 
 def random_state(loaders: Any) -> dict[str, Any]:
@@ -151,10 +151,11 @@ class ExactResume:
     Args:
         trainer: A Lightning Trainer that is about to fit.
         session: Of the techniques.
+        adapters: Of the techniques that are on.
     """
 
-    def __init__(self, trainer: Any, session: Session) -> None:
-        self._trainer, self._session, self._note = trainer, session, session.note
+    def __init__(self, trainer: Any, session: Session, adapters: Sequence[Adapter]) -> None:
+        self._trainer, self._session, self._note, self._adapters = trainer, session, session.note, adapters
         self._saved: Mapping[str, Any] | None = None
         self._iter_rng: dict[str, Any] = self._random()
         self._fetch_rng: dict[str, Any] | None = None
@@ -445,7 +446,8 @@ class ExactResume:
         """Iterate anew over the epoch's data, up to the batch that comes next."""
         loaders = fetcher.combined_loader.flattened
         self._set_random(self._iter_rng)
-        replay(loaders, consumed)
+        for adapter in self._adapters:
+            adapter.replay(loaders, consumed)
         for part in loaders:
             if self._trainer.current_epoch == 0 and getattr(part, "persistent_workers", False):
                 part._iterator = None  # a first iterator draws one number more than one that is used again

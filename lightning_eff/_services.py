@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_eff._checkpoints import latent_weights
+from lightning_eff._adapters.distillation import loss_of_peer
+from lightning_eff._adapters.teacher import load_teacher
+from lightning_eff._checkpoints import latent_weights, read_checkpoint
+from lightning_eff._environment import no_logging
 from lightning_eff._fsdp2 import through_root
-from shared_core.checkpoint_formats import RUN_KEY, DistributedWeights, load_checkpoint
+from shared_core.checkpoint_formats import RUN_KEY, DistributedWeights
 from shared_core.checkpoint_formats.plain import LIGHTNING_META
-from shared_core.checkpoint_formats.teacher_weights import is_bare_weights, same_class_teacher, teacher_from_weights
 from shared_core.distributed.collectives import is_main
 from shared_core.distributed.sharded_tensors import reshard_
 from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.engine.technique import BareServices, SavedCheckpoint
-from shared_core.errors import CheckpointError, CompatibilityError, MissingExtraError, TrainingError
-
-_INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
+from shared_core.errors import CheckpointError, CompatibilityError
 
 
 class LightningServices:
@@ -33,31 +32,18 @@ class LightningServices:
     Args:
         trainer: The Trainer.
         run: Identifies this run in its checkpoints, across resumes.
-        metric: Validation metric to report for checkpoints, if any.
     """
 
-    def __init__(self, trainer: Any, run: str, metric: str | None = None) -> None:
-        self._trainer, self.run, self._metric = trainer, run, metric
-        self._has_checked = False
+    def __init__(self, trainer: Any, run: str) -> None:
+        self._trainer, self.run = trainer, run
+        self.metric: str | None = None
+        """The validation metric that `checkpoints` reports."""
         self.step_arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         """What `training_step` is called with at present."""
 
     def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
-        """Return the teacher in a ``.ckpt`` of this LightningModule, or under a Transformers folder or Hub name.
-
-        A ``.safetensors`` file, and a ``.ckpt`` whose class cannot be built from what it says, hold an earlier state of
-        the student.
-        """
-        random = rng_state()
-        try:
-            # Building a model draws its initial weights, and the run must not depend on how the teacher came.
-            if name.endswith(".ckpt"):
-                return self._teacher_from_checkpoint(Path(name), student)
-            if is_bare_weights(Path(name)):
-                return teacher_from_weights(Path(name), student)
-            return _hub_teacher(name, student, trust_remote_code)
-        finally:
-            set_rng_state(random)
+        """Return the teacher in a file or folder, or under a Hub name."""
+        return load_teacher(name, student, self._trainer, trust_remote_code=trust_remote_code)
 
     def tokenizer(self) -> Any:
         """Return the ``tokenizer`` of the LightningModule or of its data module, None where neither has one."""
@@ -65,38 +51,12 @@ class LightningServices:
         found = [getattr(owner, "tokenizer", None) for owner in owners]
         return next((tokenizer for tokenizer in found if tokenizer is not None), None)
 
-    def _teacher_from_checkpoint(self, path: Path, student: nn.Module) -> nn.Module:
-        model = self._trainer.lightning_module
-        student_name = next(name for name, module in model.named_modules() if module is student)
-        if not path.is_file():
-            raise CheckpointError(f"distill: teacher must be an existing file, got {path}")
-        weights = _read(path)
-        hyperparameters = weights.get("hyper_parameters")
-        instantiator = hyperparameters.get("_instantiator") if isinstance(hyperparameters, Mapping) else None
-        # Lightning imports what it names, and calls it
-        if instantiator is not None and not (isinstance(instantiator, str) and instantiator in _INSTANTIATORS):
-            raise CheckpointError(f"distill: teacher {path} must be built by Lightning, got {instantiator!r}; not run")
-        try:
-            teacher = type(model).load_from_checkpoint(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            prefix = f"{student_name}." if student_name else ""
-            found = weights.get("state_dict", {})
-            own = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
-            try:
-                return same_class_teacher(own, student, str(path))
-            except CheckpointError as other:
-                raise CheckpointError(
-                    f"{other}; {type(model).__name__} was not built from saved hyperparameters (save_hyperparameters), "
-                    f"got {type(error).__name__}: {error}"
-                ) from error
-        return _as_module(teacher.get_submodule(student_name))
-
     def checkpoints(self) -> list[SavedCheckpoint]:
         """Return the files that this run's ModelCheckpoint callbacks saved and kept, oldest first."""
         callbacks = self._trainer.checkpoint_callbacks
         if not callbacks:
             raise CompatibilityError(
-                "soup: Trainer must save checkpoints, got none; add ModelCheckpoint(save_top_k=-1, monitor=...)"
+                "lightning: Trainer must save checkpoints, got none; add ModelCheckpoint(save_top_k=-1, monitor=...)"
             )
         paths: set[Path] = set()
         for callback in callbacks if is_main() else ():
@@ -112,34 +72,21 @@ class LightningServices:
         if not file.is_file():
             return None
         try:
-            told = _read(file).get(RUN_KEY)
+            told = read_checkpoint(file).get(RUN_KEY)
         except CheckpointError as error:  # of a run that was killed; this one should not end for it
-            self.say(f"efftrain: left out of the soup: {error}")
+            self.say(f"efftrain: checkpoint left out: {error}")
             return None
         if not isinstance(told, dict) or told.get("id") != self.run:
             return None
         try:
-            return SavedCheckpoint(path, int(told["step"]), told["metrics"].get(self._metric))
+            return SavedCheckpoint(path, int(told["step"]), told["metrics"].get(self.metric))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            self.say(f"efftrain: left out of the soup: {path} must say its step and metrics, got {error!r}")
+            self.say(f"efftrain: checkpoint left out: {path} must say its step and metrics, got {error!r}")
             return None
 
     def load_weights(self, path: Path) -> Mapping[str, Tensor]:
         """Return the weights as they were trained, before anything was baked into them."""
-        return DistributedWeights(path) if path.is_dir() else latent_weights(_read(path))
-
-    def check_saved(self, filepath: str | Path, *_: Any, **_options: Any) -> None:
-        """Refuse a checkpoint that no soup would read when the first is saved, not after all training."""
-        if self._has_checked or not Path(filepath).is_file():
-            return
-        self._has_checked = True
-        try:
-            self.load_weights(Path(filepath))
-        except CheckpointError as error:
-            raise CompatibilityError(
-                f"soup: checkpoints must be ones that can be averaged, but {error}; leave out of them what cannot be "
-                "read, for instance by save_hyperparameters(ignore=[...])"
-            ) from error
+        return DistributedWeights(path) if path.is_dir() else latent_weights(read_checkpoint(path))
 
     @property
     def can_validate(self) -> bool:
@@ -147,15 +94,16 @@ class LightningServices:
         return bool(self._trainer.enable_validation and any(self._trainer.num_val_batches))
 
     def check_validation(self) -> None:
-        """Refuse a Trainer that cannot evaluate: a soup would learn of it only after training."""
+        """Refuse a Trainer that cannot evaluate."""
         if not self._trainer.enable_validation:
             raise CompatibilityError(
-                "soup: Trainer must have a validation loop, got none; define validation_step and pass "
+                "lightning: Trainer must have a validation loop, got none; define validation_step and pass "
                 "val_dataloaders, with limit_val_batches above 0"
             )
         if self._trainer.val_dataloaders is not None and not any(self._trainer.num_val_batches):
             raise CompatibilityError(
-                "soup: Trainer must have validation batches, got none from val_dataloaders; give it data to evaluate on"
+                "lightning: Trainer must have validation batches, got none from val_dataloaders; give it data to "
+                "evaluate on"
             )
 
     def evaluate(self) -> dict[str, float]:
@@ -206,25 +154,13 @@ class LightningServices:
 
     def task_loss(self, model: Any, forward: Callable[[], Any]) -> Tensor:
         """Return the loss of that module's ``training_step`` on the present batch; what it logs is dropped."""
-        kind, (args, kwargs) = type(model), self.step_arguments
-        if not hasattr(kind, "training_step"):
-            raise TrainingError(
-                f"distill: peers must be LightningModules with a training_step, got {kind.__name__}; or set "
-                "distill.student to the submodule that a peer takes the place of"
-            )
+        args, kwargs = self.step_arguments
         model.trainer = self._trainer
         try:
             with no_logging(model):
-                # the copied instance's attribute would be the original's wrapper
-                output = kind.training_step.__get__(model)(*args, **kwargs)
+                return loss_of_peer(model, args, kwargs)
         finally:
             model.trainer = None
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if not isinstance(loss, Tensor):
-            raise TrainingError(
-                f"distill: a peer's training_step must return a loss wherever the student's does, got {loss!r}"
-            )
-        return loss
 
     def wrapped_model(self) -> nn.Module | None:
         """Return what the strategy runs."""
@@ -240,40 +176,3 @@ def say(text: str) -> None:
     """Print one line on the main process."""
     if is_main():
         BareServices().say(text)
-
-
-@contextlib.contextmanager
-def no_logging(model: Any) -> Iterator[None]:
-    """Drop what a module logs in between."""
-    names = ("log", "log_dict")
-    before = {name: vars(model)[name] for name in names if name in vars(model)}
-    for name in names:
-        setattr(model, name, lambda *args, **kwargs: None)
-    try:
-        yield
-    finally:
-        for name in names:
-            delattr(model, name)
-        vars(model).update(before)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    content = load_checkpoint(path)
-    if not isinstance(content, dict):
-        raise CheckpointError(f"checkpoint: {path} must hold a dict, got {type(content).__name__}; it is another's")
-    return content
-
-
-def _as_module(model: Any) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise CheckpointError(f"distill: teacher must be a module, got {type(model).__name__}")
-    return model
-
-
-def _hub_teacher(name: str, student: nn.Module, trust_remote_code: bool) -> nn.Module:
-    from shared_core.front_ends.finding import front_ends
-
-    for front_end in front_ends():
-        if (load := getattr(front_end, "load_teacher", None)) is not None:
-            return _as_module(load(name, student, trust_remote_code=trust_remote_code))
-    raise MissingExtraError(f"distill: teacher {name!r}", "transformers", "hf")

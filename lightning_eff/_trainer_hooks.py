@@ -9,31 +9,31 @@ import contextlib
 import os
 import uuid
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from lightning_eff import _environment as _surroundings
 from lightning_eff import _joining
-from lightning_eff._adapters.privacy import check_loss, wrap_loaders
+from lightning_eff._adapters.adapter import Adapter
 from lightning_eff._averages import Averages
 from lightning_eff._checkpoints import BestCheckpoints, Recount, bake_saved, restore_raw, whole_files, wrap_loading
 from lightning_eff._environment import Callback
 from lightning_eff._preflight import preflight
+from lightning_eff._private_names import check_private_names
 from lightning_eff._resume import ExactResume
 from lightning_eff._services import LightningServices
-from lightning_eff._wrapped import Wrapped
-from lightning_eff.precision import use_scaling_precision
 from shared_core.checkpoint_formats import RUN_KEY
 from shared_core.checkpoint_formats.plain import DEPLOYMENT_KEY
 from shared_core.distributed.collectives import world_size
 from shared_core.engine.compatibility import check
 from shared_core.engine.metrics import is_in_bar
-from shared_core.engine.receipt import RECEIPT_KEY, Receipt
+from shared_core.engine.receipt import RECEIPT_KEY, Receipt, ReceiptPlace
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session, fit_to
 from shared_core.errors import CompatibilityError, EffError, TrainingError
+from shared_core.front_ends.flags import as_recipe
+from shared_core.front_ends.wrapped_method import Wrapped
 
 
 class WatchedSteps:
@@ -132,7 +132,7 @@ class EffCallback(Callback):
 
     def __init__(self, recipe: dict[str, Any] | str | Recipe) -> None:
         super().__init__()
-        self.recipe = _joining.as_recipe(recipe)
+        self.recipe = as_recipe(recipe)
         self.session: Session | None = None
         """The run that this callback drives; None before `fit`, and in all but the first callback of a Trainer."""
         self._trainer: Any = None
@@ -144,13 +144,13 @@ class EffCallback(Callback):
         self._final: Mapping[str, Any] | None = None
         self._recount: Recount | None = None
         self._averages: Averages | None = None
-        self._stock_precision: Any = None
+        self._adapters: list[Adapter] = []
         self._leader: EffCallback | None = None
         self._joined: list[EffCallback] = []
         self._tries_first = False
         self._best: BestCheckpoints | None = None
         self._validated_at = -1
-        self._keeps_receipt = False
+        self._place: ReceiptPlace | None = None
         self._seen: set[str] = set()
 
     def __repr__(self) -> str:
@@ -181,6 +181,7 @@ class EffCallback(Callback):
             # A callback costs some 12 µs a step only by being asked; rebound, because Lightning is going through it.
             trainer.callbacks = [callback for callback in trainer.callbacks if callback not in mine]
             return
+        check_private_names(_surroundings.namespace_of(trainer))
         self._trainer, self._joined, self._tries_first = trainer, mine, _joining.tries_first(trainer, recipe)
         earlier = _joining.replaced(trainer, recipe)
         for one in (self, earlier):
@@ -190,25 +191,24 @@ class EffCallback(Callback):
             before, self._run_id, self._final = earlier.session, earlier._run_id, earlier._final
         trains_on = before is not None and before.is_finished and trainer.global_step > 0
         self._run_id = self._run_id if trains_on else trainer.strategy.broadcast(uuid.uuid4().hex)
-        services = LightningServices(trainer, self._run_id, getattr(recipe.get("soup"), "metric", None))
+        services = LightningServices(trainer, self._run_id)
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self.session = Session(recipe, front_end="lightning", services=services, seed=seed)
         self._saved = self._final if trains_on else None  # on the same Trainer, what was pruned stays pruned
-        self._resume = ExactResume(trainer, self.session)
+        self._adapters = [
+            kind(trainer, pl_module, self.session, services) for kind in Adapter.registered() if kind.applies(recipe)
+        ]
+        self._resume = ExactResume(trainer, self.session, self._adapters)
         self._averages = Averages(trainer, pl_module, self.session)
         check(recipe, _surroundings.surroundings(trainer, pl_module))
-        if (scaling := recipe.get("loss_scale")) is not None:
-            self._stock_precision = use_scaling_precision(trainer, scaling)
+        for adapter in self._adapters:
+            self._wrapped += adapter.set_up()
         around: tuple[tuple[str, Callable[..., Any]], ...] = (
             ("configure_model", self._configure_model),
             ("on_save_checkpoint", self._save_weights),
             ("on_load_checkpoint", self._load_weights),
             ("on_train_end", self._module_ends),
         )
-        if (config := recipe.get("distill")) is not None and config.mutual:  # type: ignore[attr-defined]
-            around += (("configure_gradient_clipping", self._clip_gradients),)
-        if (private := self.session.techniques.get("dp")) is not None:
-            self._wrapped += wrap_loaders(trainer, private)
         self._wrapped += whole_files(trainer, self.session.note) + wrap_loading(trainer.strategy, self.session)
         self._wrapped += [Wrapped(pl_module, name, function) for name, function in around]
         self._wrapped.append(Wrapped(trainer, "save_checkpoint", self._save_checkpoint))
@@ -248,13 +248,14 @@ class EffCallback(Callback):
     # -- begin: the optimizer exists, saved state is back
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse what cannot work with these optimizers; give the plugin its scaler before its state is restored."""
+        """Refuse what cannot work with these optimizers; prepare for their state."""
         if self.session is None:
             return
         check(self.session.recipe, _surroundings.surroundings(trainer, pl_module))
-        scaling: Any = self.session.techniques.get("loss_scale")
-        if scaling is not None:
-            trainer.precision_plugin.scaler = scaling.make_scaler(trainer.strategy.root_device.type)
+        folders = [str(found) for each in trainer.checkpoint_callbacks if (found := getattr(each, "dirpath", None))]
+        self._place = ReceiptPlace(trainer.log_dir or trainer.default_root_dir, folders)  # every process must ask
+        for adapter in self._adapters:
+            adapter.start_fit()
         if self._session.is_attached:
             self._session.prepare_optimizers(trainer.optimizers)
         if self._resume is not None:
@@ -266,10 +267,8 @@ class EffCallback(Callback):
         if self.session is None or self._resume is None:
             return
         self._resume.mark_train_start()
-        self._keeps_receipt = _receipt_place(trainer)[1]
-        soup: Any = self.session.recipe.get("soup")
-        if soup is not None and soup.kind == "greedy":
-            self._services.check_validation()
+        for adapter in self._adapters:
+            adapter.start_training()
         self._begin(trainer, pl_module)
         preflight(trainer, self.session, self._services, self._seen)
         if self._best is not None and self.session.is_changed:
@@ -333,11 +332,8 @@ class EffCallback(Callback):
 
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._check_there()
-        distillation: Any = self._session.techniques.get("distill")
-        if distillation is not None and distillation.config.unlabelled_field:
-            args = (distillation.prepare_batch(args[0]), *args[1:])  # Lightning gives the batch by position
-        if (private := self._session.techniques.get("dp")) is not None:
-            check_loss(private, self._trainer.lightning_module, original, *args, **kwargs)
+        for adapter in self._adapters:
+            args = adapter.arguments(original, args, kwargs)
         self._services.step_arguments = (args, kwargs)
         with self._session.forward():
             output = original(*args, **kwargs)
@@ -358,11 +354,6 @@ class EffCallback(Callback):
         if self.session is not None and self._steps is not None and not trainer.fit_loop._skip_backward:
             self._steps.before_step()
             self.session.before_optimizer_step()
-
-    def _clip_gradients(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        distillation: Any = self._session.techniques["distill"]
-        # Lightning's norm is over the optimizer's parameters, and the peers' are among them.
-        distillation.one_by_one(lambda: original(*args, **kwargs))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count a skipped step; log figures when the Trainer logs; now and then look whether steps come as planned."""
@@ -399,10 +390,11 @@ class EffCallback(Callback):
     def _save_checkpoint(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         with self._session.saving():
             original(*args, **kwargs)
+        path = str(args[0] if args else kwargs["filepath"])
         if self._recount is not None:
-            self._recount.saved(args[0] if args else kwargs["filepath"])
-        if "soup" in self._session.recipe:
-            self._services.check_saved(*args, **kwargs)
+            self._recount.saved(path)
+        for adapter in self._adapters:
+            adapter.saved(path)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add what an exact resume needs; files with weights alone do without."""
@@ -413,7 +405,7 @@ class EffCallback(Callback):
             checkpoint[DEPLOYMENT_KEY] = self.session.deployment()
         skipped = bool(self._steps and self._steps.skipped)
         checkpoint[_RESUME_KEY] = self._resume.state_dict(checkpoint[_STATE_KEY], skipped)
-        if self._keeps_receipt:
+        if self._place is not None and self._place.is_in_checkpoints:
             checkpoint[RECEIPT_KEY] = self.session.receipt().json()
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -465,17 +457,11 @@ class EffCallback(Callback):
 
     def _write_receipt(self) -> None:
         trainer, receipt = self._trainer, self._session.receipt()
-        folder, is_listed = _receipt_place(trainer)
         if not trainer.is_global_zero:
             return
-        if not trainer.fast_dev_run:
-            if folder is None:
-                receipt.write_where_asked()
-            else:
-                receipt.write(folder, itself=not is_listed)
+        if not trainer.fast_dev_run and self._place is not None:
+            receipt.leave(self._place)
         self._services.say(receipt.text())
-        if is_listed and not trainer.fast_dev_run:
-            self._services.say("all of it: in each checkpoint, as of its step; as a page: eff report CHECKPOINT.ckpt")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave a plain model behind, whatever was interrupted; but first other callbacks may save the run."""
@@ -539,27 +525,15 @@ class EffCallback(Callback):
             self._steps.stop()
         if self._resume is not None:
             self._resume.stop()
-        if self._stock_precision is not None:
-            self._trainer.strategy.precision_plugin, self._stock_precision = self._stock_precision, None
-        self._wrapped, self._steps = [], None
+        for adapter in self._adapters:
+            adapter.undo()
+        self._wrapped, self._adapters, self._steps = [], [], None
 
     def __getstate__(self) -> dict[str, Any]:
         # Processes are spawned before `fit` begins, and the Trainer of an earlier one must not travel along.
         empty = dict.fromkeys(("session", "_trainer", "_resume", "_steps", "_best", "_recount", "_averages"))
-        return {**self.__dict__, **empty, "_wrapped": [], "_joined": []}
+        return {**self.__dict__, **empty, "_wrapped": [], "_joined": [], "_adapters": []}
 
 
 def _callbacks(trainer: Any) -> list[EffCallback]:
     return [callback for callback in trainer.callbacks if isinstance(callback, EffCallback)]
-
-
-def _receipt_place(trainer: Any) -> tuple[Path | None, bool]:
-    """Return a run's folder, None if it is a URL, and whether others list what lies there; every process must ask.
-
-    A file of ours among checkpoints would be taken for one of theirs: the checkpoints hold the receipt instead.
-    """
-    folder = str(trainer.log_dir or trainer.default_root_dir)
-    if "://" in folder:
-        return None, True
-    listed = [str(found) for each in trainer.checkpoint_callbacks if (found := getattr(each, "dirpath", None))]
-    return Path(folder), Path(folder).resolve() in {Path(one).resolve() for one in listed if "://" not in one}

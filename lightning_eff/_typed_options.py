@@ -29,8 +29,19 @@ def _parameters(
         yield parameter, meaning(field)
 
 
+def _inherited(cls: Any, key: str) -> Any:
+    def __init__(self: Any, **options: Any) -> None:  # noqa: N807
+        super(cls, self).__init__(**options)
+
+    __init__.__qualname__, __init__.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
+    cls.key, cls.__init__ = key, __init__
+    return __init__
+
+
 def typed_options(key: str, **defaults: Any) -> Callable[[_Class], _Class]:
     """Return a class decorator: ``__init__(self, ..., **options)`` gets the options of a technique as its signature.
+
+    A class without an ``__init__`` of its own gets one that calls that of its base.
 
     jsonargparse reads types and choices from the signature and help from the docstring's ``Args``. The instance's
     `recipe` (a plugin's `eff_recipe`) holds the options, its `given` what else ``__init__`` takes; both make its repr.
@@ -41,7 +52,7 @@ def typed_options(key: str, **defaults: Any) -> Callable[[_Class], _Class]:
     """
 
     def decorate(cls: _Class) -> _Class:
-        init: Any = cls.__dict__["__init__"]
+        init: Any = cls.__dict__.get("__init__") or _inherited(cls, key)
         own = inspect.signature(init, eval_str=True)
         kept = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         options = list(_parameters(registration(key).config_class, defaults))

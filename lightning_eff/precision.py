@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lightning_eff._environment import PYTORCH_LIGHTNING, namespace_of, of_either_name, plugins
+from lightning_eff._environment import of_either_name, plugins, public
 from lightning_eff._typed_options import typed_options
-from shared_core.config.options import TechniqueConfig
-from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.errors import ConfigError
 from shared_core.fp8 import Fp8Config
 from shared_core.loss_scaling import LossScaleConfig, LossScaler
-
-_PUBLIC_MODULE = {PYTORCH_LIGHTNING: "lightning_eff.pytorch"}
 
 
 @functools.cache
@@ -68,9 +65,7 @@ def fp8_precision_class(namespace: str) -> Any:
             with self.autocast_context_manager() if self.precision == "bf16-mixed" else contextlib.nullcontext():
                 yield
 
-    Fp8Precision.__qualname__ = "Fp8Precision"
-    Fp8Precision.__module__ = _PUBLIC_MODULE.get(namespace, "lightning_eff.lightning")
-    return Fp8Precision
+    return public(Fp8Precision, namespace)
 
 
 if TYPE_CHECKING:
@@ -177,29 +172,7 @@ def precision_class(namespace: str) -> Any:
             """Clip unscaled gradients; Lightning's refusal of fused optimizers does not apply."""
             super(base, self).clip_gradients(optimizer, *args, **kwargs)
 
-    # The class name is the key of the scaler's state in checkpoints, and both names are what pickle looks up.
-    LossScalingPrecision.__qualname__ = "LossScalingPrecision"
-    LossScalingPrecision.__module__ = _PUBLIC_MODULE.get(namespace, "lightning_eff.lightning")
-    return LossScalingPrecision
-
-
-def use_scaling_precision(trainer: Any, config: TechniqueConfig) -> Any:
-    """Put our plugin in the place of Lightning's own; return that, or None if the Trainer has ours already.
-
-    Raises:
-        CompatibilityError: If the Trainer's plugin is not one of float32 or mixed precision.
-    """
-    plugin = trainer.precision_plugin
-    if any(kind.__qualname__ == "LossScalingPrecision" for kind in type(plugin).__mro__):
-        return None
-    if type(plugin).__name__ not in ("Precision", "MixedPrecision", "Fp8Precision", "HalfPrecision"):
-        raise CompatibilityError(
-            f"loss_scale: precision plugin must be Lightning's 32-true, 16-mixed, bf16-mixed or 16-true, got "
-            f"{type(plugin).__name__}; pass plugins=LossScalingPrecision(...) instead of precision="
-        )
-    made = precision_class(namespace_of(trainer))(precision=plugin.precision, **config.to_dict())
-    trainer.strategy.precision_plugin = made
-    return plugin
+    return public(LossScalingPrecision, namespace)  # its name is the key of the scaler's state in checkpoints
 
 
 if TYPE_CHECKING:

@@ -6,20 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_eff._environment import PYTORCH_LIGHTNING, of_either_name, strategies
+from lightning_eff._environment import of_either_name, public, strategies
 from lightning_eff._fsdp2 import Sharding, through_root
-from lightning_eff._wrapped import Wrapped
 from shared_core.errors import CompatibilityError
+from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.gradient_compression import CommConfig
-
-_PUBLIC_MODULE = {PYTORCH_LIGHTNING: "lightning_eff.pytorch"}
-
-
-def _public(made: Any, namespace: str) -> Any:
-    # the name that pickle looks up, for processes that are spawned
-    made.__qualname__ = made.__name__
-    made.__module__ = _PUBLIC_MODULE.get(namespace, "lightning_eff.lightning")
-    return made
 
 
 def _call_text(made: Any, given: dict[str, Any]) -> str:
@@ -67,7 +58,7 @@ def ddp_class(namespace: str) -> Any:
 
                 EffCallback.join_late(trainer, trainer.lightning_module)
 
-    return _public(EffDDPStrategy, namespace)
+    return public(EffDDPStrategy, namespace)
 
 
 @functools.cache
@@ -164,7 +155,7 @@ def fsdp_class(namespace: str) -> Any:
         def predict_step(self, *args: Any, **kwargs: Any) -> Any:
             return self._through_root(self.precision_plugin.predict_step_context, "predict_step", *args, **kwargs)
 
-    return _public(EffFSDPStrategy, namespace)
+    return public(EffFSDPStrategy, namespace)
 
 
 if TYPE_CHECKING:

@@ -1,50 +1,54 @@
-"""Unlabelled examples in the Trainer: which column tells them, and batches without labels, which it refuses."""
+"""Distillation in the Trainer: logits, unlabelled examples and the column that tells them, losses of other models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hf_eff._loss_normalisation import Window
+from hf_eff._adapters.adapter import Adapter
+from hf_eff._environment import is_peft
 from shared_core.engine.session import Session
-from shared_core.errors import ConfigError
+from shared_core.errors import CompatibilityError, ConfigError
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from shared_core.distillation import Distillation
-
 _NO_LABELS = torch.empty(0, dtype=torch.int64)
+_PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT")
+_TOKEN_TASKS = ("CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS")
 
 
-class UnlabelledExamples:
-    """What the trainer must be told of examples without labels, around its own methods.
+class Distillation(Adapter):
+    """Tells the window which positions the soft term counts, and the Trainer nothing that it would refuse."""
 
-    Args:
-        trainer: The trainer.
-        window: Told of the positions that the soft term will count.
-    """
+    key = "distill"
 
-    session: Session
-    """The trainer's; its distillation, if any, knows the options."""
+    def join(self, session: Session) -> None:
+        """Tell the window whether a term is added to the task loss."""
+        super().join(session)
+        options = session.recipe["distill"].to_dict() if "distill" in session.recipe else {}
+        self._window.adds_term, self._window.lacks_logits = bool(options), bool(options.get("chunked"))
+        self._window.causal, self._window.term_positions = False, None
 
-    def __init__(self, trainer: Trainer, window: Window) -> None:
-        self._trainer, self._window = trainer, window
-
-    @property
-    def distillation(self) -> Distillation | None:
-        """The technique, None where nothing is distilled."""
-        return cast("Distillation | None", self.session.techniques.get("distill"))
+    def around(self) -> dict[str, Callable[..., Any]]:
+        """Keep the column that tells unlabelled examples away from the model, and clip peers by their own norms."""
+        return {
+            "get_batch_samples": self._batches,
+            "_set_signature_columns_if_needed": self._keep_column,
+            "_prepare_inputs": self._prepare,
+            "_clip_grad_norm": self._clip,
+        }
 
     @property
     def field(self) -> str | None:
         """The column that tells unlabelled examples, if there is one."""
-        return self.distillation.config.unlabelled_field if self.distillation else None
+        field: str | None = self.technique.config.unlabelled_field
+        return field
 
-    def check(self) -> None:
+    def check_data(self) -> None:
         """Raise `ConfigError` where the training data lack the column, as far as they tell without being read."""
         data: Any = self._trainer.train_dataset
         if self.field is None:
@@ -63,26 +67,26 @@ class UnlabelledExamples:
                 f", not labels, got {self.field!r}"
             )
 
-    def keep_column(self, method: Callable[..., None]) -> None:
+    def _keep_column(self, method: Callable[..., None]) -> None:
         """Fill the trainer's list of columns that it does not drop."""
         method()
         columns = self._trainer._signature_columns
         if self.field is not None and columns is not None and self.field not in columns:
             columns.append(self.field)
 
-    def prepare(self, method: Callable[..., Any], inputs: Any) -> Any:
+    def _prepare(self, method: Callable[..., Any], inputs: Any) -> Any:
         """Return inputs as the model takes them; in training, labels of unlabelled examples are taken out."""
         inputs = method(inputs)
-        if self.distillation is None or self.field is None or self._trainer.model is None:
+        if self.field is None or self._trainer.model is None:
             return inputs
         if self._trainer.model.training and self.session.is_attached:
-            return self.distillation.prepare_batch(inputs)
+            return self.technique.prepare_batch(inputs)
         return {name: value for name, value in inputs.items() if name != self.field}
 
-    def batches(
+    def _batches(
         self, method: Callable[..., Any], batches: Iterator[Any], *args: Any, **kwargs: Any
     ) -> tuple[list[Any], Any]:
-        """Return a window's micro-batches and how many labels the trainer counts, and open the window."""
+        """Return a window's micro-batches and how many labels the trainer counts; note what the soft term counts."""
         window, num_items = method(map(self._countable, batches), *args, **kwargs)
         window = [
             {name: value for name, value in batch.items() if value is not _NO_LABELS}
@@ -90,23 +94,21 @@ class UnlabelledExamples:
             else batch
             for batch in window
         ]
-        if isinstance(num_items, Tensor) and self.distillation is not None:
+        if isinstance(num_items, Tensor):
             num_items = num_items.clamp(min=1)  # a window without one label: its sum of 0 would be divided by 0
-        self._window.causal = self.distillation is not None and self.distillation.is_causal
-        looked_at = any(technique.weighs_loss for technique in self.session.techniques.values())
-        self._window.open(window if looked_at else [], self._positions(window), num_items)
+        self._window.causal, self._window.term_positions = self.technique.is_causal, self._positions(window)
         return window, num_items
 
     def _countable(self, batch: Any) -> Any:
         """Return a batch whose labels are those that the loss will see; the trainer counts them before it."""
-        if not isinstance(batch, Mapping) or self.distillation is None:
+        if not isinstance(batch, Mapping):
             return batch
         if self.lacks_labels(batch):
             # transformers (5.23) looks at the first batch alone to decide whether labels can be counted
             return {**batch, "labels": _NO_LABELS}
         if self.field is None:
             return batch
-        prepared = self.distillation.prepare_batch(batch)
+        prepared = self.technique.prepare_batch(batch)
         if prepared["labels"].is_floating_point() and self._trainer.compute_loss_func is None:
             raise ConfigError(
                 f"distill: unlabelled_field {self.field!r} must come with class indices as labels, or with a "
@@ -119,9 +121,7 @@ class UnlabelledExamples:
         return "labels" in self._trainer.label_names and batch.get("labels") is None
 
     def _positions(self, window: list[Any]) -> Tensor | None:
-        trainer, distillation = self._trainer, self.distillation
-        if distillation is None:
-            return None
+        trainer, distillation = self._trainer, self.technique
         if "labels" not in trainer.label_names and any(batch.get("labels") is None for batch in window):
             return None  # labels of another name, or none at all
         count = torch.zeros((), dtype=torch.int64, device=trainer.args.device)
@@ -131,9 +131,8 @@ class UnlabelledExamples:
 
     def loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the trainer's loss; 0 for a batch without labels whose model returns none."""
-        distillation = self.distillation
-        if distillation is None:
-            return method(model, inputs, *args, **kwargs)
+        distillation, whole = self.technique, dict(inputs)
+        self._services.compute_loss = lambda other: method(other, dict(whole), *args, **kwargs)
         distillation.labels = inputs.get("labels")  # label smoothing and compute_loss_func take them out
         if not self.lacks_labels(inputs):
             return method(model, inputs, *args, **kwargs)
@@ -143,3 +142,60 @@ class UnlabelledExamples:
         if own is None:
             return distillation.unlabelled_task(output)
         return own if self._window.divides else own / self._trainer.current_gradient_accumulation_steps
+
+    def _clip(self, method: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        norm = method(model, *args, **kwargs)
+        for peer in self.technique.peers:
+            method(peer, *args, **kwargs)  # each by its own norm: how far the student goes is not the peers' business
+        return norm
+
+    def check(self) -> None:
+        """Refuse a trainer or a model that computes other logits than those of the batch, or none.
+
+        Raises:
+            CompatibilityError: Naming what to change.
+        """
+        trainer, chunked = self._trainer, self._window.lacks_logits
+        if _hides_logits(trainer):
+            way_out = "train with TRL's SFTTrainer or transformers' own Trainer"
+            if _is_sft(trainer):
+                way_out = (
+                    "train with transformers' own Trainer, or without chunked and with a label_smoothing_factor"
+                    if chunked
+                    else "give its arguments a label_smoothing_factor (1e-9 will do), for which it computes them"
+                )
+            raise CompatibilityError(
+                f"distill: trainer must compute logits, but TRL's {type(trainer).__name__} fuses its loss into the "
+                f"head and returns none; {way_out}"
+            )
+        prompts = getattr(trainer.model, "active_peft_config", None) if is_peft(trainer.model) else None
+        if prompts is not None and prompts.peft_type in _PROMPTS and prompts.task_type in _TOKEN_TASKS:
+            raise CompatibilityError(
+                f"distill: logits must be those of the batch's tokens, but PEFT's {prompts.peft_type.value} puts "
+                f"{prompts.num_virtual_tokens} of its own before them, which no teacher sees; take prefix tuning or "
+                "LoRA"
+            )
+        if chunked and trainer.label_smoother is not None:
+            raise CompatibilityError(
+                f"distill: label_smoothing_factor must be 0 with chunked, got {trainer.args.label_smoothing_factor}: "
+                "the trainer smooths the log-probabilities of all classes, which do not exist; drop one of the two"
+            )
+        if chunked and trainer.args.torch_compile:
+            raise CompatibilityError(
+                "distill: torch_compile must be False with chunked, got True: a compiled head computes logits; drop "
+                "one of the two"
+            )
+
+
+def _hides_logits(trainer: Trainer) -> bool:
+    # TRL replaces the forward of the model's instance by one that takes `fused_lm_head`
+    model: Any = trainer.model.get_base_model() if is_peft(trainer.model) else trainer.model  # type: ignore[operator, union-attr]
+    forward = getattr(model.forward, "__func__", model.forward)
+    code = getattr(forward, "__code__", None)
+    if code is None or "fused_lm_head" not in code.co_varnames:
+        return False
+    return not _is_sft(trainer) or (trainer.label_smoother is None and trainer.compute_loss_func is None)
+
+
+def _is_sft(trainer: Trainer) -> bool:
+    return any(cls.__name__ == "SFTTrainer" for cls in type(trainer).__mro__)

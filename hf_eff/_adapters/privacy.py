@@ -3,87 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
 from torch import Tensor
 
-from hf_eff._loss_normalisation import Window
-from shared_core.engine.session import Session
+from hf_eff._adapters.adapter import Adapter
 from shared_core.errors import CompatibilityError
-from shared_core.privacy.sampling import check_loader, loader_options
-
-if TYPE_CHECKING:
-    from transformers import Trainer
-
-    from shared_core.privacy import DifferentialPrivacy
 
 
-def check_trainer(trainer: Trainer) -> None:
-    """Refuse what hides the gradients of single examples.
+class DifferentialPrivacy(Adapter):
+    """Draws the Trainer's batches, and tells the technique how it averages the loss."""
 
-    Raises:
-        CompatibilityError: Naming the argument.
-    """
-    for name in ("gradient_checkpointing", "torch_compile"):
-        if getattr(trainer.args, name):
-            raise CompatibilityError(
-                f"dp: {name} must be off, got True; hooks on single layers keep the gradient of each example, and "
-                "do not run as they should there"
-            )
+    key = "dp"
+    _num_items: Tensor | int | None = None
 
+    def check(self) -> None:
+        """Refuse what hides the gradients of single examples.
 
-class PoissonData:
-    """What the trainer must be told for `DifferentialPrivacy`, around its own methods; without it nothing.
+        Raises:
+            CompatibilityError: Naming the argument.
+        """
+        for name in ("gradient_checkpointing", "torch_compile"):
+            if getattr(self._trainer.args, name):
+                raise CompatibilityError(
+                    f"dp: {name} must be off, got True; hooks on single layers keep the gradient of each example, and "
+                    "do not run as they should there"
+                )
 
-    Args:
-        trainer: The trainer.
-        window: Knows whether the trainer divides the loss by the number of micro-batches.
-    """
+    def around(self) -> dict[str, Callable[..., Any]]:
+        """Draw batches, and keep what is counted in them."""
+        return {"get_train_dataloader": self._loader, "get_batch_samples": self._batches}
 
-    session: Session
-    """The trainer's."""
-
-    def __init__(self, trainer: Trainer, window: Window) -> None:
-        self._trainer, self._window = trainer, window
-        self._num_items: Tensor | int | None = None
-
-    @property
-    def _technique(self) -> DifferentialPrivacy | None:
-        return cast("DifferentialPrivacy | None", self.session.techniques.get("dp"))
-
-    def loader(self, method: Callable[[], Any]) -> Any:
+    def _loader(self, method: Callable[[], Any]) -> Any:
         """Return the trainer's loader with batches drawn for it."""
-        stock = method()
-        if self._technique is None:
-            return stock
-        check_loader(stock)
-        if not isinstance(stock, DataLoaderShard):
+        stock, args = method(), self._trainer.args
+        more = {"device": stock.device} if isinstance(stock, DataLoaderShard) else {}
+        made = self.technique.loader(stock, args.gradient_accumulation_steps, args.train_batch_size, **more)
+        if not more:
             raise CompatibilityError(
                 f"dp: every process must read its own batches, got {type(stock).__name__}; leave dispatch_batches out"
             )
-        args = self._trainer.args
-        batches = self._technique.sample(stock, args.train_batch_size, args.gradient_accumulation_steps)
-        made = DataLoaderShard(stock.dataset, device=stock.device, batch_sampler=batches, **loader_options(stock))
         self._trainer.accelerator._dataloaders[-1] = made
         return made
 
-    def resume(self, trained: int, loader: Any) -> None:
+    def begin(self, loader: Any) -> None:
         """Have the next iteration begin at the epoch's first step: the trainer skips what it trained of it."""
-        if self._technique is not None and not self._trainer.args.ignore_data_skip:
+        if not self._trainer.args.ignore_data_skip:
             batches = loader.batch_sampler
-            batches.replayed = trained % batches.steps_per_epoch
+            batches.replayed = self._trainer.state.global_step % batches.steps_per_epoch
 
-    def batches(self, around: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        """Return a window's micro-batches as `around` does, and keep how many labels the trainer counts."""
-        window, self._num_items = around(*args, **kwargs)
+    def _batches(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        window, self._num_items = method(*args, **kwargs)
         return window, self._num_items
 
-    def weigh(self, inputs: Any) -> None:
+    def loss(self, method: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Tell by how much each row's share of the loss must be multiplied to be the mean over its own labels."""
-        if self._technique is not None:
-            self._technique.weights = self._weights(inputs)
+        self.technique.weights = self._weights(inputs)
+        return method(model, inputs, *args, **kwargs)
 
     def _weights(self, inputs: Any) -> Tensor | None:
         trainer, labelled = self._trainer, self._window.labelled(inputs)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 
-from hf_eff._services import load_teacher
+from hf_eff._adapters.teacher import load_teacher
 from hf_eff.evaluation.data import IGNORED, check_tokens, empty, goals, label_column, open_table, text_columns
 from shared_core.checkpoint_formats import storage_key
 from shared_core.errors import CheckpointError, ConfigError, EffError, MissingExtraError

@@ -1,1 +1,1 @@
-"""What a trainer must do for one technique."""
+"""What a Lightning Trainer must do for one technique; drivers ask whoever is here."""

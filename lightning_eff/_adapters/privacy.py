@@ -11,39 +11,65 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from lightning_eff._services import no_logging
-from lightning_eff._wrapped import Wrapped
+from lightning_eff._adapters.adapter import Adapter
+from lightning_eff._environment import no_logging
 from shared_core.distributed.collectives import any_rank, world_size
 from shared_core.engine.state_file import rng_state, set_rng_state
 from shared_core.errors import CompatibilityError, ConfigError
+from shared_core.front_ends.wrapped_method import Wrapped
 from shared_core.privacy import PoissonBatches
 
 _STATE_DIMS = 3
 
 
-def wrap_loaders(trainer: Any, technique: Any) -> list[Wrapped]:
-    """Return what makes the Trainer train on batches drawn for the technique, until it is undone.
+class DifferentialPrivacy(Adapter):
+    """Trains on batches drawn for the technique, and shows it whether the loss is a mean over examples."""
 
-    Raises:
-        CompatibilityError: If accumulation changes while training, or batches are repeated.
-    """
-    if any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks):
+    key = "dp"
+
+    @classmethod
+    def check_trials(cls, tuner: str) -> None:
+        """Refuse them.
+
+        Raises:
+            CompatibilityError: Always.
+        """
         raise CompatibilityError(
-            "dp: accumulate_grad_batches must stay the same, got a GradientAccumulationScheduler; each step is one draw"
-        )
-    if trainer.overfit_batches:
-        raise CompatibilityError(
-            f"dp: overfit_batches must be 0, got {trainer.overfit_batches}; it takes the order of the data over"
+            f"dp: learning rate and batch size must be given, got {tuner}, whose trials see the data without noise; "
+            "tune on public data"
         )
 
-    def train_loader(original: Callable[[], Any]) -> Any:
+    def set_up(self) -> list[Wrapped]:
+        """Surround what makes the Trainer's loader.
+
+        Raises:
+            CompatibilityError: If accumulation changes while training, or batches are repeated.
+        """
+        trainer = self._trainer
+        if any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks):
+            raise CompatibilityError(
+                "dp: accumulate_grad_batches must stay the same, got a GradientAccumulationScheduler; each step is one "
+                "draw"
+            )
+        if trainer.overfit_batches:
+            raise CompatibilityError(
+                f"dp: overfit_batches must be 0, got {trainer.overfit_batches}; it takes the order of the data over"
+            )
+        trainer.fit_loop._combined_loader = None  # a Trainer that trains on would keep the last run's batches
+        return [
+            Wrapped(trainer.fit_loop._data_source, "dataloader", self._loader),
+            Wrapped(trainer._data_connector, "_requires_distributed_sampler", self._shards),
+        ]
+
+    def _loader(self, original: Callable[[], Any]) -> Any:
+        trainer = self._trainer
         if world_size() > 1 and not trainer._accelerator_connector.use_distributed_sampler:
             raise CompatibilityError(
                 "dp: use_distributed_sampler must be True with several processes, got False; each must hold all data, "
                 "of which one draw gives it its part"
             )
         accumulate, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
-        made = technique.loader(original(), accumulate)
+        made = self.technique.loader(original(), accumulate)
         batches = min(limit, len(made)) if isinstance(limit, int) else int(limit * len(made))
         if batches % accumulate:
             raise ConfigError(
@@ -52,40 +78,44 @@ def wrap_loaders(trainer: Any, technique: Any) -> list[Wrapped]:
             )
         return made
 
-    def shards(original: Callable[[Any], bool], loader: Any) -> bool:
+    def _shards(self, original: Callable[[Any], bool], loader: Any) -> bool:
         return not isinstance(loader.batch_sampler, PoissonBatches) and original(loader)
 
-    trainer.fit_loop._combined_loader = None  # a Trainer that trains on would keep the last run's batches
-    return [
-        Wrapped(trainer.fit_loop._data_source, "dataloader", train_loader),
-        Wrapped(trainer._data_connector, "_requires_distributed_sampler", shards),
-    ]
+    def arguments(self, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Have the technique compare the loss of the run's first batch of two rows or more with those of its halves.
 
+        Raises:
+            CompatibilityError: If the loss is no mean over examples.
+        """
+        batch, *rest = args
+        technique, module = self.technique, self._module
+        rows = technique.rows
+        cuts = [(slice(0, rows // 2), rows // 2), (slice(rows // 2, rows), rows - rows // 2)]
+        # all processes or none: a sharded module gathers its weights in every forward
+        if not technique.checks_loss or any_rank(rows < 2 or _is_unclear(batch, rows), module.device):
+            return args
+        modes, random = {part: part.training for part in module.modules()}, rng_state()
+        module.eval()  # dropout would differ, and hooks would keep what they see
+        try:
+            with no_logging(module), torch.no_grad():
+                parts = [batch, *(_cut(batch, cut, rows) for cut, _ in cuts)]
+                outputs = [step(part, *rest, **kwargs) for part in parts]
+        finally:
+            set_rng_state(random)
+            for part, mode in modes.items():
+                part.training = mode
+        found: list[Any] = [output.get("loss") if isinstance(output, Mapping) else output for output in outputs]
+        if all(isinstance(loss, Tensor) for loss in found):
+            whole, *halves = map(float, found)
+            technique.check_loss(whole, [(count, loss) for (_, count), loss in zip(cuts, halves, strict=True)])
+        return args
 
-def check_loss(technique: Any, module: Any, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> None:
-    """Have the technique compare the loss of the run's first batch of two rows or more with those of its halves.
-
-    Raises:
-        CompatibilityError: If the loss is no mean over examples.
-    """
-    rows = technique.rows
-    cuts = [(slice(0, rows // 2), rows // 2), (slice(rows // 2, rows), rows - rows // 2)]
-    # all processes or none: a sharded module gathers its weights in every forward
-    if not technique.checks_loss or any_rank(rows < 2 or _is_unclear(batch, rows), module.device):
-        return
-    modes, random = {part: part.training for part in module.modules()}, rng_state()
-    module.eval()  # dropout would differ, and hooks would keep what they see
-    try:
-        with no_logging(module), torch.no_grad():
-            outputs = [step(part, *args, **kwargs) for part in (batch, *(_cut(batch, cut, rows) for cut, _ in cuts))]
-    finally:
-        set_rng_state(random)
-        for part, mode in modes.items():
-            part.training = mode
-    found: list[Any] = [output.get("loss") if isinstance(output, Mapping) else output for output in outputs]
-    if all(isinstance(loss, Tensor) for loss in found):
-        whole, *parts = map(float, found)
-        technique.check_loss(whole, [(count, loss) for (_, count), loss in zip(cuts, parts, strict=True)])
+    def replay(self, loaders: list[Any], batches: int) -> None:
+        """Have the next iteration begin at the epoch's first step: Lightning's epoch starts over and skips batches."""
+        for loader in loaders:
+            drawn = getattr(loader, "batch_sampler", None)
+            if isinstance(drawn, PoissonBatches):
+                drawn.replayed = batches // drawn.accumulate
 
 
 def _cut(batch: Any, rows: slice, count: int) -> Any:
@@ -128,11 +158,3 @@ def _is_unclear(batch: Any, count: int) -> bool:
         return _is_state(batch, count) and len(batch) == count
     values = batch if isinstance(batch, list | tuple) else _fields(batch).values()
     return any(_is_unclear(value, count) for value in values)
-
-
-def replay(loaders: list[Any], batches: int) -> None:
-    """Have the next iteration begin as many micro-batches earlier: Lightning's epoch starts over and skips them."""
-    for loader in loaders:
-        drawn = getattr(loader, "batch_sampler", None)
-        if isinstance(drawn, PoissonBatches):
-            drawn.replayed = batches // drawn.accumulate

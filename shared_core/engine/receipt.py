@@ -60,6 +60,33 @@ def environment() -> dict[str, Any]:
     }
 
 
+class ReceiptPlace:
+    """Where a run leaves its receipt: in its folder, or in its checkpoints where a file would be taken for one of them.
+
+    Args:
+        folder: Of the run, a path or a URL.
+        listed: Folders of checkpoints that others list.
+    """
+
+    def __init__(self, folder: Path | str, listed: Iterable[str] = ()) -> None:
+        self.folder = None if "://" in str(folder) else Path(folder)
+        """None where it is no path."""
+        paths = {Path(one).resolve() for one in listed if "://" not in one}
+        self.is_in_checkpoints = self.folder is None or self.folder.resolve() in paths
+
+    @property
+    def file(self) -> Path | None:
+        """The receipt's own file."""
+        return None if self.folder is None or self.is_in_checkpoints else self.folder / RECEIPT_FILE
+
+    @property
+    def told(self) -> str:
+        """Where a user finds it."""
+        if self.file is None:
+            return "in each checkpoint, as of its step; as a page: eff report CHECKPOINT.ckpt"
+        return f"{self.file}; as a page: eff report {self.folder}"
+
+
 class Receipt:
     """What happened in a run, as plain values under `values`.
 
@@ -70,38 +97,32 @@ class Receipt:
 
     def __init__(self, values: Mapping[str, Any], writers: Iterable[Callable[[Path], None]] = ()) -> None:
         self.values, self._writers = dict(values), tuple(writers)
-        self._folder: Path | None = None
+        self._told = ""
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
 
-    def write(self, folder: Path | str, *, itself: bool = True) -> Path:
+    def write(self, folder: Path | str) -> Path:
         """Write ``eff_receipt.json`` into `folder`, made if need be, and what belongs beside it; return its path.
 
         The file that the environment variable ``EFF_RECEIPT`` names gets the same: whoever runs a script that nobody
         edits need not know where it writes.
-
-        Args:
-            folder: Of the run.
-            itself: Whether the file is written, or only what belongs beside it.
         """
-        path = make_folder(folder) / RECEIPT_FILE
-        self.write_where_asked()
-        if itself:
-            self._write(path)
-            self._folder = path.parent
+        self.leave(ReceiptPlace(folder))
+        return Path(folder) / RECEIPT_FILE
+
+    def leave(self, place: ReceiptPlace) -> None:
+        """Do what `write` does where a trainer says that it may be done."""
+        if place.folder is not None:
+            make_folder(place.folder)
+        for file in (os.environ.get(VARIABLE), place.file):
+            if file:
+                with atomic_write(file) as temporary:
+                    temporary.write_text(self.json() + "\n", encoding="utf-8")
         for write in self._writers:
-            write(path.parent)
-        return path
-
-    def write_where_asked(self) -> None:
-        """Write the file that the environment variable ``EFF_RECEIPT`` names, if any."""
-        if file := os.environ.get(VARIABLE):
-            self._write(Path(file))
-
-    def _write(self, file: Path) -> None:
-        with atomic_write(file) as temporary:
-            temporary.write_text(self.json() + "\n", encoding="utf-8")
+            if place.folder is not None:
+                write(place.folder)
+        self._told = place.told
 
     def json(self) -> str:
         """Return all of it as a text."""
@@ -135,9 +156,8 @@ class Receipt:
         console.print(self.table())
         for note in self.values["notes"]:
             console.print(f"note: {note}", markup=False, highlight=False)
-        if self._folder is not None:
-            told = f"all of it: {self._folder / RECEIPT_FILE}; as a page: eff report {self._folder}"
-            console.print(told, markup=False, highlight=False, soft_wrap=True)
+        if self._told:
+            console.print(f"all of it: {self._told}", markup=False, highlight=False, soft_wrap=True)
         return printable(console.export_text()).rstrip()
 
 

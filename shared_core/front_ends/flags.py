@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,15 @@ def recipe_of(flags: dict[str, Any]) -> Recipe:
     file = flags.pop("eff_recipe", None)
     recipe = Recipe.from_flags(flags)
     return recipe.merged(Recipe.from_yaml(Path(file))) if file else recipe
+
+
+def as_recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
+    """Return a recipe from any form that `attach` and callbacks take: itself, a mapping, a YAML or JSON file."""
+    from shared_core.engine.recipe import Recipe
+
+    if isinstance(recipe, str | Path):
+        return Recipe.from_json(recipe) if Path(recipe).suffix == ".json" else Recipe.from_yaml(recipe)
+    return Recipe.from_dict(recipe)
 
 
 def _nearest_flag(arguments: list[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from shared_core.distributed.collectives import rank, world_size
 from shared_core.errors import CompatibilityError, ConfigError
@@ -161,8 +161,3 @@ def loader_options(loader: Any) -> dict[str, Any]:
         "prefetch_factor", "persistent_workers", "pin_memory_device",
     )  # fmt: skip
     return {name: getattr(loader, name) for name in names}
-
-
-def with_batches(loader: DataLoader[Any], batches: PoissonBatches) -> DataLoader[Any]:
-    """Return a DataLoader like this one over other batches."""
-    return DataLoader(loader.dataset, batch_sampler=batches, **loader_options(loader))

@@ -19,7 +19,7 @@ from shared_core.errors import CheckpointError, CompatibilityError, ConfigError,
 from shared_core.privacy.accountant import Spending, epsilon, noise_multiplier_for
 from shared_core.privacy.config import PrivacyConfig
 from shared_core.privacy.per_sample_gradients import PerSample, check_model
-from shared_core.privacy.sampling import PoissonBatches, Secret, check_loader, with_batches
+from shared_core.privacy.sampling import PoissonBatches, Secret, check_loader, loader_options
 
 _SAMPLING = "poisson"
 
@@ -135,10 +135,22 @@ class DifferentialPrivacy(Technique):
         )
         return self._batches
 
-    def loader(self, loader: DataLoader[Any], accumulate: int = 1) -> DataLoader[Any]:
-        """Return a DataLoader whose batches are drawn as the accounting says, in place of `loader`."""
-        check_loader(loader)
-        return with_batches(loader, self.sample(loader, getattr(loader.batch_sampler, "batch_size", 1), accumulate))
+    def loader(
+        self, loader: DataLoader[Any], accumulate: int = 1, batch_size: int | None = None, **more: Any
+    ) -> DataLoader[Any]:
+        """Return a DataLoader whose batches are drawn as the accounting says, in place of `loader`.
+
+        Args:
+            loader: The DataLoader, over the same whole data set on every process.
+            accumulate: Micro-batches of an optimizer step.
+            batch_size: Expected examples of a micro-batch, by default as many as a batch of `loader` has.
+            more: Arguments of a class other than DataLoader, if `loader` is of one.
+        """
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", 1) if batch_size is None else batch_size
+        batches = self.sample(loader, size, accumulate)
+        made: Any = type(loader) if more else DataLoader
+        result: DataLoader[Any] = made(loader.dataset, batch_sampler=batches, **loader_options(loader), **more)
+        return result
 
     def _make_secret(self) -> Secret:
         seed = self.config.seed

@@ -3,12 +3,11 @@
 import pytest
 import torch
 from promise_drivers import hf_trainer
-from promise_table import DigitsNet, make_net
+from promise_table import make_net
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
-from hf_eff import WeightAverage
 from shared_core.engine.state_file import load_state
 
 EMA = {"average": {"kind": "ema", "decay": 0.8}}
@@ -115,10 +114,3 @@ def test_an_exception_in_validation_leaves_the_weights_in_training(error, tmp_pa
     with pytest.raises(error):
         trainer.train()
     assert same(watch.stepped[4], trainer.model.state_dict())
-
-
-def test_the_callback_alone_switches_it_on(tmp_path):
-    trainer = hf_trainer({}, tmp_path, plugin=False, callbacks=[WeightAverage(kind="swa", begin=0.5)])
-    trainer.train()
-    assert isinstance(trainer.model, DigitsNet)
-    assert trainer.state.log_history[-2]["average/updates"] == 5.0

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hf_eff import EffTrainingArguments, attach
 from hf_eff.callbacks import Lora, QuantizationAwareTraining
 from shared_core.checkpoint_formats.plain import read_deployment
 from shared_core.engine.state_file import load_state
@@ -95,14 +94,3 @@ def test_callbacks_of_both_end_in_a_plain_model_on_qats_grid(make, tmp_path):
     names = {entry["name"] for entry in told["qat"]["per_layer"]}
     assert {"bert.encoder.layer.0.attention.self.query", "classifier"} <= names
     assert set(read_deployment(tmp_path / "final")["qat"]["ranges"]) <= names
-
-
-def test_flags_of_both(make, tmp_path):
-    arguments = make.arguments(
-        tmp_path, EffTrainingArguments, lora_rank=2, lora_base="none", qat_scheme="int8_dynamic", max_steps=2
-    )
-    trainer = make.trainer(tmp_path)
-    trainer.args = arguments
-    session = attach(trainer, arguments.recipe)
-    trainer.train()
-    assert set(session.receipt()["techniques"]) == {"lora", "qat"}

@@ -7,7 +7,7 @@ from promise_table import DigitsNet
 from torch import nn
 
 from hf_eff import ActivationCompression
-from shared_core.errors import CompatibilityError, TrainingError
+from shared_core.errors import TrainingError
 
 EXACT = {"activations": {"pack": "exact", "min_size": 32}}
 
@@ -56,11 +56,6 @@ def test_a_run_that_packs_nothing_fails_in_its_first_step(tmp_path):
     with pytest.raises(TrainingError, match="activations: the first step must have packed a tensor, got none"):
         trainer.train()
     assert trainer.state.global_step == 0
-
-
-def test_offloading_is_refused_on_a_cpu_before_training(tmp_path):
-    with pytest.raises(CompatibilityError, match="there is nothing to offload"):
-        hf_trainer({"activations": {"pack": "exact", "offload": True}}, tmp_path)
 
 
 def test_evaluation_is_left_alone(tmp_path):

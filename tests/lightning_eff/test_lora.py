@@ -1,4 +1,4 @@
-"""QLoRA in Lightning: exact resume, plain checkpoints, the command line."""
+"""Adapters in Lightning, alone and over a base that qat quantises: exact resume, plain checkpoints, training on."""
 
 import importlib
 
@@ -7,22 +7,44 @@ import torch
 from lightning_world import BOTH, difference, everything, fit, make_module, make_trainer, saver
 from torch import nn
 
-from lightning_eff.callbacks import Lora
+from lightning_eff.callbacks import Lora, QuantizationAwareTraining
 from shared_core.lora.adapters import adapters
 
+peft = pytest.importorskip("peft")
+QAT = {"scheme": "int8", "begin": 1}
 
-def train(folder, ckpt_path=None, seed=0, callbacks=(), namespace=BOTH[0], more=None, **options):
-    callback = Lora(rank=2, **({"dropout": 0.2} if more is None else more))
-    trainer = make_trainer(folder, namespace, callbacks=[callback, *callbacks], gradient_clip_val=0.5, **options)
-    module = make_module(namespace, seed=seed)
+
+def by_peft(seed):
+    module = make_module(seed=seed)
+    module.net = peft.get_peft_model(module.net, peft.LoraConfig(target_modules=["0"], r=2, lora_dropout=0.2))
+    return module
+
+
+def train(folder, lora, qat=None, ckpt_path=None, seed=0, callbacks=(), namespace=BOTH[0], **options):
+    """Train with adapters of ours, or of peft where `lora` is None."""
+    ours = [Lora(rank=2, **lora)] if lora is not None else []
+    ours += [QuantizationAwareTraining(**qat)] if qat is not None else []
+    trainer = make_trainer(folder, namespace, callbacks=[*ours, *callbacks], gradient_clip_val=0.5, **options)
+    module = by_peft(seed) if lora is None else make_module(namespace, seed=seed)
     fit(trainer, module, seed=5 + seed, ckpt_path=ckpt_path)
-    return callback, module, everything(trainer, module)
+    return ours[0], module, everything(trainer, module)
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("more", [{"dropout": 0.2}, {"base": "int8", "requantize": True}, {"base": "none"}])
-def test_a_resumed_run_is_the_run_that_was_never_stopped(more, accumulate, tmp_path):
-    options = {"accumulate_grad_batches": accumulate, "more": more}
+@pytest.mark.parametrize(
+    ("lora", "qat"),
+    [
+        ({"dropout": 0.2}, None),
+        ({"base": "int8", "requantize": True}, None),
+        ({"base": "none"}, None),
+        ({"base": "none", "dropout": 0.2}, QAT),
+        ({"base": "none", "dropout": 0.2}, {**QAT, "range": "lsq_plus"}),
+        (None, QAT),
+        (None, {**QAT, "range": "lsq_plus"}),
+    ],
+)
+def test_a_resumed_run_is_the_run_that_was_never_stopped(lora, qat, accumulate, tmp_path):
+    options = {"lora": lora, "qat": qat, "accumulate_grad_batches": accumulate}
     _, _, whole = train(tmp_path, callbacks=[saver(BOTH[0], tmp_path)], **options)
     for point in (0, 6, 11):
         _, _, resumed = train(tmp_path, ckpt_path=tmp_path / f"{point}.ckpt", seed=9, **options)
@@ -33,9 +55,8 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(more, accumulate, tmp_p
 @pytest.mark.parametrize("namespace", BOTH)
 def test_checkpoints_are_plain_and_only_adapters_and_head_move(namespace, precision, tmp_path):
     before = make_module(namespace).state_dict()
-    callback, module, _ = train(
-        tmp_path, namespace=namespace, precision=precision, callbacks=[saver(namespace, tmp_path, "on_train_end")]
-    )
+    last = saver(namespace, tmp_path, "on_train_end")
+    callback, module, _ = train(tmp_path, {"dropout": 0.2}, namespace=namespace, precision=precision, callbacks=[last])
     saved = torch.load(tmp_path / "0.ckpt", weights_only=True)["state_dict"]
     make_module(namespace).to(saved["net.0.weight"].dtype).load_state_dict(saved, strict=True)
     assert type(module.net[0]) is nn.Linear
@@ -47,29 +68,39 @@ def test_checkpoints_are_plain_and_only_adapters_and_head_move(namespace, precis
     assert told["per_layer"][0]["adapter_size"] > 0
 
 
-def test_training_on_goes_on_from_the_adapters(tmp_path):
-    callback = Lora(rank=2)
-    trainer = make_trainer(tmp_path, callbacks=[callback], max_epochs=1)
+@pytest.mark.parametrize("namespace", BOTH)
+def test_what_is_left_is_the_users_module_on_qats_grid(namespace, tmp_path):
+    last = saver(namespace, tmp_path, "on_train_end")
+    callback, module, _ = train(tmp_path, {"base": "none"}, QAT, namespace=namespace, callbacks=[last])
+    saved = torch.load(tmp_path / "0.ckpt", weights_only=True)["state_dict"]
+    make_module(namespace).load_state_dict(saved, strict=True)
+    assert all(torch.equal(saved[name], value) for name, value in module.state_dict().items())
+    assert type(module.net[0]) is nn.Linear
+    codes = module.net[0].weight / (module.net[0].weight.abs().amax(1, keepdim=True) / 127)
+    torch.testing.assert_close(codes, codes.round(), atol=1e-3, rtol=0)
+    told = callback.session.receipt()["techniques"]
+    assert set(told) == {"lora", "qat"}
+    assert {entry["name"] for entry in told["qat"]["per_layer"]} == {"net.0", "net.4"}
+    assert told["lora"]["per_layer"][0]["requantized_error"] > 0
+
+
+@pytest.mark.parametrize("over", [[], [QuantizationAwareTraining(scheme="int8")]], ids=["alone", "qat"])
+def test_training_on_goes_on_from_the_frozen_weight_and_the_adapters(over, tmp_path):
+    callbacks = [Lora(rank=2, base="none"), *over]
+    trainer = make_trainer(tmp_path, callbacks=callbacks, max_epochs=1)
     module = make_module()
+    frozen = module.net[0].weight.detach().clone()
     fit(trainer, module)
-    saved = callback.session.state_dict()["techniques"]["lora"]["layers"]["net.0"]
+    saved = callbacks[0].session.state_dict()["techniques"]["lora"]["layers"]["net.0"]
     seen = []
 
     class Look(importlib.import_module(BOTH[0]).Callback):
         def on_train_batch_start(self, trainer, pl_module, *args):
-            seen.append([matrix.detach().clone() for matrix in adapters(pl_module.net[0])])
+            layer = pl_module.net[0]
+            seen.append([tensor.detach().clone() for tensor in (layer.base_layer.weight, *adapters(layer))])
 
     trainer.callbacks.append(Look())
     trainer.fit_loop.max_epochs = 2
     fit(trainer, module)
-    assert all(map(torch.equal, seen[0], saved["adapters"]))
-
-
-def test_command_line():
-    cli = importlib.import_module(f"{BOTH[0]}.cli")
-    boring = importlib.import_module(f"{BOTH[0]}.demos.boring_classes")
-    arguments = ["--trainer.callbacks+=lightning_eff.callbacks.Lora", "--trainer.callbacks.rank=8"]
-    arguments += ["--trainer.callbacks.base=fp4"]
-    made = cli.LightningCLI(boring.BoringModel, boring.BoringDataModule, args=arguments, run=False)
-    (callback,) = (callback for callback in made.trainer.callbacks if isinstance(callback, Lora))
-    assert (callback.recipe["lora"].rank, callback.recipe["lora"].base) == (8, "fp4")
+    assert torch.equal(seen[0][0], frozen)
+    assert all(map(torch.equal, seen[0][1:], saved["adapters"]))

@@ -135,16 +135,6 @@ def test_bad_options():
         lightning_eff.LossScalingPrecision(initscale=8)
 
 
-def test_two_different_scales_are_refused(tmp_path):
-    trainer = make_trainer(
-        tmp_path,
-        plugins=lightning_eff.LossScalingPrecision(init_scale=8),
-        callbacks=[EffCallback({"loss_scale": {"kind": "dynamic", "init_scale": 16}})],
-    )
-    with pytest.raises(ConfigError, match="loss_scale must be given once"):
-        fit(trainer, make_module())
-
-
 def test_the_plugin_alone_resumes_its_scale(tmp_path):
     from lightning_world import saver
 

@@ -7,12 +7,9 @@ from pathlib import Path
 import lottery_script
 import pytest
 import torch
-from lightning_world import BOTH
 from lottery_script import train_lightning
 from promise_drivers import run_bare, run_lightning
 
-from lightning_eff import EffCallback
-from lightning_eff import LotteryTicket as LotteryCallback
 from shared_core.errors import CheckpointError, TrainingError
 from shared_core.lottery_ticket import LotterySearch, read_ticket
 
@@ -82,16 +79,3 @@ def test_a_ticket_of_a_bare_loop_serves_in_lightning(tmp_path):
 def test_a_checkpoint_of_another_round_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="give every round an output folder of its own"):
         LotterySearch(**OPTIONS).run(lambda recipe: train_lightning(tmp_path / "same", recipe), tmp_path / "out")
-
-
-@pytest.mark.parametrize("namespace", BOTH)
-def test_the_callback_is_there_under_both_names(namespace):
-    import importlib
-
-    house = importlib.import_module(
-        "lightning_eff." + ("lightning" if namespace.startswith("lightning") else "pytorch")
-    )
-    assert house.LotteryTicket is LotteryCallback
-    callback = house.LotteryTicket(out="x", rewind_to="2ep")
-    assert isinstance(callback, EffCallback)
-    assert callback.recipe["lottery"].rewind_to == "2ep"

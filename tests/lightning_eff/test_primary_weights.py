@@ -9,11 +9,10 @@ from lightning_eff.callbacks import PrimaryWeights
 from lightning_eff.precision import precision_class
 from shared_core.engine.recipe import Recipe
 from shared_core.engine.session import Session
-from shared_core.errors import MatchError
-from shared_core.primary_weights import slices, technique
 
 COPY = {"primary_weights": {"kind": "fp32_copy", "telemetry_every": 4}}
 DRAWN = {"primary_weights": {"kind": "stochastic_rounding"}}
+SCALED = {**COPY, "loss_scale": {"kind": "dynamic", "init_scale": 2.0**20, "growth_interval": 4}}
 PRUNE = {"prune": {"sparsity": 0.5, "begin": 0.1, "end": 0.6, "every": 2}}
 
 
@@ -29,7 +28,13 @@ def train(folder, recipe, namespace=BOTH[0], ckpt_path=None, seed=0, callbacks=(
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize(
     ("recipe", "precision"),
-    [(COPY, "bf16-true"), (DRAWN, "bf16-true"), ({**COPY, **PRUNE}, "bf16-true"), (COPY, "16-true")],
+    [
+        (COPY, "bf16-true"),
+        (DRAWN, "bf16-true"),
+        ({**COPY, **PRUNE}, "bf16-true"),
+        (COPY, "16-true"),
+        (SCALED, "16-true"),
+    ],
 )
 def test_a_resumed_run_is_the_run_that_was_never_stopped(recipe, precision, accumulate, tmp_path):
     options = {"accumulate_grad_batches": accumulate, "precision": precision}
@@ -61,12 +66,11 @@ def test_fp16_weights_with_a_loss_scale(tmp_path):
 
 @pytest.mark.parametrize("namespace", BOTH)
 def test_16_true_with_a_loss_scale_is_the_bare_loop(namespace, tmp_path):
-    recipe = {**COPY, "loss_scale": {"kind": "dynamic", "init_scale": 2.0**24, "growth_interval": 4}}
     module = make_module(namespace, seed=0, dropout=0.0)
-    callback, found = train(tmp_path, recipe, namespace, module=module, precision="16-true", gradient_clip_val=None)
+    callback, found = train(tmp_path, SCALED, namespace, module=module, precision="16-true", gradient_clip_val=None)
 
     model = make_module(namespace, seed=0, dropout=0.0).half()
-    session = Session(Recipe.from_dict(recipe))
+    session = Session(Recipe.from_dict(SCALED))
     session.attach(model)
     optimizer, schedule = (made := model.configure_optimizers())["optimizer"], made["lr_scheduler"]["scheduler"]
     scaler = session.techniques["loss_scale"].make_scaler("cpu")
@@ -94,14 +98,6 @@ def test_16_true_with_a_loss_scale_is_the_bare_loop(namespace, tmp_path):
         assert torch.equal(value, found[name]), name
     plain = callback.receipt["techniques"]["loss_scale"]
     assert plain["scale"] == scaler.get_scale()
-
-
-def test_16_true_with_a_loss_scale_resumes(tmp_path):
-    recipe = {**COPY, "loss_scale": {"kind": "dynamic", "init_scale": 2.0**24, "growth_interval": 4}}
-    _, whole = train(tmp_path, recipe, callbacks=[saver(BOTH[0], tmp_path)], precision="16-true")
-    for point in (2, 7):
-        _, resumed = train(tmp_path, recipe, ckpt_path=tmp_path / f"{point}.ckpt", seed=9, precision="16-true")
-        assert difference(whole, resumed) == [], point
 
 
 @pytest.mark.parametrize("by", ["value", "norm"])
@@ -133,23 +129,3 @@ def test_an_exception_leaves_the_optimizer_and_the_model_plain(tmp_path):
     optimizer = trainer.optimizers[0]
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], module.parameters(), strict=True))
     assert all(p.grad_dtype == torch.bfloat16 for p in module.parameters())
-
-
-def test_a_float32_model_is_refused(tmp_path):
-    with pytest.raises(MatchError, match="must be loaded in 16 bit"):
-        train(tmp_path, COPY)
-
-
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_stochastic_rounding_widens_one_parameter_at_a_time(accumulate, tmp_path, monkeypatch):
-    monkeypatch.setattr(slices, "_TOGETHER", 1)
-    options = {"precision": "bf16-true", "accumulate_grad_batches": accumulate}
-    callback, sliced = train(tmp_path / "sliced", DRAWN, **options)
-    told = callback.receipt.values["techniques"]["primary_weights"]
-    assert told["widened_bytes_at_once"] == 4 * max(
-        value.numel() for name, value in sliced.items() if name.startswith("net.")
-    )
-    monkeypatch.setattr(technique, "updates_each_by_itself", lambda optimizer: False)
-    callback, whole = train(tmp_path / "whole", DRAWN, **options)
-    assert callback.receipt.values["techniques"]["primary_weights"]["widened_bytes_at_once"] == 4 * told["elements"]
-    assert difference(whole, sliced) == []

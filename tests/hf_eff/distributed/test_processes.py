@@ -48,7 +48,7 @@ def run(tmp_path, processes):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     folder = tmp_path / f"run{processes}"
-    arguments = [str(script), str(Path(__file__).parent), str(folder), str(processes)]
+    arguments = [str(script), str(Path(__file__).parents[1]), str(folder), str(processes)]
     command = [sys.executable, "-P"]
     if processes > 1:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]

@@ -7,7 +7,7 @@ import torch
 from hf_ddp import AVERAGED, train, weights
 from two_ranks import run_two_ranks, saved_by_two_ranks
 
-SCRIPT = Path(__file__).parents[1] / "support" / "trainers" / "hf_ddp.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "trainers" / "hf_ddp.py"
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ def test_the_folder_loads_with_what_was_measured_and_is_exported(run, make, tmp_
         "config.json", "model.safetensors", "tokenizer.json", "eff_deployment.json", "eff_quantization.json",
     }  # fmt: skip
     if options is not STATIC:
-        return  # the codes in the file are those of tests/hf_eff/test_export.py
+        return  # the codes in the file are those of tests/hf_eff/tools/test_export.py
     exported = CliRunner().invoke(
         app, ["export", "out", "--out", "model.onnx", "--length", "6"], catch_exceptions=False
     )

@@ -113,15 +113,6 @@ def test_checkpoints_of_a_validation_that_draws_resume_exactly_too(hook, interva
             assert again == validations[point + (hook == "on_validation_end") :]
 
 
-def test_a_run_may_be_stopped_twice_in_one_epoch(tmp_path):
-    _, whole = train(tmp_path, callbacks=[saver(NAMESPACE, tmp_path)])
-    again = tmp_path / "again"
-    train(tmp_path, ckpt_path=tmp_path / "7.ckpt", seed=3, callbacks=[saver(NAMESPACE, again)])
-    _, resumed = train(tmp_path, ckpt_path=again / "1.ckpt", seed=9)
-    assert torch.load(again / "1.ckpt", weights_only=True)["global_step"] == 10
-    assert difference(whole, resumed) == []
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_with_a_generator_of_its_own_resumes(workers, tmp_path):
     def seeded():

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import SequentialSampler
 from transformers import BertConfig, BertForMaskedLM, BertForTokenClassification, Trainer
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import make_classifier, make_examples, make_language_model, make_texts, make_trainer
 from hf_gradients import Gradients
 from two_ranks import run_two_ranks

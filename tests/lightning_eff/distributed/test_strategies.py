@@ -17,7 +17,7 @@ import lightning_eff.pytorch
 from lightning_eff._fsdp2 import Sharding, repeated_blocks
 from shared_core.errors import CompatibilityError, ConfigError
 
-SCRIPT = Path(__file__).parents[1] / "support" / "trainers" / "lightning_strategies.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "trainers" / "lightning_strategies.py"
 BLOCKS = ["", "blocks.0", "blocks.1", "blocks.2"]
 
 

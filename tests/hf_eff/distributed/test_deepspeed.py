@@ -10,7 +10,7 @@ from two_ranks import ENVIRONMENT
 
 pytest.importorskip("deepspeed")
 
-SCRIPT = Path(__file__).parents[1] / "support" / "trainers" / "hf_deepspeed.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "trainers" / "hf_deepspeed.py"
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from shared_core.lottery_ticket import read_ticket
 from shared_core.soup import save_soup, uniform_soup
 
 pytestmark = pytest.mark.slow  # tests/promises/test_sharded.py has the same of a plain loop
-SCRIPT = Path(__file__).parents[1] / "support" / "trainers" / "hf_fsdp2.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "trainers" / "hf_fsdp2.py"
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,3 @@
-import pickle
 import shutil
 
 import pytest
@@ -8,123 +7,26 @@ from safetensors.torch import load_file
 
 from hf_eff import attach
 from hf_eff._checkpoints import _is_replaced
-from shared_core.engine.state_file import STATE_FILE, load_state
 from shared_core.errors import CheckpointError
 from shared_core.files.journal import begin_list
 
-RECIPES = {
-    "prune": {"sparsity": 0.5, "begin": 1, "end": 7, "every": 2},
-    "qat": {"scheme": "int8", "begin": 2, "ema_constant": 0.3},
-    "distill": {"temperature": 3.0, "alpha": 0.3},
-    "loss_scale": {"kind": "dynamic", "init_scale": 2.0**20, "growth_interval": 2},
-    "soup": {"kind": "greedy", "metric": "eval_loss"},
-}
-
-
-@pytest.fixture
-def recipe(make, tmp_path):
-    def recipe(keys):
-        teacher = {"teacher": make.teacher(tmp_path / "teacher")}
-        return {key: {**RECIPES[key], **(teacher if key == "distill" else {})} for key in keys}
-
-    return recipe
-
-
-def snapshot(trainer):
-    """All that training changed, as bits."""
-    inner = trainer.optimizer.optimizer
-    moments = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
-    return [*trainer.model.state_dict().values(), *moments, torch.get_rng_state()]
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("keys", [*([key] for key in RECIPES), list(RECIPES)], ids=lambda keys: "+".join(keys))
-@pytest.mark.parametrize("stop", [2, 3, 5])
-def test_resume_is_exact(make, recipe, tmp_path, keys, stop):
-    # ten examples, batches of 2, windows of 2: an epoch is 3 steps, so these stops lie at an edge and inside
-    settings = {
-        "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
-    }  # fmt: skip
-    data = make.examples(10)
-
-    def build(folder):
-        trainer = make.trainer(tmp_path / folder, model=make.classifier(), data=data, **settings)
-        return trainer, attach(trainer, recipe(keys))
-
-    straight, whole = build("straight")
-    straight.train()
-    stopped, _ = build("stopped")
-    shutil.copytree(tmp_path / "straight" / f"checkpoint-{stop}", tmp_path / "stopped" / f"checkpoint-{stop}")
-    for earlier in range(1, stop):  # the soup wants the checkpoints of the first part as well
-        shutil.copytree(tmp_path / "straight" / f"checkpoint-{earlier}", tmp_path / "stopped" / f"checkpoint-{earlier}")
-    stopped.train(resume_from_checkpoint=True)
-    for expected, found in zip(snapshot(straight), snapshot(stopped), strict=True):
-        assert torch.equal(expected, found)
-    for step in range(stop + 1, 9):
-        saved = [
-            load_file(tmp_path / run / f"checkpoint-{step}" / "model.safetensors") for run in ("straight", "stopped")
-        ]
-        assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
-    states = [load_state(tmp_path / run / "checkpoint-8") for run in ("straight", "stopped")]
-    assert_same(*states)
-    assert whole.receipt()["steps"]["applied"] == load_state(tmp_path / "stopped" / "checkpoint-8")["step"]
-
-
-def assert_same(first, second):
-    if isinstance(first, dict):
-        assert first.keys() == second.keys()
-        for key in first:
-            if not key.endswith("seconds"):
-                assert_same(first[key], second[key])
-    elif isinstance(first, torch.Tensor):
-        assert torch.equal(first, second)
-    else:
-        assert first == second
+PRUNE = {"prune": {"sparsity": 0.5, "begin": 1, "end": 7, "every": 2}}
 
 
 @pytest.fixture
 def stopped(make, tmp_path):
     """A pruned run that saved at steps 2 and 4 of 8."""
     trainer = make.trainer(tmp_path / "run", save_strategy="steps", save_steps=2)
-    attach(trainer, {"prune": RECIPES["prune"]})
+    attach(trainer, PRUNE)
     trainer.train()
     for step in (6, 8):
         shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
 
     def fresh(recipe=None):
         trainer = make.trainer(tmp_path / "run", save_strategy="steps", save_steps=2)
-        return trainer, attach(trainer, {"prune": RECIPES["prune"]} if recipe is None else recipe)
+        return trainer, attach(trainer, PRUNE if recipe is None else recipe)
 
     return tmp_path / "run", fresh
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("name", "spoil"),
-    [
-        ("model.safetensors", lambda file: file.write_bytes(file.read_bytes()[:-100])),
-        ("model.safetensors", lambda file: file.write_bytes(b"")),
-        ("model.safetensors", lambda file: file.write_bytes(pickle.dumps({"weight": 1}))),
-        ("optimizer.pt", lambda file: file.write_bytes(file.read_bytes()[:-100])),
-        ("trainer_state.json", lambda file: file.write_text(file.read_text()[:50])),
-        ("trainer_state.json", lambda file: file.unlink()),
-        (STATE_FILE, lambda file: file.write_bytes(file.read_bytes()[:-10])),
-        (STATE_FILE, lambda file: file.unlink()),
-    ],
-)
-def test_a_damaged_newest_checkpoint_falls_back_and_an_explicit_one_is_refused(stopped, name, spoil):
-    run, fresh = stopped
-    spoil(run / "checkpoint-4" / name)
-    trainer, _ = fresh()
-    before = [value.clone() for value in trainer.model.state_dict().values()]
-    with pytest.raises(CheckpointError, match="checkpoint-4"):
-        trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
-    assert all(map(torch.equal, before, trainer.model.state_dict().values()))
-    trainer, session = fresh()
-    trainer.train(resume_from_checkpoint=True)
-    assert trainer.state.global_step == 8
-    (note,) = [note for note in session.receipt()["notes"] if "checkpoint-4" in note]
-    assert "checkpoint-2 instead" in note
 
 
 def _made_only(folder):
@@ -210,35 +112,9 @@ def test_which_files_others_may_replace(tmp_path):
     assert not any(_is_replaced(tmp_path, name) for name in ("optimizer.pt", "models.safetensors", "rng_state.pth"))
 
 
-def test_swapped_layers_go_on_from_the_checkpoint_and_are_trained(make, tmp_path):
-    settings = {"save_strategy": "steps", "save_steps": 4}
-    recipe = {"qat": {"scheme": "int8", "begin": 1}}
-    first = make.trainer(tmp_path, **settings)
-    attach(first, recipe)
-    first.train()
-    shutil.rmtree(tmp_path / "checkpoint-8")
-    saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
-
-    second = make.trainer(tmp_path, model=make.classifier(seed=77), **settings)
-    attach(second, recipe)
-    seen = {}
-
-    class Look(type(second.callback_handler.callbacks[0]).__mro__[1]):
-        def on_step_begin(self, args, state, control, model=None, **kwargs):
-            seen.setdefault("weights", {name: value.clone() for name, value in model.state_dict().items()})
-            seen.setdefault("classes", {type(module).__name__ for module in model.modules()})
-
-    second.add_callback(Look())
-    second.train(resume_from_checkpoint=True)
-    assert "Linear" not in seen["classes"]
-    assert all(torch.equal(seen["weights"][name], saved[name]) for name in saved)
-    latent = load_file(tmp_path / "checkpoint-8" / "model.safetensors")
-    assert not torch.equal(latent["classifier.weight"], saved["classifier.weight"])
-
-
 def test_training_again_starts_afresh_and_resume_works_after_the_end(make, tmp_path):
     trainer = make.trainer(tmp_path, save_strategy="steps", save_steps=4)
-    session = attach(trainer, {"prune": RECIPES["prune"], "loss_scale": {"kind": "dynamic"}})
+    session = attach(trainer, {**PRUNE, "loss_scale": {"kind": "dynamic"}})
     trainer.train()
     assert session.is_finished
     assert session.receipt()["steps"]["applied"] == 8

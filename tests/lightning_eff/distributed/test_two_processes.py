@@ -4,7 +4,7 @@ import pytest
 import torch
 from two_ranks import run_two_ranks
 
-SCRIPT = Path(__file__).parents[1] / "support" / "trainers" / "lightning_ddp.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "trainers" / "lightning_ddp.py"
 
 
 def test_both_ranks_agree_and_resume_exactly(tmp_path):

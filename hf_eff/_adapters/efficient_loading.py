@@ -1,0 +1,26 @@
+"""FSDP that fills a sharded model from its state dict, beside techniques whose state is not all there."""
+
+from __future__ import annotations
+
+from hf_eff._adapters.adapter import Adapter
+from shared_core.errors import CompatibilityError
+
+
+class EfficientLoading(Adapter):
+    """Refuses `cpu_ram_efficient_loading` for adapters and learned ranges."""
+
+    def check(self) -> None:
+        """Refuse it.
+
+        Raises:
+            CompatibilityError: Names the technique.
+        """
+        recipe, plugin = self.session.recipe, getattr(self._trainer.accelerator.state, "fsdp_plugin", None)
+        beside = {"lora": "merged weights and no adapters"} if "lora" in recipe else {}
+        if "qat" in recipe and recipe["qat"].to_dict()["range"] in ("lsq", "lsq_plus", "pact"):
+            beside["qat with learned ranges"] = "weights and no ranges"
+        for key, held in beside.items() if getattr(plugin, "cpu_ram_efficient_loading", False) else ():
+            raise CompatibilityError(
+                f"hf: {key} needs cpu_ram_efficient_loading false in fsdp_config: accelerate would fill the sharded "
+                f"model from its state dict, which holds {held}"
+            )

@@ -1,0 +1,52 @@
+"""A method of one object, replaced for a while and put back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+class Wrapped:
+    """Stands in for ``owner.name`` and calls ``around(method, *args, **kwargs)`` until `undo`.
+
+    A copied or pickled owner gets its plain method back: what is around it belongs to this owner alone.
+
+    Args:
+        owner: The object, not its class, whose method is replaced.
+        name: The method, a subclass's own included; `method` stays there for who wants it alone.
+        around: What is called instead, with the original method first.
+        keep_signature: Whether code that looks at signatures should see the original's. In Lightning it then also takes
+            the method for the original, so not for methods that count as overridden once they are replaced.
+    """
+
+    def __init__(self, owner: Any, name: str, around: Callable[..., Any], *, keep_signature: bool = False) -> None:
+        self._owner, self._name, self._around = owner, name, around
+        self._was_on_instance, self.method = name in vars(owner), getattr(owner, name)
+        if keep_signature:
+            functools.update_wrapper(self, self.method, updated=())
+            # Lightning unwraps once only, so the innermost function must be the first that it meets.
+            self.__wrapped__ = getattr(self.method, "__wrapped__", self.method)
+        self.__code__ = type(self).__call__.__code__  # Lightning compares it to see whether a hook is overridden
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what surrounds the method, or the method itself once undone."""
+        return self._around(self.method, *args, **kwargs)
+
+    def undo(self) -> None:
+        """Put the method back. Under a wrapper that came later, only pass through from now on."""
+        self._around = _pass_through
+        if vars(self._owner).get(self._name) is not self:
+            return
+        if self._was_on_instance:
+            setattr(self._owner, self._name, self.method)
+        else:
+            delattr(self._owner, self._name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._owner, self._name)
+
+
+def _pass_through(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return method(*args, **kwargs)

@@ -1,0 +1,146 @@
+"""Modules that decide themselves when optimizers step, layers get a shape and callbacks are made; compiled ones."""
+
+import pytest
+import torch
+from lightning_world import (
+    BOTH,
+    difference,
+    everything,
+    fit,
+    hook_callback,
+    loader,
+    make_module,
+    make_trainer,
+    module_class,
+)
+from torch import nn
+
+from lightning_eff import EffCallback, Pruning
+from shared_core.errors import TrainingError
+
+
+class EverySecondBatch(module_class(BOTH[0])):
+    """Accumulates as Lightning's documentation of `optimizer_step` shows it."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+def test_batches_without_a_step_are_not_skipped_steps_and_schedules_move_as_without_us(tmp_path):
+    def trained(recipe):
+        callback = EffCallback(recipe)
+        trainer = make_trainer(tmp_path, callbacks=[callback])
+        torch.manual_seed(0)
+        module = EverySecondBatch()
+        fit(trainer, module)
+        return callback, everything(trainer, module)
+
+    _, bare = trained({})
+    callback, ours = trained({"activations": {"pack": "exact", "min_size": 1}})
+    assert callback.receipt["steps"] == {"applied": 9, "skipped": 0, "planned": 18}
+    assert difference(bare, ours) == []
+
+
+def test_lazy_layers_are_told_to_be_made_first(tmp_path):
+    class Lazy(module_class(BOTH[0])):
+        def __init__(self):
+            super().__init__()
+            self.net[0] = nn.LazyLinear(16)
+
+    def trained(module):
+        callback = EffCallback({"prune": {"sparsity": 0.5}})
+        fit(make_trainer(tmp_path, callbacks=[callback], max_epochs=1), module)
+        return callback.receipt["techniques"]["prune"]["sparsity"]
+
+    with pytest.raises(TrainingError, match=r"got none for net\.0\.weight, net\.0\.bias of lazy layers; pass a batch"):
+        trained(Lazy())
+    made = Lazy()
+    made(torch.randn(2, 8))
+    assert trained(made) == 0.5
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, torch.optim.AdamW])
+def test_dead_gradients_move_no_live_weight_where_nothing_is_clipped(optimizer, tmp_path):
+    def trained(zeroed):
+        module = make_module(dropout=0.0)
+        module.configure_optimizers = lambda: optimizer(module.parameters(), lr=0.01)
+        if zeroed:
+            for weight in (weight for weight in module.parameters() if weight.ndim > 1):
+                weight.register_hook(lambda gradient, weight=weight: gradient.masked_fill(weight == 0, 0.0))
+        prune = Pruning(sparsity=0.5, begin=0, schedule="one_shot")
+        fit(make_trainer(tmp_path, callbacks=[prune]), module)
+        return [weight.detach() for weight in module.parameters() if weight.ndim > 1]
+
+    for weight, other in zip(trained(False), trained(True), strict=True):
+        assert torch.equal(weight, other)
+        assert (weight == 0).float().mean() > 0.3
+
+
+def test_what_was_pruned_stays_pruned_under_a_new_callback(tmp_path):
+    kept = EffCallback({"prune": {"sparsity": 0.5}})
+
+    class MakesNew(module_class(BOTH[0])):
+        def configure_callbacks(self):
+            return [EffCallback({"prune": {"sparsity": 0.5}})]
+
+    class Keeps(module_class(BOTH[0])):
+        def configure_callbacks(self):
+            return [kept]
+
+    def trained(kind):
+        torch.manual_seed(0)
+        module = kind()
+        trainer = make_trainer(tmp_path, BOTH[0], max_epochs=1)
+        fit(trainer, module)
+        mask = module.net[0].weight == 0
+
+        def check(trainer):
+            assert (module.net[0].weight[mask] == 0).all()
+
+        trainer.callbacks.append(hook_callback(BOTH[0], on_train_batch_end=check))
+        trainer.fit_loop.max_epochs = 2
+        fit(trainer, module)
+        (callback,) = [one for one in trainer.callbacks if isinstance(one, EffCallback)]
+        assert (callback is kept) == (kind is Keeps)
+        assert callback.receipt["steps"]["applied"] == 12
+        return everything(trainer, module)
+
+    assert difference(trained(MakesNew), trained(Keeps)) == []
+
+
+@pytest.mark.parametrize("max_epochs", [1, 2])
+def test_another_module_is_refused_by_a_trainer_that_has_trained(max_epochs, tmp_path):
+    callback = EffCallback({"prune": {"sparsity": 0.5, "begin": 0, "schedule": "one_shot"}})
+    trainer, first, second = make_trainer(tmp_path, max_epochs=1, callbacks=[callback]), make_module(), make_module()
+    fit(trainer, first)
+    trainer.fit_loop.max_epochs = max_epochs
+    with pytest.raises(TrainingError, match="must go on with the module that this Trainer has trained"):
+        fit(trainer, second)
+    assert all(
+        torch.equal(weight, other)
+        for weight, other in zip(second.parameters(), make_module().parameters(), strict=True)
+    )
+
+    trainer.fit_loop.max_epochs = 2
+    fit(trainer, first)  # the one that it has trained trains on
+    assert callback.receipt["steps"]["applied"] == 12
+    fit(make_trainer(tmp_path, max_epochs=1, callbacks=[callback]), second)
+    assert callback.receipt["steps"]["applied"] == 6
+    for module in (first, second):
+        assert sum((module.net[index].weight == 0).sum() for index in (0, 4)) == (8 * 16 + 16 * 4) // 2
+
+
+@pytest.mark.parametrize("options", [{"teacher": "ema"}, {"teacher": "mutual", "peers": 2}])
+def test_a_copy_of_the_student_computes_with_its_own_weights(options, tmp_path):
+    def trained(compiles):
+        module = make_module(dropout=0.0)
+        module.log = lambda *args, **kwargs: None  # which dynamo does not trace
+        trainer = make_trainer(tmp_path, callbacks=[EffCallback({"distill": options})], max_epochs=1)
+        compiled = torch.compile(module, backend="eager") if compiles else module
+        fit(trainer, compiled, train=loader(drop_last=True))
+        return everything(trainer, module)
+
+    assert difference(trained(False), trained(True)) == []
