@@ -114,7 +114,11 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def packed_size(shape: Sequence[int]) -> int:
-    """Return how many bytes `pack_bits` makes of a mask of this shape."""
+    """Return how many bytes `pack_bits` makes of a mask.
+
+    Args:
+        shape: The mask's.
+    """
     return -(-math.prod(shape) // 8)
 
 

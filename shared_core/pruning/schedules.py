@@ -92,6 +92,8 @@ def _progress(step: int, begin: int, end: int) -> float:
 def one_shot_sparsity(step: int, *, begin: int, end: int, initial: float, final: float) -> float:
     """Return `final` from `begin` on, `initial` before; `end` plays no part.
 
+    Args: As of `linear_sparsity`.
+
     Example:
         >>> one_shot_sparsity(10, begin=10, end=10, initial=0.0, final=0.8)
         0.8
@@ -125,6 +127,8 @@ def cubic_sparsity(step: int, *, begin: int, end: int, initial: float, final: fl
     pruned while the network has weights to spare, little when it has few (Zhu and Gupta 2017,
     arXiv:1710.01878, equation 1).
 
+    Args: As of `linear_sparsity`.
+
     Example:
         >>> cubic_sparsity(50, begin=0, end=100, initial=0.0, final=0.8)
         0.7000000000000001
@@ -139,6 +143,8 @@ def cosine_sparsity(step: int, *, begin: int, end: int, initial: float, final: f
 
     ``s = s_f + (s_0 - s_f)(1 + cos πτ)/2`` with ``τ = (step - begin) / (end - begin)`` clamped to [0, 1].
 
+    Args: As of `linear_sparsity`.
+
     Example:
         >>> round(cosine_sparsity(50, begin=0, end=100, initial=0.0, final=0.8), 12)
         0.4
@@ -150,6 +156,8 @@ def exponential_sparsity(step: int, *, begin: int, end: int, initial: float, fin
     """Return a sparsity whose remaining share shrinks by the same factor every step.
 
     ``1 - s = (1 - s_0)·((1 - s_f) / (1 - s_0))^τ`` with ``τ = (step - begin) / (end - begin)`` clamped to [0, 1].
+
+    Args: As of `linear_sparsity`.
 
     Example:
         >>> exponential_sparsity(50, begin=0, end=100, initial=0.0, final=0.75)
@@ -167,6 +175,8 @@ def iterative_sparsity(step: int, *, begin: int, end: int, initial: float, final
 
     With n updates (at ``begin``, each `every` steps, and at ``end``) the remaining share after update j of n is
     ``(1 - s_0)·((1 - s_f) / (1 - s_0))^(j/n)`` (iterative pruning, Han et al. 2015, arXiv:1506.02626).
+
+    Args: As of `linear_sparsity`; `every`: steps between two updates, at least 1.
 
     Example:
         >>> [iterative_sparsity(step, begin=0, end=10, initial=0.0, final=0.75, every=10) for step in (0, 9, 10)]

@@ -122,7 +122,8 @@ def lsq_grad_scale(shape: Sequence[int], qmax: int, axis: int | None = None, *, 
             raise ConfigError(f"{where}: axis 0 of an activation must hold its examples, got shape {tuple(shape)}")
         shared -= {0}
     # an empty tensor has an empty gradient; any factor will do
-    return 1.0 / math.sqrt(max(1, math.prod(shape[dim] for dim in shared)) * qmax)
+    # a list: torch.compile takes no generator (torch 2.13)
+    return 1.0 / math.sqrt(max(1, math.prod([shape[dim] for dim in shared])) * qmax)
 
 
 def lsq_init_scale(x: Tensor, qmax: int, axis: int | None = None) -> Tensor:

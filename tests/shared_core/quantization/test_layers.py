@@ -242,3 +242,19 @@ def test_compiled_training_equals_eager_without_recompiling_each_step():
     assert eager.technique.ranges() == compiled.technique.ranges()
     for a, b in zip(eager.model.parameters(), compiled.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["lsq", "lsq_plus"])
+def test_learned_ranges_compile_without_graph_breaks(name):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    eager, compiled = (Run(small_net(), begin=1, range=name) for _ in range(2))
+    counter = CompileCounterWithBackend("eager")
+    compiled.model.compile(backend=counter, fullgraph=True)
+    for batch in batches(3):
+        eager.step(batch)
+        compiled.step(batch)
+    assert counter.frame_count <= 4
+    for a, b in zip(eager.model.parameters(), compiled.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
