@@ -1,6 +1,7 @@
 """What holds for every test."""
 
 import gc
+import os
 import random
 import sys
 from collections import defaultdict
@@ -10,6 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+# Triton settles at its import, in whichever test, whether it interprets: yes, unless a GPU run says TRITON_INTERPRET=0
+os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 MANY_MODULES = 200
 _modules = 0
 

@@ -28,7 +28,7 @@ from shared_core.errors import (
     MissingExtraError,
     TrainingError,
 )
-from shared_core.numerics.running_average import move_towards_
+from shared_core.modules.running_average import move_towards_
 
 TeacherDtype = Literal["as_saved", "float32", "bfloat16", "float16", "int8", "nf4"]
 

@@ -95,7 +95,7 @@ def prune_masks(scores: Sequence[Tensor], sparsity: float, most: Sequence[int] |
         for i in over:
             limits[i] = max(limits[i], min(int(scores[i].eq(-torch.inf).count_nonzero()), sizes[i] - 1))
             masks[i] = _masks([scores[i]], limits[i])[0]
-            left -= limits[i]
+            left = max(left - limits[i], 0)  # what is pruned already may be more than all were to give
         competing = [i for i in competing if i not in over]
     return [masks[i] for i in range(len(sizes))]
 

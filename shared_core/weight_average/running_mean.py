@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shared_core.numerics.running_average import move_towards_
+from shared_core.modules.running_average import move_towards_
 
 
 def ema_decay(decay: float, num_updates: int, *, warmup: bool = True) -> float:

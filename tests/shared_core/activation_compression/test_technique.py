@@ -5,6 +5,7 @@ import torch
 from plain_loop import begun_session
 from torch import nn
 
+from shared_core.activation_checkpointing import CheckpointingConfig
 from shared_core.activation_compression import ActivationsConfig
 from shared_core.engine import compatibility
 from shared_core.engine.session import Session
@@ -104,7 +105,7 @@ def test_options_that_do_nothing_are_refused():
 
 def test_rounding_and_checkpointing_are_refused_together():
     for pack, refused in (("exact", False), ("int8", True), ("bf16", True)):
-        recipe = {"activations": ActivationsConfig(pack=pack), "checkpointing": None}
+        recipe = {"activations": ActivationsConfig(pack=pack), "checkpointing": CheckpointingConfig(policy="block")}
         if refused:
             with pytest.raises(CompatibilityError, match=f"activations with pack {pack} cannot be combined with check"):
                 compatibility.check(recipe)

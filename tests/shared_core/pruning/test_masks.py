@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from eff_kernels import pruning as kernels
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.utils import prune as torch_prune
 
@@ -72,6 +72,7 @@ def test_prune_mask_equals_a_full_sort(data, sparsity, dtype, pieces):
     pieces=st.booleans(),
     share=st.floats(0, 1),
 )
+@example(data=[[-math.inf] * 4, [-math.inf] * 3], sparsity=1.0, dtype=torch.float32, pieces=False, share=0.15)
 def test_prune_masks_equal_a_full_sort_with_the_best_of_each_protected(data, sparsity, dtype, pieces, share):
     scores = [torch.tensor(items, dtype=dtype) for items in data]
     most = [round(share * len(items)) for items in data]
