@@ -51,6 +51,9 @@ def api_page(package: str) -> str:
     tree = ast.parse(_file(package).read_text(encoding="utf-8"))
     lines = [f"# {package}", "", ast.get_docstring(tree) or "", ""]
     for home in public_names(package):
+        if home.rpartition(".")[0] in {*PACKAGES} - {package}:  # it stands on that page
+            lines += [f"[`{home}`][]", ""]
+            continue
         lines += [f"::: {home}", *_options(package), ""]
         if key := _technique_of(home):
             config = REGISTRY[key].config_name
