@@ -1,1 +1,1 @@
-"""What the Trainer must do for one technique, or around trainers of another library; drivers ask whoever is here."""
+"""What the Trainer must do for a technique, or for a trainer of another library: a module each; drivers call all."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from hf_eff._adapters.adapter import Adapter
 from shared_core.errors import CompatibilityError
 
@@ -15,9 +18,10 @@ class EfficientLoading(Adapter):
         Raises:
             CompatibilityError: Names the technique.
         """
-        recipe, plugin = self.session.recipe, getattr(self._trainer.accelerator.state, "fsdp_plugin", None)
+        recipe: Mapping[str, Any] = self.session.recipe
+        plugin = getattr(self._trainer.accelerator.state, "fsdp_plugin", None)
         beside = {"lora": "merged weights and no adapters"} if "lora" in recipe else {}
-        if "qat" in recipe and recipe["qat"].to_dict()["range"] in ("lsq", "lsq_plus", "pact"):
+        if "qat" in recipe and recipe["qat"].learns_ranges:
             beside["qat with learned ranges"] = "weights and no ranges"
         for key, held in beside.items() if getattr(plugin, "cpu_ram_efficient_loading", False) else ():
             raise CompatibilityError(

@@ -1,1 +1,1 @@
-"""What a Lightning Trainer must do for one technique; drivers ask whoever is here."""
+"""What a Lightning Trainer must do for a technique: a module each; drivers call all."""

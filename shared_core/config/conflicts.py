@@ -21,7 +21,7 @@ RUN_ENVIRONMENTS = {
     "pruning_callback": "Lightning's ModelPruning",
     "trainer_checkpointing": "the trainer's own activation checkpointing",
 }
-"""What a front end reports of a run, and how messages call it."""
+"""Key of each run environment that a front end can report, and its name in messages."""
 
 EVERY_TECHNIQUE = {
     "data_parallel": "DataParallel replicates modules anew every forward and loses what they record; "

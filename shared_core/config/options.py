@@ -34,7 +34,7 @@ def option(default: Any = dataclasses.MISSING, *, help: str, **extra: Any) -> An
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """What a number says that a technique logs.
+    """The meaning of a number that a technique logs.
 
     Args:
         text: In one line, for the documents.
@@ -77,11 +77,11 @@ class TechniqueConfig:
     """Those of `conflicts.EVERY_TECHNIQUE` in which this technique works all the same."""
 
     figures: ClassVar[Mapping[str, Figure]] = {}
-    """What `metrics` logs, by the part of the name behind ``<key>/``."""
+    """What `metrics` logs, by name, without ``<key>/``."""
     logs_nothing: ClassVar[str] = ""
     """Why there are no figures."""
     memory: ClassVar[str] = "not counted: the technique does not say what it needs"
-    """What `memory_costs` says where it counts nothing."""
+    """The reason that `memory_costs` gives where it counts no bytes."""
     counts_logits: ClassVar[bool] = False
     """Whether `memory_costs` goes by the model's vocabulary, and not by the parameters that the technique touches."""
 
@@ -94,7 +94,7 @@ class TechniqueConfig:
         yield from ()
 
     def remarks(self, recipe: Mapping[str, Any]) -> Iterator[str]:
-        """Yield a line for each combination that is allowed and yet has to be told to the user."""
+        """Yield a line for each combination that is allowed and that the user must know about."""
         yield from ()
 
     def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:

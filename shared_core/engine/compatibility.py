@@ -43,7 +43,7 @@ def is_allowed(first: str, second: str, recipe: Mapping[str, Any]) -> bool:
 
 
 def remarks(recipe: Mapping[str, Any]) -> list[str]:
-    """Return what is allowed and yet has to be told: a line each, for the user and the receipt."""
+    """Return a line for each combination that is allowed and that the user must know about; the receipt keeps them."""
     return [line for config in recipe.values() for line in config.remarks(recipe)]
 
 

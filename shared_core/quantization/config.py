@@ -133,6 +133,11 @@ class QatConfig(OverridableConfig):
             raise self._error("rounding", f"must be nearest with scheme={self.scheme} and range={self.range}")
 
     @property
+    def learns_ranges(self) -> bool:
+        """Whether training learns the ranges with the weights, in place of observing them."""
+        return self.range in ("lsq", "lsq_plus", "pact")
+
+    @property
     def observes_activations(self) -> bool:
         """Whether layers may have ranges of their inputs, which other weights need anew."""
         others = self.override_options()
@@ -149,7 +154,7 @@ class QatConfig(OverridableConfig):
                 "apply_ranges puts quantisers back into these"
             )
         for key in averages:
-            if self.range in ("lsq", "lsq_plus", "pact"):
+            if self.learns_ranges:
                 yield (
                     f"qat with range {self.range} cannot be combined with {key}: the average of weights has no learned "
                     "scales of its own; use an observed range, such as ema, which is estimated anew for it"

@@ -17,6 +17,7 @@ _SMALLER_IS_BETTER = frozenset({
 _GREEDY: dict[str, Any] = {"only_with": {"kind": ("greedy",)}}
 
 
+TWO_AVERAGES = "each would put its own weights into the model for validation; keep one of them"
 _SOUP_MODELS = 2.4  # measured, see shared_core/soup/README.md
 # Masks, clusters, copies and quantisers that belong to single parameters.
 _HOLD_WEIGHTS = ("primary_weights", "prune", "cluster", "qat", "fp8")
@@ -37,7 +38,7 @@ class SoupConfig(TechniqueConfig):
     # it evaluates through live masks and quantisers; checkpoints hold merged adapters
     finishes_after: ClassVar[tuple[str, ...]] = ("lora",)
     conflicts: ClassVar[Mapping[str, str]] = {
-        "averaging_callback": "each would put its own weights into the model for validation; keep one of them",
+        "averaging_callback": TWO_AVERAGES,
         "deepspeed": DEEPSPEED,
         "fsdp1": "candidates are whole models; soup the saved checkpoints with `eff soup` instead",
     }
@@ -93,11 +94,7 @@ class SoupConfig(TechniqueConfig):
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""
-        if self.bn_batches and "manual_optimization" in environment:
-            yield (
-                f"{self.key} with bn_batches cannot be combined with {RUN_ENVIRONMENTS['manual_optimization']}: "
-                "statistics are estimated by training_step, which steps the optimizer; leave bn_batches at 0"
-            )
+        yield from refuse_estimates(self, environment)
         if {"peft", "fsdp2"} <= {*environment}:
             yield (
                 f"soup of {RUN_ENVIRONMENTS['peft']} cannot be combined with {RUN_ENVIRONMENTS['fsdp2']}: averages of "
@@ -127,3 +124,17 @@ def larger_is_better(metric: str) -> bool:
     """
     words = re.split(r"[^a-z0-9]+", metric.lower())
     return not any(word in _SMALLER_IS_BETTER or word.endswith("loss") for word in words)
+
+
+def refuse_estimates(config: Any, environment: Collection[str]) -> Iterator[str]:
+    """Yield that no batches can be run for statistics of batch norm where `training_step` steps the optimizer itself.
+
+    Args:
+        config: Of a technique with the option `bn_batches`.
+        environment: Keys of `RUN_ENVIRONMENTS` that hold.
+    """
+    if config.bn_batches and "manual_optimization" in environment:
+        yield (
+            f"{config.key} with bn_batches cannot be combined with {RUN_ENVIRONMENTS['manual_optimization']}: "
+            "statistics are estimated by training_step, which steps the optimizer; leave bn_batches at 0"
+        )

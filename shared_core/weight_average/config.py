@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from shared_core.config.conflicts import FSDP1, RUN_ENVIRONMENTS
+from shared_core.config.conflicts import FSDP1
 from shared_core.config.model_shape import Cost, ModelShape, PlannedRun
 from shared_core.config.options import Figure, TechniqueConfig, option
 from shared_core.config.training_time import Position
+from shared_core.soup.config import TWO_AVERAGES, refuse_estimates
 
 _EMA: dict[str, Any] = {"only_with": {"kind": ("ema",)}}
 _BEGIN: dict[str, Position] = {"ema": 0, "swa": 0.75, "last_k": 0}
@@ -29,7 +30,7 @@ class AverageConfig(TechniqueConfig):
 
     finishes_after: ClassVar[tuple[str, ...]] = ("distill", "loss_scale", "dp", "comm")
     conflicts: ClassVar[Mapping[str, str]] = {
-        "averaging_callback": "each would put its own weights into the model for validation; keep one of them",
+        "averaging_callback": TWO_AVERAGES,
         "deepspeed": "DeepSpeed keeps the weights in parts of its own; use DDP or FSDP version 2",
         "fsdp1": FSDP1,
     }
@@ -69,11 +70,7 @@ class AverageConfig(TechniqueConfig):
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:
         """Yield a line for each combination that these options rule out."""
-        if self.bn_batches and "manual_optimization" in environment:
-            yield (
-                f"{self.key} with bn_batches cannot be combined with {RUN_ENVIRONMENTS['manual_optimization']}: "
-                "statistics are estimated by training_step, which steps the optimizer; leave bn_batches at 0"
-            )
+        yield from refuse_estimates(self, environment)
 
     def memory_costs(self, shape: ModelShape, run: PlannedRun) -> list[Cost]:
         """Return the bytes of the averages."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -226,3 +227,16 @@ def eval_examples() -> list[dict[str, Tensor]]:
 
 
 PAIRS = [pair for pair in itertools.combinations(EVERYTHING, 2) if not is_refused(*pair)]
+
+PRUNE = {"prune": {"sparsity": 0.6, "begin": 1, "end": 6, "every": 1, "schedule": "linear", "criterion": "random"}}
+REACHED_AT = pytest.mark.parametrize(
+    ("recipe", "first"),
+    [
+        (PRUNE, 6),
+        ({"cluster": {"bits": 2, "begin": 5, "min_size": 64}}, 5),
+        ({"average": {"kind": "swa", "begin": 4}}, 4),
+        ({"qat": {"scheme": "int8", "begin": 3, "freeze_observers": 6}}, 6),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+"""Recipes of `NUM_STEPS` steps with the first step after which the model holds what they ask for."""

@@ -134,7 +134,7 @@ def quantize_with_report(
     check_model(model, WHERE)
     # a kept quantiser would not be baked; `apply_ranges` makes the layers anew
     config = dataclasses.replace(as_config(config), keep=False)
-    if config.range in ("lsq", "lsq_plus", "pact"):
+    if config.learns_ranges:
         raise ConfigError(f"{WHERE}: range must be observed, got {config.range!r}, which training learns; use mse")
     if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 1:
         raise ConfigError(f"{WHERE}: num_batches must be a whole number of at least 1, got {num_batches!r}")

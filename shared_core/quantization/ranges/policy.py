@@ -445,7 +445,7 @@ class ClippedLearnedRanges(LearnedRanges, ClippedRanges):
 
 def make_policy(config: QatConfig, schemes: Mapping[str, LayerScheme]) -> ObservedRanges:
     """Return the range policy that a config asks for, for layers that are quantised like this."""
-    learns, clips = config.range in ("lsq", "lsq_plus", "pact"), config.clip_gelu is not None
+    learns, clips = config.learns_ranges, config.clip_gelu is not None
     kinds = {
         (False, False): ObservedRanges,
         (False, True): ClippedRanges,

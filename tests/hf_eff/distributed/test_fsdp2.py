@@ -1,17 +1,15 @@
 """FSDP2 in the Trainer: sharded weights train, save and resume like whole ones, and flags that do nothing are told."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from fsdp2_runs import assert_two_trained_what_one_did, run_by_one_and_by_two
+from fsdp2_runs import assert_second_round_replays, assert_two_trained_what_one_did, run_by_one_and_by_two
 
 from hf_eff._checkpoints import newest_whole
 from shared_core.checkpoint_formats import open_ingredient
 from shared_core.engine.state_file import load_state
-from shared_core.lottery_ticket import read_ticket
 from shared_core.soup import save_soup, uniform_soup
 
 pytestmark = pytest.mark.slow  # tests/promises/test_sharded.py has the same of a plain loop
@@ -143,14 +141,7 @@ def test_flags_that_do_not_shard_are_refused(runs):
 
 
 def test_a_second_round_replays_the_first_bit_for_bit(runs):
-    told = json.loads((runs["folder"] / "second" / "round.json").read_text())
-    assert told["replay"] == "bit-equal"
-    one, two = (
-        read_ticket(runs["folder"].parent / number / "second" / "ticket.safetensors") for number in ("one", "two")
-    )
-    assert all(torch.equal(mask, two.masks[name]) for name, mask in one.masks.items())
-    found = runs["ranks"][0]["ticket"]
-    assert sum(int((found[name] == 0).sum()) for name in two.masks) == two.numel - told["kept"] > 0
+    assert_second_round_replays(runs)
 
 
 def test_a_run_writes_one_receipt(runs):

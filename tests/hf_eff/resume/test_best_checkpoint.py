@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 from promise_drivers import hf_trainer
+from promise_table import PRUNE, REACHED_AT
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_every": 1}
-PRUNE = {"prune": {"sparsity": 0.6, "begin": 1, "end": 6, "every": 1, "schedule": "linear", "criterion": "random"}}
 
 
 class Worsens(TrainerCallback):
@@ -60,16 +60,7 @@ def logged(trainer, step):
     )
 
 
-@pytest.mark.parametrize(
-    ("recipe", "first"),
-    [
-        (PRUNE, 6),
-        ({"cluster": {"bits": 2, "begin": 5, "min_size": 64}}, 5),
-        ({"average": {"kind": "swa", "begin": 4}}, 4),
-        ({"qat": {"scheme": "int8", "begin": 3, "freeze_observers": 6}}, 6),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
+@REACHED_AT
 def test_the_best_is_the_first_that_holds_what_was_asked_for(recipe, first, tmp_path):
     trainer, receipt, evaluations = train(recipe, tmp_path, Worsens(), **BEST)
     assert trainer.state.best_global_step == first

@@ -1,14 +1,12 @@
 """FSDP2 in Lightning (ModelParallelStrategy): sharded weights train, save and resume like whole ones."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from fsdp2_runs import assert_two_trained_what_one_did, run_by_one_and_by_two
+from fsdp2_runs import assert_second_round_replays, assert_two_trained_what_one_did, run_by_one_and_by_two
 
 from shared_core.checkpoint_formats import open_ingredient
-from shared_core.lottery_ticket import read_ticket
 from shared_core.soup import save_soup, uniform_soup
 
 pytestmark = pytest.mark.slow  # tests/promises/test_sharded.py has the same of a plain loop
@@ -109,14 +107,7 @@ def test_what_is_not_proven_on_shards_is_refused(runs):
 
 
 def test_a_second_round_replays_the_first_bit_for_bit(runs):
-    told = json.loads((runs["folder"] / "second" / "round.json").read_text())
-    assert told["replay"] == "bit-equal"
-    one, two = (
-        read_ticket(runs["folder"].parent / number / "second" / "ticket.safetensors") for number in ("one", "two")
-    )
-    assert all(torch.equal(mask, two.masks[name]) for name, mask in one.masks.items())
-    found = runs["ranks"][0]["ticket"]
-    assert sum(int((found[name] == 0).sum()) for name in two.masks) == two.numel - told["kept"] > 0
+    assert_second_round_replays(runs)
 
 
 def test_a_run_writes_one_receipt(runs):

@@ -4,9 +4,9 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from promise_drivers import run_lightning
+from promise_table import PRUNE, REACHED_AT
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 
-PRUNE = {"prune": {"sparsity": 0.6, "begin": 1, "end": 6, "every": 1, "schedule": "linear", "criterion": "random"}}
 EVERY_STEP = {
     "limit_val_batches": 2,
     "val_check_interval": 1,
@@ -51,16 +51,7 @@ def steps(folder):
     return sorted(int(path.stem.split("=")[1].split("-")[0]) for path in (folder / "best").glob("step=*.ckpt"))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "first"),
-    [
-        (PRUNE, 6),
-        ({"cluster": {"bits": 2, "begin": 5, "min_size": 64}}, 5),
-        ({"average": {"kind": "swa", "begin": 4}}, 4),
-        ({"qat": {"scheme": "int8", "begin": 3, "freeze_observers": 6}}, 6),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
+@REACHED_AT
 def test_the_best_is_the_first_that_holds_what_was_asked_for(recipe, first, tmp_path):
     best = best_of(tmp_path, save_last=True)
     last = ModelCheckpoint(tmp_path / "last", every_n_train_steps=2, save_top_k=-1, filename="{step}")

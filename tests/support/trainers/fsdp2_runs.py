@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from two_ranks import run_scripts, run_two_ranks
 
 from shared_core.distributed.collectives import rank
+from shared_core.lottery_ticket import read_ticket
 
 SCALE = {"loss_scale": {"kind": "dynamic", "init_scale": 1024.0, "telemetry_every": 1, "histogram_every": 2}}
 FP8 = {recipe: {"fp8": {"recipe": recipe}} for recipe in ("tensorwise", "delayed")}
@@ -85,3 +86,15 @@ def assert_two_trained_what_one_did(runs, name):
         else:  # of what is quantised no more than a code's share of a gradient
             tolerance = 1e-4 if "qat.ranges" in alone else 1e-6
             torch.testing.assert_close(first[key].double(), value.double(), rtol=tolerance, atol=tolerance)
+
+
+def assert_second_round_replays(runs):
+    """A lottery's second round begins with its ticket, replays the first one bit for bit and prunes on."""
+    told = json.loads((runs["folder"] / "second" / "round.json").read_text())
+    assert told["replay"] == "bit-equal"
+    one, two = (
+        read_ticket(runs["folder"].parent / number / "second" / "ticket.safetensors") for number in ("one", "two")
+    )
+    assert all(torch.equal(mask, two.masks[name]) for name, mask in one.masks.items())
+    found = runs["ranks"][0]["ticket"]
+    assert sum(int((found[name] == 0).sum()) for name in two.masks) == two.numel - told["kept"] > 0
