@@ -39,13 +39,17 @@ def attach(trainer: Trainer, recipe: Recipe | Mapping[str, Any] | str | Path | N
     for adapter in Adapter.registered():
         trainer = adapter.trainer_in(trainer)
     if not isinstance(trainer, Trainer):
-        raise ConfigError(f"hf: trainer must be a transformers Trainer, got {type(trainer).__name__}; construct one")
+        raise ConfigError(
+            "hf", f"trainer must be a transformers Trainer, got {type(trainer).__name__}", "construct one"
+        )
     session_callback = session_callback_of(trainer)
     wanted = as_recipe({} if recipe is None else recipe)
     if wanted and (trainer.is_in_train or trainer.state.max_steps > 0):
         when = "trains" if trainer.is_in_train else "has trained"
         raise TrainingError(
-            f"hf: attach must come before train, got a trainer that {when}; construct another one and attach to that"
+            "hf",
+            f"attach must come before train, got a trainer that {when}",
+            "construct another one and attach to that",
         )
     args: Any = trainer.args
     flags = args.recipe if isinstance(args, EffFlags) else None

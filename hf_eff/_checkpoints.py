@@ -184,7 +184,7 @@ def newest_whole(run: Path | str) -> tuple[Path | None, dict[Path, str]]:
         damaged[folder] = reason
     if not all(map(_was_cut_short, damaged)):
         lines = "; ".join(f"{folder.name}: {reason}" for folder, reason in damaged.items())
-        raise CheckpointError(f"resume: {run} must hold a whole checkpoint, got {lines}")
+        raise CheckpointError("resume", f"{run} must hold a whole checkpoint, got {lines}")
     return None, damaged
 
 
@@ -220,8 +220,9 @@ def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) ->
         if broken := damage(Path(resume)):
             # transformers' own words first: what looks for them finds them
             raise CheckpointError(
-                f"Can't find a valid checkpoint at {resume}: it must be a whole checkpoint of a run with these "
-                f"techniques, but {broken}; resume_from_checkpoint=True goes on from the newest whole one"
+                f"Can't find a valid checkpoint at {resume}",
+                f"it must be a whole checkpoint of a run with these techniques, but {broken}",
+                "resume_from_checkpoint=True goes on from the newest whole one",
             )
         _tell_missing(Path(resume), session)
         return str(resume)
@@ -233,7 +234,7 @@ def resumed_from(resume: Any, trainer: Trainer, trial: Any, session: Session) ->
         return None
     if newest is None:
         raise CheckpointError(
-            f"No valid checkpoint found in output directory ({run}): it must hold a checkpoint to resume from"
+            f"No valid checkpoint found in output directory ({run})", "it must hold a checkpoint to resume from"
         )
     _tell_missing(newest, session)
     return str(newest)
@@ -284,7 +285,7 @@ class ModelWeights(Mapping[str, Tensor]):
         loaded, _ = _through_class(model, folder)  # without factors, which the class does not have
         unknown = next((name for name, source in self._names.items() if not source and name not in loaded), None)
         if unknown is not None:
-            raise CheckpointError(f"{folder}: weights must hold {unknown} of this model, got none; check the path")
+            raise CheckpointError(folder, f"weights must hold {unknown} of this model, got none", "check the path")
         sources, direct = dict(self._names), ingredient.tensor
         self._read = lambda name: loaded[name] if name in loaded else direct(sources[name])
         self._names = {name: name for name in state}
@@ -320,7 +321,7 @@ class ModuleWeights(Mapping[str, Tensor]):
             try:
                 module = model.get_submodule(part.module)
             except AttributeError as error:
-                raise CheckpointError(f"{folder}: modules must be those of the model, got {part.module!r}") from error
+                raise CheckpointError(folder, f"modules must be those of the model, got {part.module!r}") from error
             wrapped = [name for name, child in module.named_children() if isinstance(child, PreTrainedModel)]
             inner = wrapped[0] if len(wrapped) == 1 else ""
             weights = ModelWeights(folder / part.folder, module.get_submodule(inner))
@@ -331,7 +332,7 @@ class ModuleWeights(Mapping[str, Tensor]):
         self._places = {name: held.get(name) or tied.get(storage_key(value)) for name, value in state.items()}
         lacking = next((name for name, place in self._places.items() if place is None), None)
         if lacking is not None:
-            raise CheckpointError(f"{folder}: weights must hold {lacking} of this model, got none; check the path")
+            raise CheckpointError(folder, f"weights must hold {lacking} of this model, got none", "check the path")
 
     def __getitem__(self, name: str) -> Tensor:
         weights, its = cast(tuple[ModelWeights, str], self._places[name])
@@ -401,7 +402,7 @@ def _through_class(model: nn.Module, source: Path | Mapping[str, Tensor]) -> tup
             )
     except RuntimeError as error:
         raise CheckpointError(
-            f"{folder or 'weights'}: must be saved weights of this {stock.__name__}, got {error}; check the path"
+            folder or "weights", f"must be saved weights of this {stock.__name__}, got {error}", "check the path"
         ) from error
     finally:
         report.setLevel(level)

@@ -78,16 +78,18 @@ def check_sharding(trainer: Trainer) -> None:
     """
     if getattr(trainer.args, "deepspeed_plugin", None) is not None and not trainer.is_deepspeed_enabled:
         raise CompatibilityError(
-            f"hf: DeepSpeed was asked for, but accelerate does not use it here (distributed type "
-            f"{trainer.accelerator.distributed_type.value}): every process would hold the whole model, as in DDP; "
-            "leave out use_cpu, or drop deepspeed and ACCELERATE_USE_DEEPSPEED"
+            "hf",
+            "DeepSpeed was asked for, but accelerate does not use it here (distributed type "
+            f"{trainer.accelerator.distributed_type.value}): every process would hold the whole model, as in DDP",
+            "leave out use_cpu, or drop deepspeed and ACCELERATE_USE_DEEPSPEED",
         )
     asked = bool(trainer.args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if asked and not trainer.is_fsdp_enabled and not trainer.is_fsdp_xla_enabled:
         raise CompatibilityError(
-            f"hf: FSDP was asked for, but accelerate does not shard here (distributed type "
-            f"{trainer.accelerator.distributed_type.value}): every process would hold the whole model, as in DDP; "
-            "start several processes on devices that it shards on, or drop fsdp and ACCELERATE_USE_FSDP"
+            "hf",
+            "FSDP was asked for, but accelerate does not shard here (distributed type "
+            f"{trainer.accelerator.distributed_type.value}): every process would hold the whole model, as in DDP",
+            "start several processes on devices that it shards on, or drop fsdp and ACCELERATE_USE_FSDP",
         )
 
 
@@ -104,4 +106,6 @@ def check_output_folder(args: TrainingArguments) -> None:
         with tempfile.TemporaryFile(dir=args.output_dir):
             pass
     except OSError as error:
-        raise CheckpointError(f"hf: output_dir must be a writable folder, got {args.output_dir!r}: {error}") from error
+        raise CheckpointError(
+            "hf", f"output_dir must be a writable folder, got {args.output_dir!r}: {error}"
+        ) from error

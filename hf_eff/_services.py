@@ -84,8 +84,9 @@ class TrainerServices:
         """
         if not isinstance(returned, Mapping):
             raise ConfigError(
-                f"hf: evaluate of {type(self._trainer).__name__} must return its metrics, got {returned!r:.80}; let it "
-                "return what super().evaluate() does, with its own figures added"
+                "hf",
+                f"evaluate of {type(self._trainer).__name__} must return its metrics, got {returned!r:.80}",
+                "let it return what super().evaluate() does, with its own figures added",
             )
         return returned
 
@@ -129,7 +130,7 @@ class TrainerServices:
     def task_loss(self, model: nn.Module, forward: Callable[[], Any]) -> Tensor:
         """Return what the trainer's `compute_loss` makes of this model and the present micro-batch."""
         if self.compute_loss is None:
-            raise TrainingError("hf: compute_loss must have run before another model's loss is asked for")
+            raise TrainingError("hf", "compute_loss must have run before another model's loss is asked for")
         loss = self.compute_loss(model)
         found: Tensor = loss[0] if isinstance(loss, tuple) else loss
         return found
@@ -147,7 +148,7 @@ class TrainerServices:
     def _model(self) -> nn.Module:
         model = self._trainer.model
         if model is None:
-            raise TrainingError("hf: trainer must have a model")
+            raise TrainingError("hf", "trainer must have a model")
         unwrapped: nn.Module = self._trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
         return unwrapped
 

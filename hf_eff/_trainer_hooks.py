@@ -76,8 +76,9 @@ class GivenCallbacks:
         """
         if gone := self.gone():
             raise TrainingError(
-                f"hf: {type(gone[0]).__name__} must stay until training ends, got remove_callback by step {step}; "
-                "remove it before training or after it"
+                "hf",
+                f"{type(gone[0]).__name__} must stay until training ends, got remove_callback by step {step}",
+                "remove it before training or after it",
             )
 
     def left_of(self, recipe: Recipe) -> Recipe:
@@ -163,7 +164,7 @@ class SessionCallback(TrainerCallback):
             TrainingError: If training has begun.
         """
         if self._training:
-            raise TrainingError("hf: techniques must join before training starts; pass all callbacks together")
+            raise TrainingError("hf", "techniques must join before training starts", "pass all callbacks together")
         merged = self.session.recipe.merged(recipe)
         self.session.detach()
         self._new_session(merged)
@@ -518,8 +519,10 @@ class SessionCallback(TrainerCallback):
         for ran, name in ((computed, "compute_loss"), (self._complete, "_get_grad_norm")):
             if not ran:
                 raise TrainingError(
-                    f"hf: {kind} must call self.{name} before each optimizer step, got a step without; call it in your "
-                    "training_step, and assign nothing to the trainer's methods once techniques are attached"
+                    "hf",
+                    f"{kind} must call self.{name} before each optimizer step, got a step without",
+                    "call it in your training_step, and assign nothing to the trainer's methods once techniques are "
+                    "attached",
                 )
 
     def on_optimizer_step(

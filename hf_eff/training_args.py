@@ -141,9 +141,10 @@ class EffFlags:
         if recipe != taken:
             changed = ", ".join(key for key in {**recipe, **taken} if recipe.get(key) != taken.get(key))
             raise ConfigError(
-                f"hf: {changed} must be taken by the trainer, but a stock one got these arguments, or they were "
-                "changed after it was constructed; use EffTrainer, or call hf_eff.attach(trainer) before "
-                "trainer.train(), with the flags set before"
+                "hf",
+                f"{changed} must be taken by the trainer, but a stock one got these arguments, or they were changed "
+                "after it was constructed",
+                "use EffTrainer, or call hf_eff.attach(trainer) before trainer.train(), with the flags set before",
             )
 
     def get_warmup_steps(self, num_training_steps: int) -> Any:
@@ -202,7 +203,7 @@ def with_eff(arguments_class: type) -> type:
     ours = {*_FLAGS, RECIPE_FLAG, PARTIAL_FLAG}
     taken = {field.name for field in dataclasses.fields(cast(Any, arguments_class))} & ours
     if taken:
-        raise ConfigError(f"hf: {arguments_class.__name__} must not have fields of flags' names, got {sorted(taken)}")
+        raise ConfigError("hf", f"{arguments_class.__name__} must not have fields of flags' names, got {sorted(taken)}")
     name = f"Eff{arguments_class.__name__}"
     namespace = {
         "__doc__": f"{arguments_class.__name__} with the flags of every technique; `recipe` is what they switch on.",

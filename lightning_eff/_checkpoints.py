@@ -111,7 +111,7 @@ def load_checked(load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any)
         return load(path, *args, **kwargs)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"resume: {path} must hold only tensors and plain values, got {str(error)[:300]}; no code was run"
+            "resume", f"{path} must hold only tensors and plain values, got {str(error)[:300]}", "no code was run"
         ) from error
 
 
@@ -180,7 +180,7 @@ def _resume(
     whole = next((other for other in others if damage(other) is None), None)
     if whole is None or file.absolute() not in _found_by_lightning(trainer):
         advice = f"pass {whole}, which is" if whole else "none beside it is; start again"
-        raise CheckpointError(f"resume: {file} must be a whole checkpoint, but {reason}; {advice}")
+        raise CheckpointError("resume", f"{file} must be a whole checkpoint, but {reason}", advice)
     note(f"not resumed from {file}, because {reason}; resumed from {whole} instead")
     original(str(whole), *args, **more)
 
@@ -402,5 +402,5 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     """
     content = load_checkpoint(path)
     if not isinstance(content, dict):
-        raise CheckpointError(f"checkpoint: {path} must hold a dict, got {type(content).__name__}; it is another's")
+        raise CheckpointError("checkpoint", f"{path} must hold a dict, got {type(content).__name__}", "it is another's")
     return content

@@ -124,10 +124,12 @@ class Sharding:
         """
         for name in ("param_dtype", "reduce_dtype"):
             if getattr(self, name) not in (None, "float32", "bfloat16", "float16"):
-                raise ConfigError(f"eff_fsdp: {name} must be float32, bfloat16 or float16, got {getattr(self, name)!r}")
+                raise ConfigError(
+                    "eff_fsdp", f"{name} must be float32, bfloat16 or float16, got {getattr(self, name)!r}"
+                )
         for name in ("forward_prefetch", "backward_prefetch"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"eff_fsdp: {name} must be in [0, inf), got {getattr(self, name)}")
+                raise ConfigError("eff_fsdp", f"{name} must be in [0, inf), got {getattr(self, name)}")
 
     def apply(self, root: nn.Module, mesh: DeviceMesh) -> None:
         """Shard a module in place; one that this has sharded before stays as it is.
@@ -142,14 +144,16 @@ class Sharding:
         sharded = next((name for name, module in root.named_modules() if isinstance(module, FSDPModule)), None)
         if sharded is not None:
             raise CompatibilityError(
-                f"eff_fsdp: module must not shard itself, but {sharded} is sharded; leave fully_shard out of "
-                "configure_model, or pass strategy=ModelParallelStrategy()"
+                "eff_fsdp",
+                f"module must not shard itself, but {sharded} is sharded",
+                "leave fully_shard out of configure_model, or pass strategy=ModelParallelStrategy()",
             )
         blocks = named_blocks(root, self.blocks) if self.blocks else repeated_blocks(root)
         if not blocks and (self.forward_prefetch or self.backward_prefetch):
             raise ConfigError(
-                "eff_fsdp: blocks must be given to be gathered ahead (forward_prefetch, backward_prefetch), got a "
-                f"{type(root).__name__} without repeated ones"
+                "eff_fsdp",
+                "blocks must be given to be gathered ahead (forward_prefetch, backward_prefetch), got a "
+                f"{type(root).__name__} without repeated ones",
             )
         policy = MixedPrecisionPolicy(_dtype(self.param_dtype), _dtype(self.reduce_dtype))
         for block in reversed(blocks):  # torch wants inner ones first
@@ -187,7 +191,7 @@ def named_blocks(root: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
         if not hits:
             kinds = {own_class(module).__name__ for module in able.values()}
             raise MatchError(
-                f"eff_fsdp: blocks pattern {pattern!r} matches no module{nearest(pattern, [*able, *kinds])}"
+                "eff_fsdp", f"blocks pattern {pattern!r} matches no module{nearest(pattern, [*able, *kinds])}"
             )
         found |= hits
     return [module for name, module in able.items() if name in found]

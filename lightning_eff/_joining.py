@@ -26,7 +26,9 @@ def joined_recipe(trainer: Any, recipes: list[Recipe]) -> Recipe:
         for key, config in getattr(plugin, "eff_recipe", {}).items():
             if recipe.get(key, config) != config:
                 raise ConfigError(
-                    f"recipe: {key} must be given once, got it in a callback and in {type(plugin).__name__}; keep one"
+                    "recipe",
+                    f"{key} must be given once, got it in a callback and in {type(plugin).__name__}",
+                    "keep one",
                 )
             recipe = Recipe({**recipe, key: config}, allow_partial=recipe.allow_partial)
     for adapter in Adapter.registered():
@@ -57,9 +59,10 @@ def refuse_other_module(trainer: Any, session: Session | None, module: Any) -> N
     before = session and session.context and session.context.model
     if before is not None and before is not module and trainer.global_step > 0:
         raise TrainingError(
-            f"lightning: fit must go on with the module that this Trainer has trained, got another one after "
-            f"{trainer.global_step} steps, which Lightning counts on from; make a new Trainer for it, of the same "
-            "callbacks if you like"
+            "lightning",
+            "fit must go on with the module that this Trainer has trained, got another one after "
+            f"{trainer.global_step} steps, which Lightning counts on from",
+            "make a new Trainer for it, of the same callbacks if you like",
         )
 
 
@@ -87,8 +90,9 @@ def refuse_trials_on_resume(trainer: Any, checkpoint: Mapping[str, Any]) -> None
     found = _tuning(trainer)
     if found and checkpoint["global_step"]:  # what a trial saved itself, to go back to, is of step 0
         raise CompatibilityError(
-            f"resume: callbacks must hold no {found[0]}, after whose trials Lightning starts again at step 0; leave it "
-            "out, what it found is in the checkpoint"
+            "resume",
+            f"callbacks must hold no {found[0]}, after whose trials Lightning starts again at step 0",
+            "leave it out, what it found is in the checkpoint",
         )
 
 
@@ -113,6 +117,7 @@ def removed_in_training(joined: Sequence[Any], callbacks: Sequence[Any], step: i
     if not gone:
         return None
     return TrainingError(
-        f"lightning: {type(gone[0]).__name__} must stay until training ends, got it removed from Trainer.callbacks by "
-        f"step {step}; remove it before fit or after it, and run a tuner before training"
+        "lightning",
+        f"{type(gone[0]).__name__} must stay until training ends, got it removed from Trainer.callbacks by step {step}",
+        "remove it before fit or after it, and run a tuner before training",
     )

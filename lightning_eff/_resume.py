@@ -261,13 +261,15 @@ class ExactResume:
         ranks = state.get("ranks") if isinstance(state, Mapping) else None
         if not isinstance(ranks, list) or not ranks or not all(isinstance(one, Mapping) for one in ranks):
             raise CheckpointError(
-                "resume: checkpoint's eff_resume must hold the state of every process, got another value: it is "
-                "damaged; go on from another checkpoint"
+                "resume",
+                "checkpoint's eff_resume must hold the state of every process, got another value: it is damaged",
+                "go on from another checkpoint",
             )
         if "place" not in ranks[0]:
             raise CheckpointError(
-                "resume: checkpoint must say where in its epoch it was saved, got one of an earlier efftrain that does "
-                "not; go on from it with the version that wrote it, or start from its weights alone"
+                "resume",
+                "checkpoint must say where in its epoch it was saved, got one of an earlier efftrain that does not",
+                "go on from it with the version that wrote it, or start from its weights alone",
             )
         if where := ranks[0].get("cut_short"):
             self._note(

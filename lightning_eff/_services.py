@@ -56,7 +56,9 @@ class LightningServices:
         callbacks = self._trainer.checkpoint_callbacks
         if not callbacks:
             raise CompatibilityError(
-                "lightning: Trainer must save checkpoints, got none; add ModelCheckpoint(save_top_k=-1, monitor=...)"
+                "lightning",
+                "Trainer must save checkpoints, got none",
+                "add ModelCheckpoint(save_top_k=-1, monitor=...)",
             )
         paths: set[Path] = set()
         for callback in callbacks if is_main() else ():
@@ -97,13 +99,15 @@ class LightningServices:
         """Refuse a Trainer that cannot evaluate."""
         if not self._trainer.enable_validation:
             raise CompatibilityError(
-                "lightning: Trainer must have a validation loop, got none; define validation_step and pass "
-                "val_dataloaders, with limit_val_batches above 0"
+                "lightning",
+                "Trainer must have a validation loop, got none",
+                "define validation_step and pass val_dataloaders, with limit_val_batches above 0",
             )
         if self._trainer.val_dataloaders is not None and not any(self._trainer.num_val_batches):
             raise CompatibilityError(
-                "lightning: Trainer must have validation batches, got none from val_dataloaders; give it data to "
-                "evaluate on"
+                "lightning",
+                "Trainer must have validation batches, got none from val_dataloaders",
+                "give it data to evaluate on",
             )
 
     def evaluate(self) -> dict[str, float]:
@@ -128,7 +132,7 @@ class LightningServices:
         trainer, model = self._trainer, self._trainer.lightning_module
         if not model.automatic_optimization:
             raise CompatibilityError(
-                "calibration: training_step must not step the optimizer, but does with manual optimisation"
+                "calibration", "training_step must not step the optimizer, but does with manual optimisation"
             )
         loader = trainer.fit_loop._combined_loader
         # A second iterator, so that one in use stays where it is.

@@ -301,8 +301,10 @@ class EffCallback(Callback):
         leader = self._leader
         if self.recipe and (leader is None or leader._trainer is not trainer or self not in leader._joined):
             raise TrainingError(
-                f"lightning: {type(self).__name__} must be among the Trainer's callbacks before fit, got it in "
-                "training, when the optimizer exists; pass it in Trainer(callbacks=[...])"
+                "lightning",
+                f"{type(self).__name__} must be among the Trainer's callbacks before fit, got it in training, when "
+                "the optimizer exists",
+                "pass it in Trainer(callbacks=[...])",
             )
 
     def on_after_setup(self, *_: Any, **__: Any) -> None:
@@ -312,8 +314,10 @@ class EffCallback(Callback):
             CompatibilityError: Always; no Trainer asks it.
         """
         raise CompatibilityError(
-            f"lightning: {type(self).__name__} must be a callback of a Trainer, got Fabric, whose loop is your own and "
-            "tells of no step; drive a shared_core.Session in it"
+            "lightning",
+            f"{type(self).__name__} must be a callback of a Trainer, got Fabric, whose loop is your own and tells of "
+            "no step",
+            "drive a shared_core.Session in it",
         )
 
     on_after_optimizer_step = on_after_setup  # of an optimizer that was set up without its module

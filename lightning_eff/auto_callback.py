@@ -25,7 +25,7 @@ def for_pytorch_lightning() -> list[Any]:
     try:
         return [EffCallback(Recipe.from_yaml(source))]
     except ConfigError as error:
-        raise ConfigError(f"{VARIABLE}: {error}") from error
+        raise ConfigError(VARIABLE, error) from error
 
 
 for_lightning = for_pytorch_lightning

@@ -44,7 +44,7 @@ def fp8_precision_class(namespace: str) -> Any:
             self, precision: Literal["bf16-mixed", "32-true"] = "bf16-mixed", device: str | None = None, **options: Any
         ) -> None:
             if precision not in ("bf16-mixed", "32-true"):
-                raise ConfigError(f"fp8: precision must be one of bf16-mixed, 32-true, got {precision!r}")
+                raise ConfigError("fp8", f"precision must be one of bf16-mixed, 32-true, got {precision!r}")
             self.eff_recipe = {"fp8": Fp8Config.from_dict({"recipe": "tensorwise", **options})}
             super().__init__("bf16-mixed", device or "cpu")
             self.precision = precision
@@ -108,7 +108,7 @@ def precision_class(namespace: str) -> Any:
             **options: Any,
         ) -> None:
             if precision not in _PRECISIONS:
-                raise ConfigError(f"loss_scale: precision must be one of {', '.join(_PRECISIONS)}, got {precision!r}")
+                raise ConfigError("loss_scale", f"precision must be one of {', '.join(_PRECISIONS)}, got {precision!r}")
             self.config = LossScaleConfig.from_dict({"kind": "dynamic", **options})
             self.eff_recipe = {"loss_scale": self.config}
             # Lightning refuses any scaler with bf16-mixed; which autocast it enters is asked of `precision` each time

@@ -127,8 +127,10 @@ def fsdp_class(namespace: str) -> Any:
             module = self.lightning_module
             if not module.automatic_optimization:
                 raise CompatibilityError(
-                    "eff_fsdp: optimisation must be automatic: a backward inside training_step runs before the "
-                    "root's forward has ended; use eff_ddp"
+                    "eff_fsdp",
+                    "optimisation must be automatic: a backward inside training_step runs before the root's forward "
+                    "has ended",
+                    "use eff_ddp",
                 )
             self.sharding.apply(module, self.device_mesh["data_parallel"])
             # Lightning asks for a configure_model, where it expects the sharding

@@ -10,14 +10,39 @@ _LISTED = 30  # all techniques, formats and a technique's options; not all modul
 
 
 class EffError(Exception):
-    """Base of all errors raised on purpose: the message says where, what, and what to do.
+    """Base of all errors raised on purpose, shown as ``<where>: <rule>; <remedy>``.
 
     A value in it may be anything that a file holds: what is too long to be read is cut, what no terminal takes escaped.
+
+    Args:
+        where: The technique, option, tool or file; or the whole text, which is split at its first colon.
+        rule: What must hold and what was found instead, as ``sparsity must be in (0, 1], got 2``.
+        remedy: What to do, where there is something to say.
+
+    Example:
+        >>> error = ConfigError("prune", "sparsity must be in (0, 1], got 80", "80 % is written 0.8")
+        >>> str(error)
+        'prune: sparsity must be in (0, 1], got 80; 80 % is written 0.8'
+        >>> error.where, error.option, error.remedy
+        ('prune', 'sparsity', '80 % is written 0.8')
     """
 
-    def __init__(self, message: str = "") -> None:
-        text = str(message).encode("utf-8", "backslashreplace").decode()
-        super().__init__(text if len(text) <= _LONGEST else f"{text[: _LONGEST - 700]} […] {text[-600:]}")
+    def __init__(self, where: object, rule: object = "", remedy: str = "") -> None:
+        super().__init__(*(text for text in (where, rule, remedy) if text))
+        self.where, self.rule, self.remedy = str(where), str(rule), remedy
+        if not rule:
+            self.where, _, self.rule = self.where.partition(": ")
+
+    @property
+    def option(self) -> str:
+        """What the rule is of: what stands before its *must*; empty where it has none."""
+        name, must, _ = self.rule.partition(" must ")
+        return name if must else ""
+
+    def __str__(self) -> str:
+        text = ": ".join(filter(None, (self.where, self.rule))) + (f"; {self.remedy}" if self.remedy else "")
+        text = text.encode("utf-8", "backslashreplace").decode()
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 700]} […] {text[-600:]}"
 
 
 class ConfigError(EffError, ValueError):
@@ -52,7 +77,8 @@ class MissingExtraError(EffError, ImportError):
     """An optional library is not installed."""
 
     def __init__(self, where: str, library: str, extra: str) -> None:
-        super().__init__(f"{where}: needs {library}, which is not installed; pip install 'efftrain[{extra}]'")
+        super().__init__(where, f"needs {library}, which is not installed", f"pip install 'efftrain[{extra}]'")
+        self.args = (where, library, extra)  # what unpickling calls it with
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -58,13 +58,15 @@ class Distillation(Adapter):
             columns = list(data[0])
         if isinstance(columns, list) and self.field not in columns:
             raise ConfigError(
-                f"distill: unlabelled_field must be a column of the training data, got {self.field!r}; they have "
-                f"{', '.join(columns)}"
+                "distill",
+                f"unlabelled_field must be a column of the training data, got {self.field!r}",
+                f"they have {', '.join(columns)}",
             )
         if self._trainer.label_names and "labels" not in self._trainer.label_names:
             raise ConfigError(
-                f"distill: unlabelled_field must be none where labels are called {', '.join(self._trainer.label_names)}"
-                f", not labels, got {self.field!r}"
+                "distill",
+                f"unlabelled_field must be none where labels are called {', '.join(self._trainer.label_names)}, not "
+                f"labels, got {self.field!r}",
             )
 
     def _keep_column(self, method: Callable[..., None]) -> None:
@@ -111,8 +113,9 @@ class Distillation(Adapter):
         prepared = self.technique.prepare_batch(batch)
         if prepared["labels"].is_floating_point() and self._trainer.compute_loss_func is None:
             raise ConfigError(
-                f"distill: unlabelled_field {self.field!r} must come with class indices as labels, or with a "
-                f"compute_loss_func that leaves NaN labels out, got {prepared['labels'].dtype}"
+                "distill",
+                f"unlabelled_field {self.field!r} must come with class indices as labels, or with a compute_loss_func "
+                f"that leaves NaN labels out, got {prepared['labels'].dtype}",
             )
         return {**prepared, self.field: batch[self.field]}
 
@@ -165,25 +168,31 @@ class Distillation(Adapter):
                     else "give its arguments a label_smoothing_factor (1e-9 will do), for which it computes them"
                 )
             raise CompatibilityError(
-                f"distill: trainer must compute logits, but TRL's {type(trainer).__name__} fuses its loss into the "
-                f"head and returns none; {way_out}"
+                "distill",
+                f"trainer must compute logits, but TRL's {type(trainer).__name__} fuses its loss into the head and "
+                "returns none",
+                way_out,
             )
         prompts = getattr(trainer.model, "active_peft_config", None) if is_peft(trainer.model) else None
         if prompts is not None and prompts.peft_type in _PROMPTS and prompts.task_type in _TOKEN_TASKS:
             raise CompatibilityError(
-                f"distill: logits must be those of the batch's tokens, but PEFT's {prompts.peft_type.value} puts "
-                f"{prompts.num_virtual_tokens} of its own before them, which no teacher sees; take prefix tuning or "
-                "LoRA"
+                "distill",
+                f"logits must be those of the batch's tokens, but PEFT's {prompts.peft_type.value} puts "
+                f"{prompts.num_virtual_tokens} of its own before them, which no teacher sees",
+                "take prefix tuning or LoRA",
             )
         if chunked and trainer.label_smoother is not None:
             raise CompatibilityError(
-                f"distill: label_smoothing_factor must be 0 with chunked, got {trainer.args.label_smoothing_factor}: "
-                "the trainer smooths the log-probabilities of all classes, which do not exist; drop one of the two"
+                "distill",
+                f"label_smoothing_factor must be 0 with chunked, got {trainer.args.label_smoothing_factor}: the "
+                "trainer smooths the log-probabilities of all classes, which do not exist",
+                "drop one of the two",
             )
         if chunked and trainer.args.torch_compile:
             raise CompatibilityError(
-                "distill: torch_compile must be False with chunked, got True: a compiled head computes logits; drop "
-                "one of the two"
+                "distill",
+                "torch_compile must be False with chunked, got True: a compiled head computes logits",
+                "drop one of the two",
             )
 
 

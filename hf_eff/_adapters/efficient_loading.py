@@ -25,6 +25,7 @@ class EfficientLoading(Adapter):
             beside["qat with learned ranges"] = "weights and no ranges"
         for key, held in beside.items() if getattr(plugin, "cpu_ram_efficient_loading", False) else ():
             raise CompatibilityError(
-                f"hf: {key} needs cpu_ram_efficient_loading false in fsdp_config: accelerate would fill the sharded "
-                f"model from its state dict, which holds {held}"
+                "hf",
+                f"{key} needs cpu_ram_efficient_loading false in fsdp_config: accelerate would fill the sharded model "
+                f"from its state dict, which holds {held}",
             )

@@ -28,8 +28,9 @@ class DifferentialPrivacy(Adapter):
         for name in ("gradient_checkpointing", "torch_compile"):
             if getattr(self._trainer.args, name):
                 raise CompatibilityError(
-                    f"dp: {name} must be off, got True; hooks on single layers keep the gradient of each example, and "
-                    "do not run as they should there"
+                    "dp",
+                    f"{name} must be off, got True",
+                    "hooks on single layers keep the gradient of each example, and do not run as they should there",
                 )
 
     def around(self) -> dict[str, Callable[..., Any]]:
@@ -43,7 +44,9 @@ class DifferentialPrivacy(Adapter):
         made = self.technique.loader(stock, args.gradient_accumulation_steps, args.train_batch_size, **more)
         if not more:
             raise CompatibilityError(
-                f"dp: every process must read its own batches, got {type(stock).__name__}; leave dispatch_batches out"
+                "dp",
+                f"every process must read its own batches, got {type(stock).__name__}",
+                "leave dispatch_batches out",
             )
         self._trainer.accelerator._dataloaders[-1] = made
         return made

@@ -24,6 +24,8 @@ class SetFit(Adapter):
         """
         if getattr(getattr(self._trainer, "setfit_args", None), "end_to_end", False):
             raise CompatibilityError(
-                "hf: SetFit's end_to_end must be False, got True: it trains the sentence model on after its trainer "
-                "has ended, which undoes what the techniques did to the weights; train the head alone"
+                "hf",
+                "SetFit's end_to_end must be False, got True: it trains the sentence model on after its trainer has "
+                "ended, which undoes what the techniques did to the weights",
+                "train the head alone",
             )

@@ -35,23 +35,26 @@ class Soup(Adapter):
         args, evaluated = self._trainer.args, self._trainer.eval_dataset
         if args.save_strategy == SaveStrategy.NO:
             raise ConfigError(
-                "soup: save_strategy must save checkpoints while training, got 'no'; set save_strategy to steps or "
-                "epoch"
+                "soup",
+                "save_strategy must save checkpoints while training, got 'no'",
+                "set save_strategy to steps or epoch",
             )
         if args.save_total_limit == 1 and not args.load_best_model_at_end:  # which keeps the best one beside the last
             raise ConfigError(
-                "soup: save_total_limit must keep at least two checkpoints, got 1, which leaves nothing to average; "
-                "raise it or leave it out"
+                "soup",
+                "save_total_limit must keep at least two checkpoints, got 1, which leaves nothing to average",
+                "raise it or leave it out",
             )
         if self._options["kind"] == "greedy" and (evaluated is None or _is_empty(evaluated)):
             got = "None" if evaluated is None else "one without examples"
             raise ConfigError(
-                f"soup: eval_dataset must hold examples for a greedy soup, got {got}; pass one to the trainer"
+                "soup", f"eval_dataset must hold examples for a greedy soup, got {got}", "pass one to the trainer"
             )
         if self._options["order"] == "logged" and args.eval_strategy == IntervalStrategy.NO:
             raise ConfigError(
-                "soup: eval_strategy must evaluate while training for order logged, got 'no'; give it the value of "
-                "save_strategy"
+                "soup",
+                "eval_strategy must evaluate while training for order logged, got 'no'",
+                "give it the value of save_strategy",
             )
 
     def around(self) -> dict[str, Callable[..., Any]]:
@@ -79,7 +82,7 @@ class Soup(Adapter):
             except CheckpointError as error:
                 found = str(error)
         if found := from_main(found):
-            raise CompatibilityError(f"soup: checkpoints must hold the model's weights under its names, but {found}")
+            raise CompatibilityError("soup", f"checkpoints must hold the model's weights under its names, but {found}")
 
 
 def _is_empty(data: Any) -> bool:

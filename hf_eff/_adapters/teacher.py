@@ -53,13 +53,15 @@ def load_teacher(name: str, student: nn.Module, *, trust_remote_code: bool = Fal
                 raise _untrusted(name) from error
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
-                f"distill: teacher must be a readable model folder or Hub name, got {name!r}: {first_line[:300]}"
+                "distill", f"teacher must be a readable model folder or Hub name, got {name!r}: {first_line[:300]}"
             ) from error
     lacking = [*loading["missing_keys"], *(key[0] for key in loading["mismatched_keys"])]
     if lacking:
         raise CheckpointError(
-            f"distill: teacher's files must hold every weight, got {name!r} without {sorted(lacking)[0]} "
-            f"({len(lacking)} in all); it would teach from random weights"
+            "distill",
+            f"teacher's files must hold every weight, got {name!r} without {sorted(lacking)[0]} ({len(lacking)} in "
+            "all)",
+            "it would teach from random weights",
         )
     check_values(teacher, dict(teacher.named_parameters()), f"distill: teacher {name!r}")
     return teacher.to(device)  # type: ignore[no-any-return]
@@ -77,7 +79,7 @@ def empty_model(name: str) -> nn.Module:
     except Exception as error:  # transformers and the Hub client each raise their own
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"distill: teacher must have a readable config.json, got {name!r}: {first_line[:300]}"
+            "distill", f"teacher must have a readable config.json, got {name!r}: {first_line[:300]}"
         ) from error
     with torch.device("meta"):
         model: nn.Module = _class_of(config, nn.Module(), name, False)._from_config(config)
@@ -96,13 +98,16 @@ def _composed_teacher(name: str, student: Any, trust_remote_code: bool) -> nn.Mo
     written = path / "config_sentence_transformers.json"
     told: Any = parse_json(written.read_text(encoding="utf-8")) if written.is_file() else {}
     if (theirs := told.get("model_type", ours)) != ours:
-        raise CheckpointError(f"distill: teacher must be a {ours} as the student is, got {name!r}, which is a {theirs}")
+        raise CheckpointError(
+            "distill", f"teacher must be a {ours} as the student is, got {name!r}, which is a {theirs}"
+        )
     if ours == "CrossEncoder" and not (path / "modules.json").is_file():
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         if not any("SequenceClassification" in one for one in config.architectures or ()):  # its head would be drawn
             raise CheckpointError(
-                f"distill: teacher must be a {ours}, got {name!r} of {config.architectures}; it would teach from "
-                "random weights"
+                "distill",
+                f"teacher must be a {ours}, got {name!r} of {config.architectures}",
+                "it would teach from random weights",
             )
     device = next((str(parameter.device) for parameter in student.parameters()), "cpu")
     place = str(path) if path.exists() else name
@@ -116,11 +121,12 @@ def _check_path(name: str, *files: str) -> None:
     if path.exists():
         if not any((path / file).is_file() for file in files):
             raise CheckpointError(
-                f"distill: teacher must be a folder with {' or '.join(files)}, got {name!r} without; give the folder "
-                "that save_model or save_pretrained wrote"
+                "distill",
+                f"teacher must be a folder with {' or '.join(files)}, got {name!r} without",
+                "give the folder that save_model or save_pretrained wrote",
             )
     elif looks_like_path:
-        raise CheckpointError(f"distill: teacher must be an existing folder or a Hub name, got {name!r}")
+        raise CheckpointError("distill", f"teacher must be an existing folder or a Hub name, got {name!r}")
 
 
 _TRUST = "trust_remote_code"  # what transformers names in its refusal
@@ -128,9 +134,11 @@ _TRUST = "trust_remote_code"  # what transformers names in its refusal
 
 def _untrusted(name: str) -> CheckpointError:
     return CheckpointError(
-        f"distill: teacher must be of a class of transformers, got {name!r}, whose config.json names code that lies "
-        "beside it (auto_map); it was not run. Read it, then set distill.trust_remote_code: true "
-        "(--distill_trust_remote_code; eff cache-teacher --trust-remote-code), or load it and pass the object"
+        "distill",
+        f"teacher must be of a class of transformers, got {name!r}, whose config.json names code that lies beside it "
+        "(auto_map)",
+        "it was not run. Read it, then set distill.trust_remote_code: true (--distill_trust_remote_code; eff "
+        "cache-teacher --trust-remote-code), or load it and pass the object",
     )
 
 
@@ -150,6 +158,7 @@ def _class_of(config: Any, student: nn.Module, name: str, trust_remote_code: boo
     if own:
         raise _untrusted(name)
     raise CheckpointError(
-        f"distill: teacher's config must name a class of transformers, got {config.architectures!r} in {name!r}; "
-        "load it yourself and pass the object"
+        "distill",
+        f"teacher's config must name a class of transformers, got {config.architectures!r} in {name!r}",
+        "load it yourself and pass the object",
     )

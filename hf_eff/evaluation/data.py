@@ -40,7 +40,7 @@ def open_table(file: Path) -> Any:
     reader = READERS.get(file.suffix)
     if file.is_file() and reader is None:
         raise CheckpointError(
-            f"eff soup: --data must be a file of {', '.join(READERS)} or the folder of a saved data set, got {file}"
+            "eff soup", f"--data must be a file of {', '.join(READERS)} or the folder of a saved data set, got {file}"
         )
     if file.is_file() and not file.stat().st_size:  # on which datasets fails without a word
         raise empty(file)
@@ -50,7 +50,7 @@ def open_table(file: Path) -> Any:
         raise unreadable(file, error) from error
     if isinstance(data, datasets.DatasetDict):
         raise ConfigError(
-            f"eff soup: --data must be one split, got {sorted(data)} in {file}; give {file}/{next(iter(data))}"
+            "eff soup", f"--data must be one split, got {sorted(data)} in {file}", f"give {file}/{next(iter(data))}"
         )
     if not len(data):
         raise empty(file)
@@ -60,12 +60,12 @@ def open_table(file: Path) -> Any:
 def unreadable(file: Path, error: Exception) -> CheckpointError:
     """Return the error of a file that cannot be read, with the first line of why."""
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
-    return CheckpointError(f"eff soup: --data must be readable, got {file}: {first_line:.300}")
+    return CheckpointError("eff soup", f"--data must be readable, got {file}: {first_line:.300}")
 
 
 def empty(file: Path) -> ConfigError:
     """Return the error of data without examples."""
-    return ConfigError(f"eff soup: --data must hold at least one example, got none in {file}; give another file")
+    return ConfigError("eff soup", f"--data must hold at least one example, got none in {file}", "give another file")
 
 
 def label_column(columns: list[str], file: Path) -> str:
@@ -76,7 +76,7 @@ def label_column(columns: list[str], file: Path) -> str:
     """
     label = next((name for name in ("label", "labels") if name in columns), None)
     if label is None:
-        raise ConfigError(f"eff soup: --data must have a column label or labels, got {columns} in {file}")
+        raise ConfigError("eff soup", f"--data must have a column label or labels, got {columns} in {file}")
     return label
 
 
@@ -90,15 +90,17 @@ def goals(labels: list[Any], config: Any, regression: bool, file: Path) -> list[
         odd = next((label for label in labels if not _is_finite(label)), None)
         if odd is not None or None in labels:
             raise ConfigError(
-                f"eff soup: --data must have finite numbers as labels for a model of one output, got {odd!r} in {file}"
+                "eff soup",
+                f"--data must have finite numbers as labels for a model of one output, got {odd!r} in {file}",
             )
         return [float(label) for label in labels]
     found = [config.label2id.get(label, label) if isinstance(label, str) else label for label in labels]
     for known, label in zip(found, labels, strict=True):
         if isinstance(known, bool) or not isinstance(known, int) or not 0 <= known < config.num_labels:
             raise ConfigError(
-                f"eff soup: --data must have labels from 0 to {config.num_labels - 1}, or their names in config.json, "
-                f"got {label!r} in {file}"
+                "eff soup",
+                f"--data must have labels from 0 to {config.num_labels - 1}, or their names in config.json, got "
+                f"{label!r} in {file}",
             )
     return found
 
@@ -122,8 +124,8 @@ def text_columns(data: Any, asked: tuple[str, ...], label: str | None, file: Pat
     columns = list(asked) or texts
     if lost or not 1 <= len(columns) <= 2:
         raise ConfigError(
-            f"eff soup: --text must name one or two columns of text, got {lost or columns} of {data.column_names} in "
-            f"{file}"
+            "eff soup",
+            f"--text must name one or two columns of text, got {lost or columns} of {data.column_names} in {file}",
         )
     return columns
 
@@ -148,8 +150,10 @@ def check_tokens(columns: Mapping[str, Any], vocabulary: int | None, may_be_empt
             if not fits:
                 rule = f"tokens below {known}" if name == "input_ids" else "as many numbers as tokens"
                 raise ConfigError(
-                    f"eff soup: --data must have a list of {rule} as {name} in each row, got {values!r:.80} in row "
-                    f"{number} of {file}; tokenise it for this model"
+                    "eff soup",
+                    f"--data must have a list of {rule} as {name} in each row, got {values!r:.80} in row {number} of "
+                    f"{file}",
+                    "tokenise it for this model",
                 )
 
 
@@ -186,8 +190,9 @@ class ImageExamples:
             except Exception as error:  # transformers raises OSError, ValueError, ImportError and more
                 first_line = (str(error).splitlines() or [type(error).__name__])[0]
                 raise CheckpointError(
-                    f"eff soup: --task: {folder} must hold the image processor, got none that loads "
-                    f"({first_line:.200}); save it there, or give data with {_PIXELS}"
+                    "eff soup",
+                    f"--task: {folder} must hold the image processor, got none that loads ({first_line:.200})",
+                    f"save it there, or give data with {_PIXELS}",
                 ) from error
         self.batch(0, 1)
 
@@ -258,8 +263,9 @@ def _column(data: Any, file: Path) -> Sequence[Any] | _Pixels:
     images += [name for name in ("image", "img", "file_name", "path") if name in data.column_names]
     if not images:
         raise ConfigError(
-            f"eff soup: --data must have a column of images, of paths to them (image, img, file_name, path), or "
-            f"{_PIXELS}, got {data.column_names} in {file}"
+            "eff soup",
+            f"--data must have a column of images, of paths to them (image, img, file_name, path), or {_PIXELS}, got "
+            f"{data.column_names} in {file}",
         )
     found: Sequence[Any] = data[images[0]]
     return found
@@ -269,8 +275,8 @@ def _read_folder(folder: Path) -> tuple[Any, list[Any]]:
     paths = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in _SUFFIXES)
     if not paths:
         raise ConfigError(
-            f"eff soup: --data must be a saved data set, or hold a folder of images for each class, got neither in "
-            f"{folder}"
+            "eff soup",
+            f"--data must be a saved data set, or hold a folder of images for each class, got neither in {folder}",
         )
     names = [path.parent.name for path in paths]
     return [path.absolute() for path in paths], [int(name) if name.isdigit() else name for name in names]
@@ -293,7 +299,8 @@ def _read_arrays(file: Path) -> tuple[Any, list[Any]]:
         rule = f"images of uint8, (n, height, width) or (n, height, width, 3), or {_PIXELS}"
     if not fits or labels.shape != values.shape[:1]:
         raise ConfigError(
-            f"eff soup: --data must hold {rule}, and one label each, got {values.dtype} {values.shape} and labels "
-            f"{labels.shape} in {file}"
+            "eff soup",
+            f"--data must hold {rule}, and one label each, got {values.dtype} {values.shape} and labels "
+            f"{labels.shape} in {file}",
         )
     return images, labels.tolist()

@@ -136,16 +136,16 @@ class FolderEvaluator:
             self._config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise CheckpointError(
-                f"eff soup: --task: {folder} must hold a config of transformers, got {error}"
+                "eff soup", f"--task: {folder} must hold a config of transformers, got {error}"
             ) from error
         if not data.exists():
-            raise CheckpointError(f"eff soup: --data must exist, got no {data}; check the path")
+            raise CheckpointError("eff soup", f"--data must exist, got no {data}", "check the path")
         self._kind, is_image = self._kind_of_model()
         self._images: ImageExamples | None = None
         self._examples: list[dict[str, Any]] = []
         if is_image:
             if text or max_length is not None:
-                raise ConfigError("eff soup: --text and --max-length must stand without images; leave them out")
+                raise ConfigError("eff soup", "--text and --max-length must stand without images", "leave them out")
             self._images = _images(data, folder, self._config, regression=self._kind == _REGRESSOR)
         else:
             self._examples = self._read(data, text, max_length)
@@ -178,8 +178,9 @@ class FolderEvaluator:
         except (ValueError, IndexError, RuntimeError) as error:  # each model says otherwise what it does not take
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigError(
-                f"eff soup: --data must be what {type(self._model).__name__} takes, got {first_line:.200}; check "
-                "lengths (--max-length), sizes, and memory (--batch-size)"
+                "eff soup",
+                f"--data must be what {type(self._model).__name__} takes, got {first_line:.200}",
+                "check lengths (--max-length), sizes, and memory (--batch-size)",
             ) from error
 
     def _kind_of_model(self) -> tuple[str, bool]:
@@ -194,9 +195,10 @@ class FolderEvaluator:
                 kind = ""
         if kind not in _TASKS[self.task]:
             raise CheckpointError(
-                f"eff soup: --task {self.task} must have a {' or '.join(_TASKS[self.task])}, got {name} in "
-                f"{self._folder} (num_labels {outputs}, problem_type {self._config.problem_type}); choose another "
-                "task, or give --eval"
+                "eff soup",
+                f"--task {self.task} must have a {' or '.join(_TASKS[self.task])}, got {name} in {self._folder} "
+                f"(num_labels {outputs}, problem_type {self._config.problem_type})",
+                "choose another task, or give --eval",
             )
         return kind, is_image
 
@@ -216,8 +218,10 @@ class FolderEvaluator:
             )
         if any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")):
             raise CheckpointError(
-                f"eff soup: --task: ingredients must have the tensor names of {type(model).__name__}, got missing "
-                f"{lacking[:3]} and unexpected {unexpected[:3]}; save them by this transformers, or give --eval"
+                "eff soup",
+                f"--task: ingredients must have the tensor names of {type(model).__name__}, got missing {lacking[:3]} "
+                f"and unexpected {unexpected[:3]}",
+                "save them by this transformers, or give --eval",
             )
         return other.to(self._device).eval()  # type: ignore[no-any-return]
 
@@ -237,7 +241,9 @@ class FolderEvaluator:
             tokenizer = self._tokenizer()
             columns = text_columns(data, text, label, file)
             if causal and len(columns) > 1:
-                raise ConfigError(f"eff soup: --text must be one column for a language model, got {columns}; name one")
+                raise ConfigError(
+                    "eff soup", f"--text must be one column for a language model, got {columns}", "name one"
+                )
             limit = max_length or self._longest(tokenizer)
             cut = {} if causal else {"truncation": True, "max_length": limit}
             encoded = dict(tokenizer(*(list(data[name]) for name in columns), **cut))
@@ -277,8 +283,9 @@ class FolderEvaluator:
         except Exception as error:  # transformers and tokenizers each raise their own
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
-                f"eff soup: --task: {self._folder} must hold the tokenizer, got none that loads ({first_line:.200}); "
-                "save it there, or give data with input_ids"
+                "eff soup",
+                f"--task: {self._folder} must hold the tokenizer, got none that loads ({first_line:.200})",
+                "save it there, or give data with input_ids",
             ) from error
 
     def _longest(self, tokenizer: Any, default: int = _DEFAULT_LENGTH) -> int:
@@ -344,7 +351,7 @@ class FolderEvaluator:
                 total += float(losses.double().sum())
             count += int((labels != IGNORED).sum())
         if not count:
-            raise ConfigError("eff soup: --data must have tokens to predict, got none that a label asks for")
+            raise ConfigError("eff soup", "--data must have tokens to predict, got none that a label asks for")
         mean = total / count
         if self.task == "loss":
             return mean

@@ -42,13 +42,14 @@ def loss_of_peer(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     kind = type(model)
     if not hasattr(kind, "training_step"):
         raise TrainingError(
-            f"distill: peers must be LightningModules with a training_step, got {kind.__name__}; or set "
-            "distill.student to the submodule that a peer takes the place of"
+            "distill",
+            f"peers must be LightningModules with a training_step, got {kind.__name__}",
+            "or set distill.student to the submodule that a peer takes the place of",
         )
     output = model.training_step(*args, **kwargs)
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise TrainingError(
-            f"distill: a peer's training_step must return a loss wherever the student's does, got {loss!r}"
+            "distill", f"a peer's training_step must return a loss wherever the student's does, got {loss!r}"
         )
     return loss

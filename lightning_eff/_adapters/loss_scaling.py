@@ -28,8 +28,10 @@ class LossScaling(Adapter):
             return []
         if type(plugin).__name__ not in ("Precision", "MixedPrecision", "Fp8Precision", "HalfPrecision"):
             raise CompatibilityError(
-                f"loss_scale: precision plugin must be Lightning's 32-true, 16-mixed, bf16-mixed or 16-true, got "
-                f"{type(plugin).__name__}; pass plugins=LossScalingPrecision(...) instead of precision="
+                "loss_scale",
+                "precision plugin must be Lightning's 32-true, 16-mixed, bf16-mixed or 16-true, got "
+                f"{type(plugin).__name__}",
+                "pass plugins=LossScalingPrecision(...) instead of precision=",
             )
         options = self.session.recipe["loss_scale"].to_dict()
         trainer.strategy.precision_plugin = precision_class(namespace_of(trainer))(

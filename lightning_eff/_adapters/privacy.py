@@ -35,8 +35,9 @@ class DifferentialPrivacy(Adapter):
             CompatibilityError: Always.
         """
         raise CompatibilityError(
-            f"dp: learning rate and batch size must be given, got {tuner}, whose trials see the data without noise; "
-            "tune on public data"
+            "dp",
+            f"learning rate and batch size must be given, got {tuner}, whose trials see the data without noise",
+            "tune on public data",
         )
 
     def set_up(self) -> list[Wrapped]:
@@ -48,12 +49,13 @@ class DifferentialPrivacy(Adapter):
         trainer = self._trainer
         if any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks):
             raise CompatibilityError(
-                "dp: accumulate_grad_batches must stay the same, got a GradientAccumulationScheduler; each step is one "
-                "draw"
+                "dp",
+                "accumulate_grad_batches must stay the same, got a GradientAccumulationScheduler",
+                "each step is one draw",
             )
         if trainer.overfit_batches:
             raise CompatibilityError(
-                f"dp: overfit_batches must be 0, got {trainer.overfit_batches}; it takes the order of the data over"
+                "dp", f"overfit_batches must be 0, got {trainer.overfit_batches}", "it takes the order of the data over"
             )
         trainer.fit_loop._combined_loader = None  # a Trainer that trains on would keep the last run's batches
         return [
@@ -65,16 +67,19 @@ class DifferentialPrivacy(Adapter):
         trainer = self._trainer
         if world_size() > 1 and not trainer._accelerator_connector.use_distributed_sampler:
             raise CompatibilityError(
-                "dp: use_distributed_sampler must be True with several processes, got False; each must hold all data, "
-                "of which one draw gives it its part"
+                "dp",
+                "use_distributed_sampler must be True with several processes, got False",
+                "each must hold all data, of which one draw gives it its part",
             )
         accumulate, limit = trainer.accumulate_grad_batches, trainer.limit_train_batches
         made = self.technique.loader(original(), accumulate)
         batches = min(limit, len(made)) if isinstance(limit, int) else int(limit * len(made))
         if batches % accumulate:
             raise ConfigError(
-                f"dp: limit_train_batches must leave a multiple of accumulate_grad_batches {accumulate}, got {batches} "
-                "batches; each step is one draw"
+                "dp",
+                f"limit_train_batches must leave a multiple of accumulate_grad_batches {accumulate}, got {batches} "
+                "batches",
+                "each step is one draw",
             )
         return made
 

@@ -43,6 +43,7 @@ class Soup(Adapter):
             self._services.load_weights(Path(path))
         except CheckpointError as error:
             raise CompatibilityError(
-                f"soup: checkpoints must be ones that can be averaged, but {error}; leave out of them what cannot be "
-                "read, for instance by save_hyperparameters(ignore=[...])"
+                "soup",
+                f"checkpoints must be ones that can be averaged, but {error}",
+                "leave out of them what cannot be read, for instance by save_hyperparameters(ignore=[...])",
             ) from error

@@ -44,13 +44,13 @@ def load_teacher(name: str, student: nn.Module, trainer: Any, *, trust_remote_co
 def _from_checkpoint(path: Path, student: nn.Module, model: Any) -> nn.Module:
     student_name = next(name for name, module in model.named_modules() if module is student)
     if not path.is_file():
-        raise CheckpointError(f"distill: teacher must be an existing file, got {path}")
+        raise CheckpointError("distill", f"teacher must be an existing file, got {path}")
     weights = read_checkpoint(path)
     hyperparameters = weights.get("hyper_parameters")
     instantiator = hyperparameters.get("_instantiator") if isinstance(hyperparameters, Mapping) else None
     # Lightning imports what it names, and calls it
     if instantiator is not None and not (isinstance(instantiator, str) and instantiator in _INSTANTIATORS):
-        raise CheckpointError(f"distill: teacher {path} must be built by Lightning, got {instantiator!r}; not run")
+        raise CheckpointError("distill", f"teacher {path} must be built by Lightning, got {instantiator!r}", "not run")
     try:
         teacher = type(model).load_from_checkpoint(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -69,7 +69,7 @@ def _from_checkpoint(path: Path, student: nn.Module, model: Any) -> nn.Module:
 
 def _as_module(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
-        raise CheckpointError(f"distill: teacher must be a module, got {type(model).__name__}")
+        raise CheckpointError("distill", f"teacher must be a module, got {type(model).__name__}")
     return model
 
 

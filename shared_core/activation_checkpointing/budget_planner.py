@@ -148,9 +148,11 @@ def choose_segments(cost: StepCost, budget: float | None) -> SegmentPlan:
     segments = () if full <= budget else chain.cheapest(budget)
     if segments is None:
         raise ConfigError(
-            f"checkpointing: budget must be at least {least} bytes ({least / _MIB:.1f} MiB, "
+            "checkpointing",
+            f"budget must be at least {least} bytes ({least / _MIB:.1f} MiB, "
             f"{math.ceil(1e4 * least / max(full, 1)) / 1e4:.4f} of what the step holds without checkpointing), for no "
-            f"segments hold less, got {budget / _MIB:.1f} MiB; raise it, or make the batch smaller"
+            f"segments hold less, got {budget / _MIB:.1f} MiB",
+            "raise it, or make the batch smaller",
         )
     low, peak = float(least), peak_bytes(cost, segments)
     units = chain.units_of(segments)

@@ -134,8 +134,10 @@ def parse_budget(policy: str) -> Budget:
         value = float(text.removesuffix(suffix))
     if kind != "budget" or not 0 < value < math.inf:
         raise ConfigError(
-            "checkpointing.policy: a budget must be budget:<fraction below 1>, budget:<GiB>, budget:<number>MiB or "
-            f"budget:least, got {policy!r}; write for example budget:0.5 for half of what a step holds now"
+            "checkpointing.policy",
+            "a budget must be budget:<fraction below 1>, budget:<GiB>, budget:<number>MiB or budget:least, got "
+            f"{policy!r}",
+            "write for example budget:0.5 for half of what a step holds now",
         )
     if value < 1 and not suffix:
         return Budget(value, "fraction")
@@ -152,5 +154,6 @@ def check_policy(policy: str) -> None:
         parse_budget(policy)
     elif policy not in POLICIES:
         raise ConfigError(
-            f"checkpointing: policy must be one that exists, got {policy!r}{nearest(policy, (*POLICIES, 'budget:0.5'))}"
+            "checkpointing",
+            f"policy must be one that exists, got {policy!r}{nearest(policy, (*POLICIES, 'budget:0.5'))}",
         )

@@ -86,8 +86,10 @@ def profile_blocks(
     """
     if (example_inputs is None) == (step is None):
         raise ConfigError(
-            "checkpointing: a budget must have example_inputs or a step to profile, and not both, got "
-            f"{'neither' if step is None else 'both'}; pass what the model's forward takes"
+            "checkpointing",
+            "a budget must have example_inputs or a step to profile, and not both, got "
+            f"{'neither' if step is None else 'both'}",
+            "pass what the model's forward takes",
         )
     profile = StepProfile(model, find_blocks(model) if names is None else names)
     with _without_trace(model):
@@ -117,8 +119,9 @@ def _loss(model: nn.Module, inputs: Any) -> Tensor:
     values = [leaf.float().sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not values:
         raise TrainingError(
-            f"checkpointing: {type(model).__name__} must return a tensor with a gradient, got none; train some of its "
-            "parameters, or give a step instead of inputs"
+            "checkpointing",
+            f"{type(model).__name__} must return a tensor with a gradient, got none",
+            "train some of its parameters, or give a step instead of inputs",
         )
     return torch.stack(values).sum()
 

@@ -49,8 +49,9 @@ def find_blocks(model: nn.Module) -> list[str]:
         found = [prefix + name for name, _ in longest[1].named_children()] if len(longest[1]) > 3 else []
     if not found:
         raise MatchError(
-            f"checkpointing: {type(model).__name__} must have repeated blocks, got no list of modules of one class; "
-            "name the modules to recompute with include, or give apply_segments their names"
+            "checkpointing",
+            f"{type(model).__name__} must have repeated blocks, got no list of modules of one class",
+            "name the modules to recompute with include, or give apply_segments their names",
         )
     return [plain_name(name) for name in found]
 

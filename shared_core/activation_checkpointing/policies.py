@@ -65,8 +65,9 @@ def apply_policy(
     if policy.startswith(BUDGET):
         if example_inputs is None:
             raise ConfigError(
-                f"checkpointing: example_inputs must be one micro-batch for policy {policy}, got None; pass "
-                "(args, kwargs)"
+                "checkpointing",
+                f"example_inputs must be one micro-batch for policy {policy}, got None",
+                "pass (args, kwargs)",
             )
         return apply_segments(model, plan_segments(model, policy, example_inputs, names=blocks).segments)
     contexts = selective_contexts if policy == "selective" else None
@@ -105,8 +106,9 @@ def _sublayers(name: str, block: nn.Module) -> list[str]:
     }
     if not found and not any(sizes.values()):
         raise MatchError(
-            f"checkpointing: sublayer: {name} must have attention or another part made of several modules, got none; "
-            "take block"
+            "checkpointing",
+            f"sublayer: {name} must have attention or another part made of several modules, got none",
+            "take block",
         )
     return [f"{name}.{part}" for part in found or [max(sizes, key=sizes.__getitem__)]]
 
@@ -121,8 +123,9 @@ def _stages(model: nn.Module, blocks: Sequence[str]) -> list[list[str]]:
         segments[-1].append(name)
     if len(segments) == 1:
         raise MatchError(
-            "checkpointing: stage: blocks must change the resolution somewhere, got one stage with all of them; take "
-            "sqrt"
+            "checkpointing",
+            "stage: blocks must change the resolution somewhere, got one stage with all of them",
+            "take sqrt",
         )
     return segments
 
@@ -145,7 +148,7 @@ def _included(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
     for pattern in patterns:
         if not any(hits(name, pattern) for name in modules):
             known = {*modules, *(own_class(module).__name__ for module in modules.values())}
-            raise MatchError(f"checkpointing: include pattern {pattern!r} matches no module{nearest(pattern, known)}")
+            raise MatchError("checkpointing", f"include pattern {pattern!r} matches no module{nearest(pattern, known)}")
     chosen: list[str] = []
     for name in modules:  # a module before what it is made of: the outermost are meant
         if any(hits(name, pattern) for pattern in patterns) and not any(name.startswith(f"{o}.") for o in chosen):

@@ -233,18 +233,22 @@ class StepProfile:
         missing = [name for name in self._modules if name not in step.calls]
         if missing:
             raise TrainingError(
-                f"checkpointing: every block must run in a step of training, got none of {missing[0]}; leave it out, "
-                "or use a policy without a budget"
+                "checkpointing",
+                f"every block must run in a step of training, got none of {missing[0]}",
+                "leave it out, or use a policy without a budget",
             )
         if step.again is not None:
             raise TrainingError(
-                f"checkpointing: {step.again} must run once in a step to keep a budget, got a second call; leave it "
-                "out, or use a policy without a budget"
+                "checkpointing",
+                f"{step.again} must run once in a step to keep a budget, got a second call",
+                "leave it out, or use a policy without a budget",
             )
         if not any(call.saved for call in step.calls.values()):
             raise TrainingError(
-                "checkpointing: blocks must save something for backward, got nothing: they are frozen, or checkpointed "
-                "by something else; name others with include, or drop it"
+                "checkpointing",
+                "blocks must save something for backward, got nothing: they are frozen, or checkpointed by something "
+                "else",
+                "name others with include, or drop it",
             )
         if all(call.backward is None for call in step.calls.values()):
             return
@@ -454,8 +458,9 @@ def _merged(costs: Sequence[StepCost]) -> StepCost:
     for cost in costs:
         if [block.name for block in cost.blocks] != names:
             raise TrainingError(
-                "checkpointing: blocks must run in one order in every step to keep a budget, got another; use a policy "
-                "without one"
+                "checkpointing",
+                "blocks must run in one order in every step to keep a budget, got another",
+                "use a policy without one",
             )
     blocks = tuple(
         BlockCost(

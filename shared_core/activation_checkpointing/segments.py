@@ -392,8 +392,10 @@ def _again(call: _Call, outputs: list[list[Any]]) -> list[Any]:
         # torch's words (2.13)
         if "Trying to backward an extra time" in str(error):
             raise TrainingError(
-                f"checkpointing: {call.name}: with selective, backward must run once and a Function must read "
-                "ctx.saved_tensors once, got a second time (retain_graph?); take block"
+                "checkpointing",
+                f"{call.name}: with selective, backward must run once and a Function must read ctx.saved_tensors "
+                "once, got a second time (retain_graph?)",
+                "take block",
             ) from error
         if "selective activation checkpoint has been mutated" not in str(error):
             raise
@@ -426,15 +428,17 @@ def _storage(tensor: Tensor) -> int:
 
 def _changed(name: str, rule: str, remedy: str) -> TrainingError:
     return TrainingError(
-        f"checkpointing: {name}: {rule}, got a change; recomputed values would be others"
-        + (f"; {remedy}, or leave the block out" if remedy else "; leave the block out")
+        "checkpointing",
+        f"{name}: {rule}, got a change; recomputed values would be others",
+        f"{remedy}, or leave the block out" if remedy else "leave the block out",
     )
 
 
 def _differs(name: str, found: str) -> TrainingError:
     return TrainingError(
-        f"checkpointing: {name}: must compute in backward what it computed in forward, got {found}; a block that keeps "
-        "state of its own or looks at the outside cannot be checkpointed: leave it out"
+        "checkpointing",
+        f"{name}: must compute in backward what it computed in forward, got {found}",
+        "a block that keeps state of its own or looks at the outside cannot be checkpointed: leave it out",
     )
 
 
@@ -508,23 +512,27 @@ def _checked(
 ) -> dict[str, nn.Module]:
     names = [name for segment in segments for name in segment]
     if not names:
-        raise MatchError("checkpointing: segments must name at least one block, got none")
+        raise MatchError("checkpointing", "segments must name at least one block, got none")
     for name in names:
         if name not in modules:
-            raise MatchError(f"checkpointing: segments must name modules, got {name!r}{nearest(name, modules)}")
+            raise MatchError("checkpointing", f"segments must name modules, got {name!r}{nearest(name, modules)}")
     blocks = {name: modules[name] for name in names}
     inside = [id(module) for block in blocks.values() for module in block.modules()]
     if len(blocks) < len(names) or len(set(inside)) < len(inside):
         raise CompatibilityError(
-            "checkpointing: segments must name every block once and none inside another, got "
-            f"{', '.join(_overlapping(names, blocks))}; it would be recomputed twice"
+            "checkpointing",
+            "segments must name every block once and none inside another, got "
+            f"{', '.join(_overlapping(names, blocks))}",
+            "it would be recomputed twice",
         )
     for name, module in model.named_modules():
         own = "forward" in vars(module) and isinstance(vars(module)["forward"], _Checkpointed)
         if own or getattr(module, "gradient_checkpointing", False) or type(module).__name__ == "CheckpointWrapper":
             raise CompatibilityError(
-                f"checkpointing: {plain_name(name) or type(model).__name__} must not be checkpointed already, by the "
-                "trainer, the model or an earlier call; it would be recomputed twice; leave out one of them"
+                "checkpointing",
+                f"{plain_name(name) or type(model).__name__} must not be checkpointed already, by the trainer, the "
+                "model or an earlier call; it would be recomputed twice",
+                "leave out one of them",
             )
     return blocks
 
@@ -623,8 +631,9 @@ class _Checkpointed:
         numbers = [number for part in self.block.modules() if (number := getattr(part, "layer_idx", None)) is not None]
         if value.get_seq_length(*numbers[:1]) > 0:
             raise TrainingError(
-                f"checkpointing: {self.name}: past_key_values must be empty in training, got a filled cache; it would "
-                "be read and written twice; leave the block out"
+                "checkpointing",
+                f"{self.name}: past_key_values must be empty in training, got a filled cache",
+                "it would be read and written twice; leave the block out",
             )
         self.segment.tally.note("generation caches are off in checkpointed blocks while training")
         return True

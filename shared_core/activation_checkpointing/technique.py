@@ -131,8 +131,10 @@ class ActivationCheckpointing(Technique):
             return  # all fits
         if not self._has_recomputed:
             raise TrainingError(
-                f"checkpointing: policy {self.config.policy} must recompute blocks in backward, got none recomputed: "
-                "the blocks did not run in train mode, or need no gradients; name others with include, or drop it"
+                "checkpointing",
+                f"policy {self.config.policy} must recompute blocks in backward, got none recomputed: the blocks did "
+                "not run in train mode, or need no gradients",
+                "name others with include, or drop it",
             )
 
     def finish(self, model: nn.Module, context: Context) -> None:

@@ -104,8 +104,10 @@ class Moved:
             self._check_source()
         if self._was_changed:
             raise TrainingError(
-                "activations: a tensor that backward needs must not be modified in place after forward saved it, got "
-                "one that was modified while it was copied to the host; leave out the in-place operation"
+                "activations",
+                "a tensor that backward needs must not be modified in place after forward saved it, got one that was "
+                "modified while it was copied to the host",
+                "leave out the in-place operation",
             )
         self.fetch()
         earlier: Moved | None = self

@@ -400,7 +400,9 @@ def _unchanged(memory: Memory) -> Tensor:
     # torch checks this only where no hook is
     if memory.tensor is None or memory.tensor._version != memory.version:
         raise TrainingError(
-            "activations: a tensor that backward needs must not be modified in place after forward saved it, got one "
-            f"saved at version {memory.version}; leave out the in-place operation"
+            "activations",
+            "a tensor that backward needs must not be modified in place after forward saved it, got one saved at "
+            f"version {memory.version}",
+            "leave out the in-place operation",
         )
     return memory.tensor

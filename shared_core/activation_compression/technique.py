@@ -108,18 +108,22 @@ class ActivationCompression(Technique):
         pack, counts, left = self.config.pack, self.counts, f"left alone were {self.counts.left_alone()}"
         if not counts.forwards:
             raise TrainingError(
-                "activations: forward and loss must run inside session.forward(), got a step without; surround them"
+                "activations", "forward and loss must run inside session.forward(), got a step without", "surround them"
             )
         if self.config.rounds and not any(kind.endswith(pack) for kind in counts.kinds):
             raise TrainingError(
-                f"activations: the first step must have rounded a tensor, got none with pack={pack}; {left}; 16-bit "
-                "values are not rounded to 16 bits, regions under activation checkpointing keep their inputs alone, "
-                "and what a compiled model saves cannot be told from statistics; pack exact, or lower min_size"
+                "activations",
+                f"the first step must have rounded a tensor, got none with pack={pack}",
+                f"{left}; 16-bit values are not rounded to 16 bits, regions under activation checkpointing keep their "
+                "inputs alone, and what a compiled model saves cannot be told from statistics; pack exact, or lower "
+                "min_size",
             )
         if not counts.kinds:
             raise TrainingError(
-                f"activations: the first step must have packed a tensor, got none with pack={pack}; {left}; lower "
-                "min_size, pack bf16 or int8, or recompute fewer blocks: under checkpointing they keep inputs alone"
+                "activations",
+                f"the first step must have packed a tensor, got none with pack={pack}",
+                f"{left}; lower min_size, pack bf16 or int8, or recompute fewer blocks: under checkpointing they keep "
+                "inputs alone",
             )
         context.done_with(self.before_optimizer_step)
 
@@ -147,6 +151,7 @@ _NO_USE = "they lie in host memory already, and there is nothing to offload"
 
 def _nothing_to_offload(found: str) -> CompatibilityError:
     return CompatibilityError(
-        f"activations: offload must have activations on a CUDA device, got {found}: {_NO_USE}; "
-        "leave it out, and pack them (--activations_pack exact)"
+        "activations",
+        f"offload must have activations on a CUDA device, got {found}: {_NO_USE}",
+        "leave it out, and pack them (--activations_pack exact)",
     )

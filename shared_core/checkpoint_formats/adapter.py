@@ -69,21 +69,21 @@ def open_adapter(folder: Path) -> Ingredient:
     """
     config = read_json(folder / ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
-        raise CheckpointError(f"{folder}: peft_type must be LORA, got {config.get('peft_type')!r}; leave it out")
+        raise CheckpointError(folder, f"peft_type must be LORA, got {config.get('peft_type')!r}", "leave it out")
     for field, kind in (("r", int), ("lora_alpha", int | float), ("rank_pattern", dict | None),
                         ("alpha_pattern", dict | None)):  # fmt: skip
         if field in config and not isinstance(config[field], kind):
-            raise CheckpointError(f"{folder}: {field} must be a {kind}, got {config[field]!r}; it is damaged")
+            raise CheckpointError(folder, f"{field} must be a {kind}, got {config[field]!r}", "it is damaged")
     file = next((folder / name for name in _FILES if (folder / name).exists()), None)
     if file is None:
-        raise CheckpointError(f"{folder}: folder must hold one of {', '.join(_FILES)}, got none; check the path")
+        raise CheckpointError(folder, f"folder must hold one of {', '.join(_FILES)}, got none", "check the path")
 
     def load() -> Mapping[str, Tensor]:
         if file.suffix == ".safetensors":
             return MappedSafetensors(dict.fromkeys(open_safetensors(file).keys(), file))
         content = load_torch_file(file)
         if not isinstance(content, Mapping):
-            raise CheckpointError(f"{file}: file must hold a state dict, got {type(content).__name__}; leave it out")
+            raise CheckpointError(file, f"file must hold a state dict, got {type(content).__name__}", "leave it out")
         return {key: value.clone() if isinstance(value, Tensor) else value for key, value in content.items()}  # no ties
 
     adapter = Ingredient(str(folder), ADAPTER, folder, load, config)
@@ -103,10 +103,10 @@ def lora_layers(adapter: Ingredient) -> list[LoraLayer]:
                 match["module"].removeprefix(_PREFIX), key, stem + (match["suffix"] or ""), f"{stem}.bias"
             )
             if not adapter.has(layer.b):
-                raise CheckpointError(f"{adapter.name}: {key!r} must come with {layer.b!r}, got none; it is damaged")
+                raise CheckpointError(adapter.name, f"{key!r} must come with {layer.b!r}, got none", "it is damaged")
             layers.append(layer)
     if not layers:
-        raise CheckpointError(f"{adapter.name}: adapter must hold lora_A and lora_B, got none; leave it out")
+        raise CheckpointError(adapter.name, "adapter must hold lora_A and lora_B, got none", "leave it out")
     return layers
 
 
@@ -133,30 +133,35 @@ def check_adapters(first: Ingredient, other: Ingredient) -> None:
     for adapter in (first, other):
         for field, why in _NOT_LINEAR.items():
             if adapter.config.get(field):
-                raise CheckpointError(f"soup: {adapter.name} must have no {field}, got it: {why}; {remedy}")
+                raise CheckpointError("soup", f"{adapter.name} must have no {field}, got it: {why}", remedy)
         start = adapter.config.get("init_lora_weights", True)
         if start not in _PLAIN_STARTS:
             raise CheckpointError(
-                f"soup: {adapter.name} must leave the base model as it is, got init_lora_weights {start!r}, which "
-                f"changes it by an amount that depends on the rank; {remedy}"
+                "soup",
+                f"{adapter.name} must leave the base model as it is, got init_lora_weights {start!r}, which changes "
+                "it by an amount that depends on the rank",
+                remedy,
             )
         odd = next((key for key in adapter.specs if ".lora_" in key and not _plain(key)), None)
         if odd is not None:
-            raise CheckpointError(f"soup: {adapter.name} must hold plain LoRA, got {odd!r}; {remedy}")
+            raise CheckpointError("soup", f"{adapter.name} must hold plain LoRA, got {odd!r}", remedy)
         for layer in lora_layers(adapter):
             ranks = adapter.spec(layer.a).shape[0], adapter.spec(layer.b).shape[1]
             rank = rank_and_alpha(adapter.config, layer.module)[0]
             if ranks != (rank, rank):
                 raise CheckpointError(
-                    f"soup: {layer.module!r} must have rank {rank} as the config says, got {ranks[0]} in A and "
-                    f"{ranks[1]} in B of {adapter.name}; it is damaged, or a convolution with groups; {remedy}"
+                    "soup",
+                    f"{layer.module!r} must have rank {rank} as the config says, got {ranks[0]} in A and {ranks[1]} "
+                    f"in B of {adapter.name}",
+                    f"it is damaged, or a convolution with groups; {remedy}",
                 )
     for field in sorted((first.config.keys() & other.config.keys()) - _FREE_FIELDS):
         one, two = (_comparable(adapter.config[field]) for adapter in (first, other))
         if one != two and not (field in _OPTIONAL_FIELDS and None in (one, two)):
             raise CheckpointError(
-                f"soup: adapters must have the same {field}, got {one!r} in {first.name} and {two!r} in {other.name}; "
-                "leave one of them out"
+                "soup",
+                f"adapters must have the same {field}, got {one!r} in {first.name} and {two!r} in {other.name}",
+                "leave one of them out",
             )
 
 

@@ -58,7 +58,7 @@ class _IndexUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) not in _ADMITTED:
             raise CheckpointError(
-                f"{self._name}: index must name only what DCP writes, got {module}.{name}; no code was run"
+                self._name, f"index must name only what DCP writes, got {module}.{name}", "no code was run"
             )
         return getattr(importlib.import_module(module), name)
 
@@ -90,8 +90,9 @@ def _read_index(file: Path) -> Any:
 
 def _damaged(file: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"{file}: index must be whole, got {str(error)[:200] or type(error).__name__}; it is truncated or not a "
-        "distributed checkpoint, leave it out"
+        file,
+        f"index must be whole, got {str(error)[:200] or type(error).__name__}",
+        "it is truncated or not a distributed checkpoint, leave it out",
     )
 
 
@@ -126,7 +127,7 @@ class DistributedWeights(Mapping[str, Tensor]):
             self._places = {(place.fqn, place.offset): where for place, where in index.storage_data.items()}
             other = next((name for name, key in self._keys.items() if key not in tensors), None)
             if other is not None:
-                raise CheckpointError(f"{folder}: {other!r} must be a tensor, got an object; save weights alone")
+                raise CheckpointError(folder, f"{other!r} must be a tensor, got an object", "save weights alone")
             self.specs = {name: self._spec(key) for name, key in self._keys.items()}
         except CheckpointError:
             raise
@@ -137,15 +138,15 @@ class DistributedWeights(Mapping[str, Tensor]):
         entry = self._entries[key]
         spec = TensorSpec(tuple(entry.size), entry.properties.dtype)
         if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
-            raise CheckpointError(f"{self._folder}: shards must make up the whole of {key!r}; some are missing")
+            raise CheckpointError(self._folder, f"shards must make up the whole of {key!r}", "some are missing")
         for _, place in self._shards(key):
             file = self._folder / place.relative_path
             if PurePath(place.relative_path).name != place.relative_path:
-                raise CheckpointError(f"{file}: shard must be a file name in the same folder")
+                raise CheckpointError(file, "shard must be a file name in the same folder")
             if place.transform_descriptors:
-                raise CheckpointError(f"{file}: shard must be stored as it is, got {place.transform_descriptors}")
+                raise CheckpointError(file, f"shard must be stored as it is, got {place.transform_descriptors}")
             if not file.is_file() or file.stat().st_size < place.offset + place.length:
-                raise CheckpointError(f"{file}: file must be a whole shard, got one that is missing or truncated")
+                raise CheckpointError(file, "file must be a whole shard, got one that is missing or truncated")
         return spec
 
     def _shards(self, key: str) -> Iterator[tuple[Any, Any]]:
@@ -160,14 +161,14 @@ class DistributedWeights(Mapping[str, Tensor]):
                 stream.seek(place.offset)
                 shard = load_torch_stream(io.BytesIO(stream.read(place.length)), f"{file} at {place.offset}")
             if not isinstance(shard, Tensor) or (shard.shape, shard.dtype) != (chunk.sizes, spec.dtype):
-                raise CheckpointError(f"{file}: shard of {key!r} must be of the index's shape and dtype; it is damaged")
+                raise CheckpointError(file, f"shard of {key!r} must be of the index's shape and dtype", "it is damaged")
             if tuple(chunk.sizes) == spec.shape:
                 return shard
             whole = torch.empty(spec.shape, dtype=spec.dtype) if whole is None else whole
             where = tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
             whole[where] = shard
         if whole is None:
-            raise CheckpointError(f"{self._folder}: shards must make up the whole of {key!r}, got none")
+            raise CheckpointError(self._folder, f"shards must make up the whole of {key!r}, got none")
         return whole
 
     def __iter__(self) -> Iterator[str]:
@@ -196,8 +197,10 @@ def _root(paths: Sequence[Sequence[Any]], folder: Path) -> tuple[Any, ...]:
     elif not roots and len(tops) == 1 and all(len(path) > 1 for path in paths) and "optim" not in str(tops):
         return (tops.pop(),)
     raise CheckpointError(
-        f"{folder}: distributed checkpoint must hold the weights under one of {', '.join(_ROOTS)}, or nothing else, "
-        f"got {', '.join(sorted(map(repr, tops)))}; save {{'model': model.state_dict(), ...}}"
+        folder,
+        f"distributed checkpoint must hold the weights under one of {', '.join(_ROOTS)}, or nothing else, got "
+        f"{', '.join(sorted(map(repr, tops)))}",
+        "save {'model': model.state_dict(), ...}",
     )
 
 

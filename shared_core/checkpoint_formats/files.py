@@ -56,7 +56,7 @@ def open_safetensors(file: Path) -> Any:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{file}: file must be whole safetensors, got {error}; it is truncated or not a checkpoint, leave it out"
+            file, f"file must be whole safetensors, got {error}", "it is truncated or not a checkpoint, leave it out"
         ) from error
 
 
@@ -82,9 +82,9 @@ def _is_archive(file: Path) -> bool:
         with zipfile.ZipFile(file) as archive:
             packed = next((item.filename for item in archive.infolist() if item.compress_type), None)
     except Exception as error:  # zipfile raises more than BadZipFile for a directory that lies
-        raise CheckpointError(f"{file}: file must be a whole checkpoint, got {error}; leave it out") from error
+        raise CheckpointError(file, f"file must be a whole checkpoint, got {error}", "leave it out") from error
     if packed is not None:
-        raise CheckpointError(f"{file}: file must not be compressed, got {packed!r:.99} that is; save it by torch.save")
+        raise CheckpointError(file, f"file must not be compressed, got {packed!r:.99} that is", "save it by torch.save")
     return True
 
 
@@ -94,27 +94,29 @@ def load_torch_stream(stream: Any, name: str, *, mmap: bool | None = None) -> An
         return torch.load(stream, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         if "Weights only load failed" not in str(error):
-            raise CheckpointError(f"{name}: file must be a whole checkpoint, got {error}; leave it out") from error
+            raise CheckpointError(name, f"file must be a whole checkpoint, got {error}", "leave it out") from error
         # torch tells what it met after, or instead of, advice on how to run the file's code
         told = str(error).partition("WeightsUnpickler error:")[2] or str(error).partition("\n")[2] or str(error)
         reason = next((line for line in told.splitlines() if line.strip()), "")
         raise NotPlainError(
-            f"{name}: checkpoint must hold only tensors and plain values, got {reason.strip()[:200]}; its code was not "
-            "run; save model.state_dict() or safetensors instead"
+            name,
+            f"checkpoint must hold only tensors and plain values, got {reason.strip()[:200]}",
+            "its code was not run; save model.state_dict() or safetensors instead",
         ) from error
     except Exception as error:  # torch's readers raise RuntimeError, EOFError, KeyError, UnicodeDecodeError and more
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"{name}: file must be a whole checkpoint, got {first_line[:200]}; it is truncated or not a checkpoint, "
-            "leave it out"
+            name,
+            f"file must be a whole checkpoint, got {first_line[:200]}",
+            "it is truncated or not a checkpoint, leave it out",
         ) from error
 
 
 def _check_file(file: Path) -> None:
     if not file.is_file():
-        raise CheckpointError(f"{file}: file must exist, got none; check the path")
+        raise CheckpointError(file, "file must exist, got none", "check the path")
     if file.stat().st_size == 0:
-        raise CheckpointError(f"{file}: file must be a whole checkpoint, got an empty file; leave it out")
+        raise CheckpointError(file, "file must be a whole checkpoint, got an empty file", "leave it out")
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -190,7 +192,7 @@ class Ingredient:
         for key, value in (self._tensors() if specs is None else {}).items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
-                    f"{name}: {key!r} must be a tensor, got {type(value).__name__}; save model.state_dict() alone"
+                    name, f"{key!r} must be a tensor, got {type(value).__name__}", "save model.state_dict() alone"
                 )
             owner = owners.setdefault(storage_key(value) or (key,), key)
             if owner == key:
@@ -198,7 +200,7 @@ class Ingredient:
             else:
                 self.ties[key] = owner
         if not self.specs:
-            raise CheckpointError(f"{name}: state dict must hold at least one tensor, got none; check the path")
+            raise CheckpointError(name, "state dict must hold at least one tensor, got none", "check the path")
         self.close()
 
     def _tensors(self) -> Mapping[str, Tensor]:

@@ -194,7 +194,7 @@ def load_checkpoint(file: Path) -> Any:
         try:
             content = torch.load(file, "cpu", _Pickle, weights_only=False, mmap=True)  # its own unpickler is ours
         except CheckpointError as hostile:
-            raise CheckpointError(f"{file}: checkpoint must hold only tensors and values, but {hostile}") from None
+            raise CheckpointError(file, f"checkpoint must hold only tensors and values, but {hostile}") from None
         except Exception as damage:  # a pickle that is no such checkpoint raises anything
             raise error from damage
         if isinstance(content, dict) and ("state_dict" in content or "pytorch-lightning_version" in content):

@@ -44,19 +44,19 @@ def parts_of(folder: Path) -> list[Part]:
         named = [(entry["path"], entry["name"], entry["type"]) for entry in listed]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
-            f"{file}: file must list modules with path, name and type, got {error!r:.200}; it is damaged"
+            file, f"file must list modules with path, name and type, got {error!r:.200}", "it is damaged"
         ) from error
     return [part for entry in named for part in _part(folder, "", *entry, file)]
 
 
 def _part(root: Path, above: str, path: Any, name: Any, kind: Any, file: Path) -> list[Part]:
     if not all(isinstance(value, str) and len(value.encode(errors="replace")) < 256 for value in (path, name, kind)):
-        raise CheckpointError(f"{file}: module must have a name and a path, got {name!r:.100} and {path!r:.100}")
+        raise CheckpointError(file, f"module must have a name and a path, got {name!r:.100} and {path!r:.100}")
     if path and (Path(path).name != path or path in (".", "..") or "\0" in path):
-        raise CheckpointError(f"{file}: module must lie in a folder beside it, got {path!r:.100}; it is damaged")
+        raise CheckpointError(file, f"module must lie in a folder beside it, got {path!r:.100}", "it is damaged")
     folder = f"{above}{path}"
     if not (root / folder).is_dir():
-        raise CheckpointError(f"{file}: module {name!r} must lie in {folder!r:.100}, got no such folder; it is damaged")
+        raise CheckpointError(file, f"module {name!r} must lie in {folder!r:.100}, got no such folder", "it is damaged")
     if (root / folder / _ROUTER).is_file():
         return _routes(root, folder, name)
     # transformers' model in it is called `auto_model` by versions before 6
@@ -69,16 +69,16 @@ def _routes(root: Path, folder: str, name: str) -> list[Part]:
     """Return the modules that a router sends its inputs to, each once."""
     file = root / folder / _ROUTER
     if folder.count("/") > _MOST_NESTED:
-        raise CheckpointError(f"{file}: router must not be nested so deeply; it is damaged")
+        raise CheckpointError(file, "router must not be nested so deeply", "it is damaged")
     config = read_json(file)
     kinds, structure = config.get("types"), config.get("structure")
     if not isinstance(kinds, dict) or not isinstance(structure, dict):
-        raise CheckpointError(f"{file}: router must have types and structure, got none; it is damaged")
+        raise CheckpointError(file, "router must have types and structure, got none", "it is damaged")
     found: dict[str, Part] = {}
     for route, names in structure.items():
         for number, path in enumerate(names if isinstance(names, list) else [names]):
             if not isinstance(path, str):
-                raise CheckpointError(f"{file}: router must name the folders of its modules, got {path!r:.100}")
+                raise CheckpointError(file, f"router must name the folders of its modules, got {path!r:.100}")
             if path not in found:
                 above, module = f"{folder}/" if folder else "", f"{name}.sub_modules.{route}.{number}"
                 found |= {part.folder.removeprefix(above): part

@@ -59,7 +59,7 @@ def open_ingredient(path: str | Path, *, alone: bool = False) -> Ingredient:
     kind = LIGHTNING if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping) else STATE_DICT
     if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
         raise CheckpointError(
-            f"{path}: file must hold a state dict, got {type(content).__name__}; save model.state_dict()"
+            path, f"file must hold a state dict, got {type(content).__name__}", "save model.state_dict()"
         )
     return Ingredient(str(path), kind, path, lambda: _weights_of(load_checkpoint(path)))
 
@@ -71,13 +71,15 @@ def _weights_of(content: Mapping[str, Any]) -> Mapping[str, Tensor]:
     # a checkpoint written while weights are quantised holds the rounded ones; averages are made of the latent ones
     raw = content.get(RAW_KEY, {})
     if not isinstance(raw, Mapping):
-        raise CheckpointError(f"checkpoint: {RAW_KEY} must be a dict, got {type(raw).__name__}; the file is damaged")
+        raise CheckpointError(
+            "checkpoint", f"{RAW_KEY} must be a dict, got {type(raw).__name__}", "the file is damaged"
+        )
     return {key: raw.get(key, value) for key, value in weights.items()}
 
 
 def _open_folder(folder: Path, *, alone: bool) -> Ingredient:
     if is_unfinished(folder):
-        raise CheckpointError(f"{folder}: folder must be complete, but its writer was stopped; leave it out")
+        raise CheckpointError(folder, "folder must be complete, but its writer was stopped", "leave it out")
     parts = [Part("", "", "")] if alone else parts_of(folder)
     held = [
         (part, found)
@@ -91,12 +93,13 @@ def _open_folder(folder: Path, *, alone: bool) -> Ingredient:
         if (folder / ADAPTER_CONFIG).exists():
             return open_adapter(folder)
         raise CheckpointError(
-            f"{folder}: folder must hold one of {', '.join(_WEIGHT_FILES)}, {ADAPTER_CONFIG} or a DCP index, got none; "
-            "check the path"
+            folder,
+            f"folder must hold one of {', '.join(_WEIGHT_FILES)}, {ADAPTER_CONFIG} or a DCP index, got none",
+            "check the path",
         )
     prefixes = [part.prefix for part, _ in held]
     if any(one.startswith(two) for one, two in itertools.permutations(prefixes, 2)):
-        raise CheckpointError(f"{folder}: modules must have names of their own, got {', '.join(sorted(prefixes))}")
+        raise CheckpointError(folder, f"modules must have names of their own, got {', '.join(sorted(prefixes))}")
     files = [_PartFiles(folder, part, found) for part, found in held]
     config = read_config(folder)
     for part in parts:
@@ -153,8 +156,7 @@ class _PartFiles:
         told = {self._prefix + key: self._below + file for key, file in index.items()}
         if odd := sorted(told.keys() ^ set(names)):
             raise CheckpointError(
-                f"{self._place / self._found}: index must name the tensors of its shards, got {odd[0]!r} on one side "
-                "only"
+                self._place / self._found, f"index must name the tensors of its shards, got {odd[0]!r} on one side only"
             )
         ingredient.shards |= told
         ingredient.prefixes |= dict.fromkeys(told.values(), self._prefix)
@@ -165,17 +167,17 @@ class _PartFiles:
 def _state_dict_in(file: Path) -> Mapping[str, Tensor]:
     content = load_torch_file(file)
     if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
-        raise CheckpointError(f"{file}: file must hold a state dict, got {type(content).__name__}; leave it out")
+        raise CheckpointError(file, f"file must hold a state dict, got {type(content).__name__}", "leave it out")
     return content
 
 
 def _read_index(index: Path) -> dict[str, str]:
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
-        raise CheckpointError(f"{index}: index must have a weight_map, got {shards!r}; the file is damaged")
+        raise CheckpointError(index, f"index must have a weight_map, got {shards!r}", "the file is damaged")
     for name in shards.values():
         if not isinstance(name, str) or Path(name).name != name or len(name.encode(errors="replace")) > 255:
-            raise CheckpointError(f"{index}: shard must be a file name in the same folder, got {name!r:.100}")
+            raise CheckpointError(index, f"shard must be a file name in the same folder, got {name!r:.100}")
     return shards
 
 
@@ -197,5 +199,7 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
     places: dict[str, Path] = {}
     for path in found:
         if (other := places.setdefault(os.path.realpath(path), path)) is not path:
-            raise CheckpointError(f"soup: each checkpoint must be named once, got {path} and {other}; leave one out")
+            raise CheckpointError(
+                "soup", f"each checkpoint must be named once, got {path} and {other}", "leave one out"
+            )
     return found

@@ -39,8 +39,9 @@ class PlainKeys:
         lazy = [name for name, tensor in model.state_dict().items() if is_lazy(tensor)]
         if lazy:
             raise TrainingError(
-                f"session: model must have its parameters made, got none for {', '.join(lazy[:5])} of lazy layers; "
-                "pass a batch through the model first"
+                "session",
+                f"model must have its parameters made, got none for {', '.join(lazy[:5])} of lazy layers",
+                "pass a batch through the model first",
             )
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if _sized(tensor)}
         self._names = set(model.state_dict())
@@ -59,8 +60,10 @@ class PlainKeys:
         }
         if missing or unexpected or reshaped:
             raise CheckpointError(
-                f"checkpoint: keys must be those of the plain model, got missing {sorted(missing)}, "
-                f"unexpected {sorted(unexpected)}, other shapes {reshaped}; nothing was written"
+                "checkpoint",
+                f"keys must be those of the plain model, got missing {sorted(missing)}, unexpected "
+                f"{sorted(unexpected)}, other shapes {reshaped}",
+                "nothing was written",
             )
 
 
@@ -100,8 +103,9 @@ def read_deployment(path: Path | str) -> dict[str, Any]:
         return dict(load_checkpoint(file)[DEPLOYMENT_KEY])
     except Exception as error:  # torch.load raises whatever the damage makes it
         raise CheckpointError(
-            f"deployment: {file} must hold what a model needs beside its weights, got {type(error).__name__}: {error}; "
-            "save the model after training with a technique that needs it (qat)"
+            "deployment",
+            f"{file} must hold what a model needs beside its weights, got {type(error).__name__}: {error}",
+            "save the model after training with a technique that needs it (qat)",
         ) from error
 
 
@@ -144,10 +148,10 @@ def check_values(model: nn.Module, weights: Mapping[str, Tensor], where: str) ->
         if value is None or not value.numel():
             continue
         if value.is_floating_point() != own.is_floating_point():
-            raise CheckpointError(f"{where}: {name} must be of {own.dtype}, got {value.dtype}; it is another's")
+            raise CheckpointError(where, f"{name} must be of {own.dtype}, got {value.dtype}", "it is another's")
         if value.is_floating_point() and value.itemsize > 1:
             largest = torch.linalg.vector_norm(value.detach(), float("inf"))
             if not torch.isfinite(largest):
                 raise CheckpointError(
-                    f"{where}: {name} must be finite, got {float(largest)}; the run that saved it had diverged"
+                    where, f"{name} must be finite, got {float(largest)}", "the run that saved it had diverged"
                 )

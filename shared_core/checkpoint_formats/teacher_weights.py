@@ -52,16 +52,20 @@ def same_class_teacher(weights: Mapping[str, Tensor], student: nn.Module, source
     replaced = next((kind for kind in kinds if kind.__module__.startswith("shared_core.")), None)
     if replaced is not None:
         raise CheckpointError(
-            f"distill: teacher {source} must be of a class that can be built where a technique replaces the student's "
-            f"layers, here by {replaced.__name__}; build the teacher yourself and pass the module"
+            "distill",
+            f"teacher {source} must be of a class that can be built where a technique replaces the student's layers, "
+            f"here by {replaced.__name__}",
+            "build the teacher yourself and pass the module",
         )
     teacher = copy.deepcopy(student)
     missing, others = unlike(teacher, weights)
     if missing or others:
         raise CheckpointError(
-            f"distill: teacher {source} must hold the weights of a {type(student).__name__} like the student, got "
-            f"missing {missing[:3]} and others {others[:3]}; a teacher of another size needs a class that can be "
-            "built: a Transformers folder, a .ckpt with hyperparameters, or the module itself"
+            "distill",
+            f"teacher {source} must hold the weights of a {type(student).__name__} like the student, got missing "
+            f"{missing[:3]} and others {others[:3]}",
+            "a teacher of another size needs a class that can be built: a Transformers folder, a .ckpt with "
+            "hyperparameters, or the module itself",
         )
     check_values(teacher, weights, f"distill: teacher {source}")
     teacher.load_state_dict(dict(weights), strict=False)

@@ -75,7 +75,7 @@ def cache_teacher(
 
     if data is None or out is None:
         lacking = "--data" if data is None else "--out"
-        raise ConfigError(f"{_WHERE}: --data and --out must be given, got no {lacking}; add it")
+        raise ConfigError(_WHERE, f"--data and --out must be given, got no {lacking}", "add it")
     batches = batches_of(function(data, f"{_WHERE}: --data")(), batch_size)
     names = None if fields is None else [name.strip() for name in fields.split(",") if name.strip()]
     place = device_name(device, _WHERE)
@@ -125,8 +125,9 @@ def _tokenizer(name: str) -> Any:
     found = Path(name) if Path(name).is_dir() else function(name, f"{_WHERE}: --tokenizer")()
     if tokenizer_fingerprint(found) is None:
         raise ConfigError(
-            f"{_WHERE}: --tokenizer must have a vocabulary, got {name} without; give a folder with tokenizer.json, or "
-            "a function that returns the tokenizer"
+            _WHERE,
+            f"--tokenizer must have a vocabulary, got {name} without",
+            "give a folder with tokenizer.json, or a function that returns the tokenizer",
         )
     return found
 

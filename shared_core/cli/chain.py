@@ -77,12 +77,12 @@ def chain(
     from shared_core.tools.distillation_chain.run import unknown_metric
 
     if out is None:
-        raise ConfigError("eff chain: --out must be given, got none; name the folder of the chain")
+        raise ConfigError("eff chain", "--out must be given, got none", "name the folder of the chain")
     several = {name: list(values) for name, values in context.meta[_OPTIONS].items()}
     names = several.pop("students", [])
     for name, values in several.items():
         if not values and (name not in flags() or flags()[name][1].type not in ("bool", bool)):
-            raise ConfigError(f"eff chain: --{name} must have a value; write --{name} VALUE")
+            raise ConfigError("eff chain", f"--{name} must have a value", f"write --{name} VALUE")
     options = {name.removeprefix(_DISTILL): values or ["true"] for name, values in several.items()}
     work = TeacherChain(
         command or [], out, teacher=teacher, students=names, generations=generations, options=options, model=model,

@@ -52,7 +52,7 @@ def compress(
     from shared_core.tools.compression.writer import compress as write
 
     if out.exists():
-        raise CheckpointError(f"eff compress: --out must not exist yet, got {out}; remove it or choose another")
+        raise CheckpointError("eff compress", f"--out must not exist yet, got {out}", "remove it or choose another")
     check_writable(out, "eff compress: --out")
     make_folder(out.parent)
     files = _files(model)
@@ -153,7 +153,7 @@ def _bits_of(pairs: list[str]) -> dict[str, int | None]:
     for pair in pairs:
         pattern, _, bits = pair.rpartition("=")
         if not pattern or not (bits == "exact" or bits.isdecimal()):
-            raise ConfigError(f"eff compress: --bits-of must be PATTERN=BITS or PATTERN=exact, got {pair!r}")
+            raise ConfigError("eff compress", f"--bits-of must be PATTERN=BITS or PATTERN=exact, got {pair!r}")
         found[pattern] = None if bits == "exact" else int(bits)
     return found
 

@@ -52,22 +52,22 @@ def explain(
     from shared_core.tools.planning import PlannedRun
 
     if trainer not in ("hf", "lightning"):
-        raise ConfigError(f"explain: trainer must be hf or lightning, got {trainer!r}")
+        raise ConfigError("explain", f"trainer must be hf or lightning, got {trainer!r}")
     for key in surrounding or ():
         if key not in RUN_ENVIRONMENTS:
             raise ConfigError(
-                f"explain: surrounding must be one that exists, got {key!r}{nearest(key, RUN_ENVIRONMENTS)}"
+                "explain", f"surrounding must be one that exists, got {key!r}{nearest(key, RUN_ENVIRONMENTS)}"
             )
     total, per_epoch = run_length(steps, epochs, examples, batch_size)
     if not 0 <= teacher_params < math.inf:
-        raise ConfigError(f"explain: teacher_params must be a number of at least 0, got {teacher_params}")
+        raise ConfigError("explain", f"teacher_params must be a number of at least 0, got {teacher_params}")
     run = PlannedRun(
         precision=precision, optimizer=optimizer,  # type: ignore[arg-type]
         micro_batch=micro_batch, seq_len=seq_len, teacher_params=round(teacher_params),
     )  # fmt: skip
     read = Recipe.from_yaml(recipe)
     if not read:
-        raise ConfigError(f"explain: {recipe} must switch on at least one technique; eff init writes a recipe")
+        raise ConfigError("explain", f"{recipe} must switch on at least one technique", "eff init writes a recipe")
     options = {
         "trainer": trainer, "surroundings": surrounding or (), "total_steps": total, "steps_per_epoch": per_epoch
     }  # fmt: skip
@@ -94,11 +94,11 @@ def run_length(
     """
     for name, value in (("steps", steps), ("epochs", epochs), ("examples", examples), ("batch_size", batch_size)):
         if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"explain: {name} must be above 0, got {value}")
+            raise ConfigError("explain", f"{name} must be above 0, got {value}")
     if (examples is None) != (batch_size is None):
-        raise ConfigError("explain: examples and batch_size must be given together; give both")
+        raise ConfigError("explain", "examples and batch_size must be given together", "give both")
     if epochs is not None and (steps is not None or examples is None):
-        raise ConfigError("explain: epochs must come with examples and batch_size, and without steps")
+        raise ConfigError("explain", "epochs must come with examples and batch_size, and without steps")
     per_epoch = None if examples is None or batch_size is None else math.ceil(examples / batch_size)
     if epochs is not None and per_epoch is not None:
         steps = math.ceil(epochs * per_epoch)

@@ -70,28 +70,29 @@ def export(
     --weights loads these; without --weights it returns a model that is quantised already, or stays in float.
     """
     if kind not in ("onnx", "executorch"):
-        raise ConfigError(f"eff export: --format must be onnx or executorch, got {kind!r}")
+        raise ConfigError("eff export", f"--format must be onnx or executorch, got {kind!r}")
     if out is None:
-        raise ConfigError("eff export: --out must be given, got none; name the file to write")
+        raise ConfigError("eff export", "--out must be given, got none", "name the file to write")
     if out.is_dir():
-        raise ConfigError(f"eff export: --out must be a file, got the folder {out}; name a file in it")
+        raise ConfigError("eff export", f"--out must be a file, got the folder {out}", "name a file in it")
     if not out.parent.is_dir():
-        raise ConfigError(f"eff export: --out must lie in a folder that exists, got {out}; make it first")
+        raise ConfigError("eff export", f"--out must lie in a folder that exists, got {out}", "make it first")
     is_onnx = kind == "onnx"
     suffix = ".onnx" if is_onnx else ".pte"
     if out.exists() and out.suffix != suffix:  # such as the weights that are to be exported
         raise ConfigError(
-            f"eff export: --out must be a new file, or a {suffix} file to write anew, got {out}, which exists; name "
-            "another"
+            "eff export",
+            f"--out must be a new file, or a {suffix} file to write anew, got {out}, which exists",
+            "name another",
         )
     check_writable(out, "eff export: --out")
     if dynamic_length and not is_onnx:
-        raise ConfigError("eff export: --dynamic-length must come with --format onnx, got executorch; leave it out")
+        raise ConfigError("eff export", "--dynamic-length must come with --format onnx, got executorch", "leave it out")
     network, example = _model_and_inputs(model, weights, length, _EXAMPLE_LENGTH if is_onnx else None)
     if Path(model).is_dir():
         reads_tokens = "input_ids" in example
         if dynamic_length and not reads_tokens:
-            raise ConfigError(f"eff export: --dynamic-length must come with a model that reads tokens, got {model}")
+            raise ConfigError("eff export", f"--dynamic-length must come with a model that reads tokens, got {model}")
         dynamic_length = dynamic_length or (reads_tokens and length is None)
     batches = None if calibration is None else list(user_batches(calibration, "eff export: --calibration"))
     if not is_onnx:
@@ -129,7 +130,7 @@ def _model_and_inputs(
 ) -> tuple[nn.Module, Any]:
     if (folder := Path(model)).is_dir():
         if weights is not None:
-            raise ConfigError(f"eff export: --weights must be left out for a folder, got {weights}")
+            raise ConfigError("eff export", f"--weights must be left out for a folder, got {weights}")
         from shared_core.checkpoint_formats.plain import DEPLOYMENT_FILE
         from shared_core.quantization import apply_ranges
 
@@ -142,10 +143,14 @@ def _model_and_inputs(
             apply_ranges(network, ranges)
         return network, _inputs(network, default_length if length is None else length)
     if length is not None:
-        raise ConfigError(f"eff export: --length must come with a folder, got {model}; its function returns the inputs")
+        raise ConfigError(
+            "eff export", f"--length must come with a folder, got {model}", "its function returns the inputs"
+        )
     network, example = build_model(model, "eff export")
     if example is None:
-        raise ConfigError(f"eff export: {model} must return (model, example_inputs), got a model alone; return both")
+        raise ConfigError(
+            "eff export", f"{model} must return (model, example_inputs), got a model alone", "return both"
+        )
     if weights is not None:
         load_quantized(network, weights)
     return network, example
@@ -158,7 +163,7 @@ def _inputs(network: nn.Module, length: int | None) -> dict[str, Any]:
     if (tokens := inputs.get("input_ids")) is None:
         return inputs
     if length is None or length < 2:
-        raise ConfigError(f"eff export: --length must be at least 2 for a model that reads tokens, got {length}")
+        raise ConfigError("eff export", f"--length must be at least 2 for a model that reads tokens, got {length}")
     if "attention_mask" in inspect.signature(network.forward).parameters:
         inputs["attention_mask"] = torch.ones_like(tokens)
         inputs["attention_mask"][1, -1] = 0  # the comparison with the model then sees padding

@@ -101,8 +101,9 @@ def score(judge: Callable[[nn.Module], Any], model: nn.Module, where: str) -> fl
         return float(found)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{where}: --eval must return a number, got {type(found).__name__} {found!r:.40}; return one, such as the "
-            "accuracy"
+            where,
+            f"--eval must return a number, got {type(found).__name__} {found!r:.40}",
+            "return one, such as the accuracy",
         ) from error
 
 
@@ -116,15 +117,14 @@ def build_model(name: str, where: str) -> tuple[nn.Module, Any]:
 
     if ":" not in name:
         raise ConfigError(
-            f"{where}: MODEL must be module:function, or a model folder where the command takes one, got {name!r}; "
-            "check the path, or write my_module:build for build of my_module.py in this folder"
+            where,
+            f"MODEL must be module:function, or a model folder where the command takes one, got {name!r}",
+            "check the path, or write my_module:build for build of my_module.py in this folder",
         )
     built = function(name, f"{where}: MODEL")()
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"{where}: {name} must return a model, or (model, example_inputs), got {type(built).__name__}"
-        )
+        raise ConfigError(where, f"{name} must return a model, or (model, example_inputs), got {type(built).__name__}")
     return model, inputs
 
 
@@ -142,7 +142,7 @@ def device_name(name: str, where: str) -> str:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
         first_line = (str(error).splitlines() or [""])[0]
-        raise ConfigError(f"{where}: --device must be one of this machine, got {name!r}: {first_line:.120}") from error
+        raise ConfigError(where, f"--device must be one of this machine, got {name!r}: {first_line:.120}") from error
     return name
 
 
@@ -170,14 +170,17 @@ def load_weights(model: nn.Module, path: Path, where: str) -> str:
     other = next((key for key, value in own.items() if shapes.get(key, value.shape) != value.shape), None)
     if other is not None:
         raise CheckpointError(
-            f"{where}: {path} must hold the weights of the model, got {tuple(own[other].shape)} for {other} of shape "
-            f"{tuple(shapes[other])}; build the model that was trained"
+            where,
+            f"{path} must hold the weights of the model, got {tuple(own[other].shape)} for {other} of shape "
+            f"{tuple(shapes[other])}",
+            "build the model that was trained",
         )
     missing, unexpected = unlike(model, own)
     if missing or unexpected:
         raise CheckpointError(
-            f"{where}: {path} must hold the weights of the model, got missing {missing[:5]} and unexpected "
-            f"{unexpected[:5]}; build the model that was trained"
+            where,
+            f"{path} must hold the weights of the model, got missing {missing[:5]} and unexpected {unexpected[:5]}",
+            "build the model that was trained",
         )
     check_values(model, own, f"{where}: {path}")
     model.load_state_dict(own, strict=False)
@@ -195,11 +198,11 @@ def state_dict_of(path: Path, where: str) -> dict[str, Tensor]:
     if path.suffix == ".ckpt" and not path.is_dir():
         content = load_checkpoint(path)
         if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
-            raise CheckpointError(f"{where}: {path} must be a Lightning checkpoint, got no state_dict in it")
+            raise CheckpointError(where, f"{path} must be a Lightning checkpoint, got no state_dict in it")
         return dict(content["state_dict"])
     opened = open_ingredient(path)
     if opened.kind == ADAPTER:
-        raise CheckpointError(f"{where}: {path} must be a whole model, got a PEFT adapter; merge it into its model")
+        raise CheckpointError(where, f"{path} must be a whole model, got a PEFT adapter", "merge it into its model")
     return {key: opened.tensor(key) for key in (*opened.specs, *opened.ties)}
 
 
@@ -215,7 +218,7 @@ def check_new(folder: Path, where: str) -> None:
         CheckpointError: If it does, is no folder, or cannot.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{where}: --out must be a new or empty folder, got {folder}")
+        raise CheckpointError(where, f"--out must be a new or empty folder, got {folder}")
     check_writable(folder.resolve() if folder.is_symlink() else folder, f"{where}: --out")
 
 
@@ -253,8 +256,9 @@ def _from_folder(way: str, folder: Path, where: str, *student: nn.Module, **opti
         if load is not None:
             if folder.is_dir() and not (folder / "config.json").is_file():  # bare weights would be those of a student
                 raise CheckpointError(
-                    f"{where}: {folder} must be a model folder with config.json, got none in it; give the folder that "
-                    "save_pretrained wrote, or a module:function that builds the model"
+                    where,
+                    f"{folder} must be a model folder with config.json, got none in it",
+                    "give the folder that save_pretrained wrote, or a module:function that builds the model",
                 )
             try:
                 loaded: nn.Module = load(str(folder), *student, **options)
@@ -263,7 +267,7 @@ def _from_folder(way: str, folder: Path, where: str, *student: nn.Module, **opti
                 told = str(error).replace(f"distill: teacher {str(folder)!r}: ", "", 1)
                 told = told.replace("distill: teacher's", "its", 1).replace("distill: teacher", "it", 1)
                 told = told.removesuffix("; it would teach from random weights")
-                raise CheckpointError(f"{where}: {folder} must be a model that can be loaded: {told}") from error
+                raise CheckpointError(where, f"{folder} must be a model that can be loaded: {told}") from error
             return loaded
     raise MissingExtraError(f"{where}: a model folder", "transformers", "hf")
 
@@ -281,7 +285,7 @@ def open_model(model: str, weights: Path | None, where: str) -> tuple[nn.Module,
     """
     if (folder := Path(model)).is_dir():
         if weights is not None:
-            raise ConfigError(f"{where}: --weights must be left out for a folder, got {weights}")
+            raise ConfigError(where, f"--weights must be left out for a folder, got {weights}")
         return load_folder(folder, where), None, folder
     network, example = build_model(model, where)
     if weights is not None:
@@ -321,7 +325,7 @@ def save_network(network: nn.Module, source: Path | None, target: Path, where: s
 
         gap = difference(outputs(network, example), outputs(load_folder(target, where), example))
         if not gap <= 1e-5:
-            raise CheckpointError(f"{where}: the saved model must load with the same outputs, they differ by {gap}")
+            raise CheckpointError(where, f"the saved model must load with the same outputs, they differ by {gap}")
 
 
 def copy_beside(source: Path, target: Path) -> None:

@@ -75,7 +75,7 @@ def lottery(
     from shared_core.lottery_ticket.curve import check_matplotlib
 
     if out is None:
-        raise ConfigError("eff lottery: --out must be given, got none; name the folder of the search")
+        raise ConfigError("eff lottery", "--out must be given, got none", "name the folder of the search")
     if plot is not None:
         check_matplotlib()
     options: dict[str, Any] = {
@@ -110,4 +110,4 @@ def _numbers(text: str | None) -> list[int]:
     try:
         return [int(part) for part in text.split(",")] if text else []
     except ValueError:
-        raise ConfigError(f"eff lottery: --control_rounds must be numbers such as 5,10, got {text!r}") from None
+        raise ConfigError("eff lottery", f"--control_rounds must be numbers such as 5,10, got {text!r}") from None

@@ -62,11 +62,11 @@ def low_rank(
     config = LowRankConfig.from_dict(given_options(context))
     needs = [name for name in ("sensitivity", *MEASURED) if name in (config.rule.kind, config.decomposition)]
     if needs and calibration is None:
-        raise ConfigError(f"eff low-rank: --calibration must be given with {needs[0]}, got none")
+        raise ConfigError("eff low-rank", f"--calibration must be given with {needs[0]}, got none")
     if loss is not None and calibration is None:
-        raise ConfigError("eff low-rank: --loss must come with --calibration, whose batches it takes, got none")
+        raise ConfigError("eff low-rank", "--loss must come with --calibration, whose batches it takes, got none")
     if repeats < 1:
-        raise ConfigError(f"eff low-rank: --repeats must be at least 1, got {repeats}")
+        raise ConfigError("eff low-rank", f"--repeats must be at least 1, got {repeats}")
     judge = function(evaluate, "eff low-rank: --eval", "model") if evaluate else None
     run_batch = function(loss, "eff low-rank: --loss", "model", "batch") if loss else None
     network, example, folder = open_model(model, weights, "eff low-rank")

@@ -77,12 +77,12 @@ def prune(
     config = as_config(given_options(context))
     if shrink and config.granularity not in _SHRINKABLE:
         raise ConfigError(
-            f"eff prune: --shrink must come with --granularity {', '.join(_SHRINKABLE)}, got {config.granularity}"
+            "eff prune", f"--shrink must come with --granularity {', '.join(_SHRINKABLE)}, got {config.granularity}"
         )
     if loss is not None and calibration is None:
-        raise ConfigError("eff prune: --loss must come with --calibration, whose batches it takes, got none")
+        raise ConfigError("eff prune", "--loss must come with --calibration, whose batches it takes, got none")
     if calibration is None and config.criterion in GATHERED:
-        raise ConfigError(f"eff prune: --calibration must be given with {needs_calibration(config)}, got none")
+        raise ConfigError("eff prune", f"--calibration must be given with {needs_calibration(config)}, got none")
     judge = function(evaluate, "eff prune: --eval", "model") if evaluate else None
     run_batch = function(loss, "eff prune: --loss", "model", "batch") if loss else None
     network, example, folder = open_model(model, weights, "eff prune")
@@ -128,8 +128,9 @@ def _example(network: nn.Module, data: list[Any] | None, *, is_folder: bool, run
     if is_folder:
         return made_up_inputs(network, "eff prune")
     raise ConfigError(
-        "eff prune: MODEL must return (model, example_inputs) for --shrink and for units or costs without "
-        "--calibration, got a model alone"
+        "eff prune",
+        "MODEL must return (model, example_inputs) for --shrink and for units or costs without --calibration, got a "
+        "model alone",
     )
 
 

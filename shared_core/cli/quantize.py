@@ -144,7 +144,9 @@ def quantize(
     if method:
         _check_alone(asked)
     if largest_loss is not None and plan is not None:
-        raise ConfigError("eff quantize: --largest-loss must stand without --plan, which it would make; leave one out")
+        raise ConfigError(
+            "eff quantize", "--largest-loss must stand without --plan, which it would make", "leave one out"
+        )
     config, by_torchao = _configs(scheme, method, plan, _options(set_options or []))
     asked["scheme"] = asked["scheme"] if method else config.scheme
     settings = _attack_settings(attack_eps, attack_range, attack_steps)
@@ -154,7 +156,9 @@ def quantize(
     if folder and (equalize or correct_bias):
         _check_keeps_its_layers(network, "--equalize" if equalize else "--correct-bias")
     if latency and inputs is None and not folder:
-        raise ConfigError(f"eff quantize: {model} must return (model, example_inputs) for --latency, got a model alone")
+        raise ConfigError(
+            "eff quantize", f"{model} must return (model, example_inputs) for --latency, got a model alone"
+        )
     study = QuantizationStudy(
         network=network, config=config, method=by_torchao, num_batches=batches, equalize=equalize,
         correct_bias=correct_bias, mode=mode, accept=accept, sensitivity=sensitivity, largest_loss=largest_loss,
@@ -163,15 +167,16 @@ def quantize(
     try:
         study.check()
     except CompatibilityError as error:
-        hint = "; a folder's model is on the CPU, one of a module:function where that puts it" if folder else ""
-        raise CompatibilityError(f"{error}{hint}") from error
+        hint = "a folder's model is on the CPU, one of a module:function where that puts it" if folder else ""
+        raise CompatibilityError(str(error), remedy=hint) from error
     if qat is not None:
         study.qat_model = copy.deepcopy(network)
         load_quantized(study.qat_model, qat, "eff quantize: --qat")
     if by_torchao is None and calibration is None and (static := static_input(network, config)) is not None:
         raise ConfigError(
-            f"eff quantize: --calibration must be given with {config.scheme}, whose inputs have ranges ({static}), got "
-            "none; name a function that returns batches, or choose --scheme int8_weight or int8_dynamic, without ranges"
+            "eff quantize",
+            f"--calibration must be given with {config.scheme}, whose inputs have ranges ({static}), got none",
+            "name a function that returns batches, or choose --scheme int8_weight or int8_dynamic, without ranges",
         )
     if evaluate is not None:
         study.judge = functools.partial(
@@ -204,7 +209,7 @@ def _check_alone(asked: dict[str, Any]) -> None:
     alone = [name for name in _WITHOUT_METHOD if asked[name] is not None and asked[name] is not False]
     if alone:
         flags = ", ".join("--" + name.replace("_", "-") for name in alone)
-        raise ConfigError(f"eff quantize: --method must stand without {flags}, which it cannot serve; leave it out")
+        raise ConfigError("eff quantize", f"--method must stand without {flags}, which it cannot serve", "leave it out")
 
 
 def _configs(
@@ -227,7 +232,9 @@ def _configs(
     useless = [name for name in _OF_TRAINING if getattr(config, name) != getattr(QatConfig, name)]
     if useless:
         raise ConfigError(
-            f"eff quantize: --set must hold options of quantising, got {useless[0]}, which only training has; drop it"
+            "eff quantize",
+            f"--set must hold options of quantising, got {useless[0]}, which only training has",
+            "drop it",
         )
     return config, by_torchao
 
@@ -247,15 +254,15 @@ def _attack_settings(eps: str, bounds: str, steps: int) -> dict[str, Any]:
     except (ValueError, ZeroDivisionError):
         strengths = []
     if not strengths or strengths[0] <= 0:
-        raise ConfigError(f"eff quantize: --attack-eps must be numbers above 0 such as 2/255,0.03, got {eps!r}")
+        raise ConfigError("eff quantize", f"--attack-eps must be numbers above 0 such as 2/255,0.03, got {eps!r}")
     try:
         low, high = (None, None) if bounds == "none" else (float(part) for part in bounds.split(","))
     except ValueError:
         low, high = math.nan, math.nan
     if low is not None and high is not None and not low < high:
-        raise ConfigError(f"eff quantize: --attack-range must be LOW,HIGH such as 0,1, or none, got {bounds!r}")
+        raise ConfigError("eff quantize", f"--attack-range must be LOW,HIGH such as 0,1, or none, got {bounds!r}")
     if steps < 1:
-        raise ConfigError(f"eff quantize: --attack-steps must be at least 1, got {steps}")
+        raise ConfigError("eff quantize", f"--attack-steps must be at least 1, got {steps}")
     return {"eps": strengths, "low": low, "high": high, "steps": steps}
 
 
@@ -273,18 +280,18 @@ def _attack_data(batches: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
             isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch)
         ):
             raise ConfigError(
-                "eff quantize: --attack must return pairs of tensors (inputs, class indices), got "
-                f"{type(batch).__name__}"
+                "eff quantize",
+                f"--attack must return pairs of tensors (inputs, class indices), got {type(batch).__name__}",
             )
     if not held:
-        raise ConfigError("eff quantize: --attack must return at least one batch, got none; return some images")
+        raise ConfigError("eff quantize", "--attack must return at least one batch, got none", "return some images")
     return [(x, y) for x, y in held]
 
 
 def _check_together(*needs: tuple[str, Any, str, Any]) -> None:
     for name, given, other, there in needs:
         if given and not there:
-            raise ConfigError(f"eff quantize: {name} must come with {other}; add what is missing")
+            raise ConfigError("eff quantize", f"{name} must come with {other}", "add what is missing")
 
 
 def _in_float32(network: nn.Module) -> list[str]:
@@ -302,8 +309,9 @@ def _check_keeps_its_layers(network: nn.Module, flag: str) -> None:
     norm = next((name for name, at in network.named_modules() if isinstance(at, nn.modules.batchnorm._BatchNorm)), None)
     if norm is not None:
         raise ConfigError(
-            f"eff quantize: {flag} must be left out for a folder whose model has batch norms, which it fuses away, got "
-            f"{norm}; from_pretrained would make new ones"
+            "eff quantize",
+            f"{flag} must be left out for a folder whose model has batch norms, which it fuses away, got {norm}",
+            "from_pretrained would make new ones",
         )
 
 
@@ -312,7 +320,7 @@ def _options(pairs: list[str]) -> dict[str, str]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not (name and equals and value):
-            raise ConfigError(f"eff quantize: --set must be NAME=VALUE, got {pair!r}")
+            raise ConfigError("eff quantize", f"--set must be NAME=VALUE, got {pair!r}")
         options[name] = value
     return options
 

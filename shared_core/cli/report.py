@@ -39,7 +39,7 @@ def report(
     from shared_core.reports.run_page import as_values, page_of
 
     if len({run.resolve() for run in runs}) < len(runs):
-        raise ConfigError(f"eff report: runs must differ, got {' '.join(map(str, runs))}; name each once")
+        raise ConfigError("eff report", f"runs must differ, got {' '.join(map(str, runs))}", "name each once")
     if out is not None:
         check_place(out, "eff report: --out")
     found = [read_run(run) for run in runs]

@@ -32,21 +32,22 @@ def run(
     them. All others are the script's, --help too, and so is what follows `--`.
     """
     if script.startswith("-"):
-        raise ConfigError(f"eff run: script must come before the flags, got {script!r}")
+        raise ConfigError("eff run", f"script must come before the flags, got {script!r}")
     ours, rest = take_flags(context.args)
     recipe = recipe_of(ours)
     asks_for_help = any(argument in ("--help", "-h") for argument in rest)
     if not recipe and not asks_for_help:
         raise ConfigError(
-            "eff run: at least one technique must be switched on; add a flag such as --prune_sparsity 0.8 (`eff flags` "
-            "lists all)" + _nearest_flag(rest)
+            "eff run",
+            "at least one technique must be switched on",
+            f"add a flag such as --prune_sparsity 0.8 (`eff flags` lists all){_nearest_flag(rest)}",
         )
     is_file = script.endswith(".py")
     if is_file and not Path(script).is_file():
-        raise ConfigError(f"eff run: script must be a file, got {script!r}; check the path")
+        raise ConfigError("eff run", f"script must be a file, got {script!r}", "check the path")
     installed = front_ends()
     if not installed:
-        raise ConfigError("eff run: needs a trainer; pip install 'efftrain[hf]' or 'efftrain[lightning]'")
+        raise ConfigError("eff run", "needs a trainer", "pip install 'efftrain[hf]' or 'efftrain[lightning]'")
     for front_end in installed:
         front_end.install(recipe)
     if asks_for_help:
@@ -68,8 +69,9 @@ def run(
         raise SystemExit(1) from error
     if not any(front_end.used() for front_end in installed):
         raise CompatibilityError(
-            f"eff run: {script} must train with the Hugging Face Trainer or Lightning, but no training by either was "
-            "seen; nothing was switched on"
+            "eff run",
+            f"{script} must train with the Hugging Face Trainer or Lightning, but no training by either was seen",
+            "nothing was switched on",
         )
 
 

@@ -52,7 +52,7 @@ def shrink(
     example = function(inputs, "eff shrink: --inputs")() if inputs else example
     if example is None:
         if folder is None:
-            raise ConfigError(f"eff shrink: {model} must return (model, example_inputs), got a model alone")
+            raise ConfigError("eff shrink", f"{model} must return (model, example_inputs), got a model alone")
         example = made_up_inputs(network)
     with bar("shrinking"):
         result = remove(network, example, multiple_of=multiple_of, allow_inexact=allow_inexact)
@@ -104,8 +104,9 @@ def made_up_inputs(model: nn.Module, where: str = "eff shrink", length: int = 8)
         inputs["pixel_values"] = torch.randn(shape, generator=generator)
     if not inputs:
         raise ConfigError(
-            f"{where}: model must read tokens, pixels or speech, for which inputs are made up, got {name}; name a "
-            "function that returns them"
+            where,
+            f"model must read tokens, pixels or speech, for which inputs are made up, got {name}",
+            "name a function that returns them",
         )
     return inputs
 

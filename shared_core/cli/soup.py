@@ -56,11 +56,12 @@ class Judge:
         from shared_core.checkpoint_formats import HF_FOLDER
 
         if task not in _TASKS:
-            raise ConfigError(f"eff soup: --task must be one of {', '.join(_TASKS)}, got {task!r}; or give --eval")
+            raise ConfigError("eff soup", f"--task must be one of {', '.join(_TASKS)}, got {task!r}", "or give --eval")
         if first.kind != HF_FOLDER or not first.config or any(first.prefixes.values()):
             raise CheckpointError(
-                f"eff soup: --task must have Hugging Face folders of one model with config.json, got {first.name} "
-                f"({first.kind}); give --eval"
+                "eff soup",
+                f"--task must have Hugging Face folders of one model with config.json, got {first.name} ({first.kind})",
+                "give --eval",
             )
         options["device"] = device_name(options["device"], "eff soup")
         for front_end in front_ends():
@@ -200,7 +201,7 @@ class Checkpoints:
         found = expand(options.paths or [])
         opened = open_ingredients(found) if found else []  # first, so that a pattern that matched no file is named
         if len(found) < 2:
-            raise CheckpointError(f"eff soup: PATH must name at least two checkpoints, got {len(found)}; give more")
+            raise CheckpointError("eff soup", f"PATH must name at least two checkpoints, got {len(found)}", "give more")
         if options.out is not None:
             check_target(options.out, opened[0])
             check_beside(opened)
@@ -232,15 +233,15 @@ class Checkpoints:
 def soup(options: SoupOptions) -> None:
     """Average checkpoints of one architecture; greedy: add the next best one while the metric does not fall."""
     if options.kind not in (None, "greedy", "uniform", "weighted"):
-        raise ConfigError(f"eff soup: --kind must be greedy, uniform or weighted, got {options.kind!r}")
+        raise ConfigError("eff soup", f"--kind must be greedy, uniform or weighted, got {options.kind!r}")
     _check(options.asked(), options.kind)
     if options.mode not in (None, "max", "min"):
-        raise ConfigError(f"eff soup: --mode must be max or min, got {options.mode!r}")
+        raise ConfigError("eff soup", f"--mode must be max or min, got {options.mode!r}")
     if options.order not in ("metric", "random", "given"):
-        raise ConfigError(f"eff soup: --order must be metric, random or given, got {options.order!r}")
+        raise ConfigError("eff soup", f"--order must be metric, random or given, got {options.order!r}")
     if options.seed and options.order != "random":
         raise ConfigError(
-            f"eff soup: --seed must come with --order random, got it with --order {options.order}; add it"
+            "eff soup", f"--seed must come with --order random, got it with --order {options.order}", "add it"
         )
     checkpoints = Checkpoints.opened(options)
     if options.kind in ("uniform", "weighted"):
@@ -303,7 +304,7 @@ def _ranked(usable: list[Any], rank_by: str) -> tuple[list[Any], dict[str, float
 
     metric, colon, better = rank_by.partition(":")
     if not metric or (colon and better not in ("max", "min")):
-        raise ConfigError(f"eff soup: --rank-by must be a metric, or metric:max or metric:min, got {rank_by!r}")
+        raise ConfigError("eff soup", f"--rank-by must be a metric, or metric:max or metric:min, got {rank_by!r}")
     usable, values = rank_by_logged(usable, metric, cast(Any, better or "auto"))
     return usable, {item.name: value for item, value in zip(usable, values, strict=True)}
 
@@ -378,24 +379,27 @@ def _check(asked: dict[str, bool], kind: str | None) -> None:
     """Refuse options that play no part, and name those that lack, with `kind` or with none."""
     averages = kind in ("uniform", "weighted")
     if asked["--diagnose"] and kind is not None:
-        raise ConfigError(f"eff soup: --kind {kind} must stand without --diagnose, which makes no soup; leave one out")
+        raise ConfigError(
+            "eff soup", f"--kind {kind} must stand without --diagnose, which makes no soup", "leave one out"
+        )
     if asked["--out"] == asked["--diagnose"]:
         if asked["--out"]:
-            raise ConfigError("eff soup: --diagnose must stand without --out, as it writes no soup; leave one out")
-        raise ConfigError("eff soup: --out must be given, got none; name the folder or file to write")
+            raise ConfigError("eff soup", "--diagnose must stand without --out, as it writes no soup", "leave one out")
+        raise ConfigError("eff soup", "--out must be given, got none", "name the folder or file to write")
     if asked["--rank"] and asked["--diagnose"]:
-        raise ConfigError("eff soup: --rank must stand without --diagnose, which writes no average; leave it out")
+        raise ConfigError("eff soup", "--rank must stand without --diagnose, which writes no average", "leave it out")
     alone = "--diagnose" if asked["--diagnose"] else f"--kind {kind}"
     useless = (*_SEARCH, *_JUDGED, *_TASK) if averages else _SEARCH if asked["--diagnose"] else ()
     given = [name for name in useless if asked[name]]
     if given:
         raise ConfigError(
-            f"eff soup: {alone} must stand without {' and '.join(given)}, which steer the greedy search; leave one "
-            "or the other out"
+            "eff soup",
+            f"{alone} must stand without {' and '.join(given)}, which steer the greedy search",
+            "leave one or the other out",
         )
     if asked["--weights"] != (kind == "weighted"):
         lacks, got = ("--weights", "--kind weighted") if kind == "weighted" else ("--kind weighted", "--weights")
-        raise ConfigError(f"eff soup: {got} must come with {lacks}, got none; add it")
+        raise ConfigError("eff soup", f"{got} must come with {lacks}, got none", "add it")
     if not averages:
         _check_judged(asked)
 
@@ -405,24 +409,27 @@ def _check_judged(asked: dict[str, bool]) -> None:
     if asked["--eval"] == asked["--task"]:
         got = "both" if asked["--eval"] else "none"
         raise ConfigError(
-            f"eff soup: --eval must be given as module:function, or --task with --data, got {got}; or average all with "
-            "--kind uniform"
+            "eff soup",
+            f"--eval must be given as module:function, or --task with --data, got {got}",
+            "or average all with --kind uniform",
         )
     if asked["--task"] and not asked["--data"]:
-        raise ConfigError("eff soup: --task must come with --data, got none; name the file or saved data set")
+        raise ConfigError("eff soup", "--task must come with --data, got none", "name the file or saved data set")
     odd = [name for name in (("--mode",) if asked["--task"] else _TASK) if asked[name]]
     if odd:
         raise ConfigError(
-            f"eff soup: {odd[0]} must come with {'--eval' if asked['--task'] else '--task'}, got none; leave it out"
+            "eff soup", f"{odd[0]} must come with {'--eval' if asked['--task'] else '--task'}, got none", "leave it out"
         )
     if asked["--rank-by"] and asked["--order"]:
-        raise ConfigError("eff soup: --rank-by must stand without --order, which it is; leave one out")
+        raise ConfigError("eff soup", "--rank-by must stand without --order, which it is", "leave one out")
     if asked["--jobs"] and (asked["--rank-by"] or asked["--order"]):
-        raise ConfigError("eff soup: --jobs must stand without --rank-by and --order: only one is evaluated alone then")
+        raise ConfigError(
+            "eff soup", "--jobs must stand without --rank-by and --order: only one is evaluated alone then"
+        )
 
 
 def _numbers(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"eff soup: --weights must be numbers such as 600,200,200, got {text!r}") from None
+        raise ConfigError("eff soup", f"--weights must be numbers such as 600,200,200, got {text!r}") from None

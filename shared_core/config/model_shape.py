@@ -79,18 +79,18 @@ class PlannedRun:
     def __post_init__(self) -> None:
         for name in ("ranks", "micro_batch", "seq_len", "accumulate"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"plan: {name} must be at least 1, got {getattr(self, name)}")
+                raise ConfigError("plan", f"{name} must be at least 1, got {getattr(self, name)}")
         for name, known in (
             ("strategy", Strategy), ("precision", Precision), ("optimizer", Optimizer), ("attention", Attention),
         ):  # fmt: skip
             if getattr(self, name) not in get_args(known):
                 raise ConfigError(
-                    f"plan: {name} must be one of {', '.join(get_args(known))}, got {getattr(self, name)!r}"
+                    "plan", f"{name} must be one of {', '.join(get_args(known))}, got {getattr(self, name)!r}"
                 )
         if (self.ranks == 1) != (self.strategy == "single"):
             raise ConfigError(
-                "plan: strategy must be single with one rank, ddp or fsdp2 with more, got "
-                f"{self.strategy} with {self.ranks}"
+                "plan",
+                f"strategy must be single with one rank, ddp or fsdp2 with more, got {self.strategy} with {self.ranks}",
             )
 
     @property
@@ -192,18 +192,22 @@ class ModelShape:
             (32, 4157)
         """
         if not (math.isfinite(params) and params >= 1):
-            raise ConfigError(f"plan: params must be a number of at least 1, got {params!r}; write 70e9 for 70 billion")
+            raise ConfigError(
+                "plan", f"params must be a number of at least 1, got {params!r}", "write 70e9 for 70 billion"
+            )
         for name, value in (("layers", layers), ("hidden", hidden), ("vocab", vocab)):
             if value is not None and value < 1:
-                raise ConfigError(f"plan: {name} must be at least 1, got {value}; leave it out for the usual one")
+                raise ConfigError("plan", f"{name} must be at least 1, got {value}", "leave it out for the usual one")
         if hidden is None:
             hidden = _solve(lambda h: 12 * (layers or h / _WIDTH_PER_LAYER) * h * h + 2 * vocab * h - params)
         layers = layers or max(1, round((params - 2 * vocab * hidden) / (12 * hidden * hidden)))
         embeddings = 2 * vocab * hidden
         if embeddings >= params:
             raise ConfigError(
-                f"plan: params must exceed the {embeddings:,} of embeddings and head ({vocab:,} x {hidden}), "
-                f"got {params:,.0f}; give --vocab or --hidden"
+                "plan",
+                f"params must exceed the {embeddings:,} of embeddings and head ({vocab:,} x {hidden}), got "
+                f"{params:,.0f}",
+                "give --vocab or --hidden",
             )
         heads = max(1, round(hidden / _WIDTH_PER_HEAD))
         return cls(params=round(params), layers=layers, hidden=hidden, vocab=vocab, embeddings=embeddings, heads=heads)
@@ -232,8 +236,9 @@ class ModelShape:
         config = source if isinstance(source, Mapping) else _config_of(Path(source))
         if config.get("is_encoder_decoder"):
             raise ConfigError(
-                f"plan: config must be of an encoder or a decoder alone, got {config.get('model_type')} with both; "
-                "give --params instead"
+                "plan",
+                f"config must be of an encoder or a decoder alone, got {config.get('model_type')} with both",
+                "give --params instead",
             )
         hidden = _size(config, "hidden_size", "n_embd", "dim", "d_model")
         layers = _size(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -299,6 +304,8 @@ def _size(config: Mapping[str, Any], *names: str, default: int | None = None) ->
     if isinstance(found, int) and found > 0:
         return found
     raise ConfigError(
-        f"plan: config must tell {names[0]} (or {', '.join(names[1:]) or 'nothing else'}), a number above 0, got "
-        f"{found!r:.80}; give --params instead"
+        "plan",
+        f"config must tell {names[0]} (or {', '.join(names[1:]) or 'nothing else'}), a number above 0, got "
+        f"{found!r:.80}",
+        "give --params instead",
     )

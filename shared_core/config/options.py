@@ -127,8 +127,12 @@ class TechniqueConfig:
         for field in dataclasses.fields(self):
             for other, allowed in field.metadata.get("only_with", {}).items():
                 if getattr(self, field.name) != field.default and (found := getattr(self, other)) not in allowed:
-                    rule = f"must come with {other}={' or '.join(allowed)}, without which it does nothing"
-                    raise ConfigError(f"{self._error(field.name, rule)} and {other}={found}; leave it out")
+                    raise ConfigError(
+                        self.key,
+                        f"{field.name} must come with {other}={' or '.join(allowed)}, without which it does nothing, got "
+                        f"{getattr(self, field.name)!r} and {other}={found}",
+                        "leave it out",
+                    )
         self.validate()
 
     def validate(self) -> None:
@@ -144,11 +148,11 @@ class TechniqueConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Return the config with these options; unknown names are errors that name the nearest known one."""
         if not isinstance(values, Mapping):
-            raise ConfigError(f"recipe: {cls.key} must be a mapping of its options, got {values!r}")
+            raise ConfigError("recipe", f"{cls.key} must be a mapping of its options, got {values!r}")
         cls._check_names(values)
         for field in dataclasses.fields(cls):
             if field.default is dataclasses.MISSING and field.name not in values:
-                raise ConfigError(f"recipe: {cls.key}.{field.name} must be given; it has no default")
+                raise ConfigError("recipe", f"{cls.key}.{field.name} must be given", "it has no default")
         return cls(**values)
 
     @classmethod
@@ -156,7 +160,7 @@ class TechniqueConfig:
         known = {field.name for field in dataclasses.fields(cls)}
         for name in options:
             if name not in known:
-                raise ConfigError(f"recipe: {cls.key}.{name} is not an option{nearest(str(name), known)}")
+                raise ConfigError("recipe", f"{cls.key}.{name} is not an option{nearest(str(name), known)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as plain values that JSON and YAML can hold and `from_dict` reads."""
@@ -184,7 +188,7 @@ class TechniqueConfig:
         return f"{function}({', '.join(f'{name}={text}' for name, text in options.items())})"
 
     def _error(self, name: str, rule: str) -> ConfigError:
-        return ConfigError(f"{self.key}: {name} {rule}, got {getattr(self, name)!r}")
+        return ConfigError(self.key, f"{name} {rule}, got {getattr(self, name)!r}")
 
 
 def _plain(value: Any) -> Any:
@@ -215,7 +219,7 @@ def _check_bounds(value: Any, bounds: Mapping[str, Any], where: str) -> None:
         low = f"[{bounds['low']}" if "low" in bounds else f"({bounds.get('above', '-inf')}"
         high = f"{bounds['high']}]" if "high" in bounds else f"{bounds.get('below', 'inf')})"
         hint = as_share(value) if bounds.get("high", bounds.get("below")) == 1 else ""
-        raise ConfigError(f"{where}: {where.rsplit('.', 1)[-1]} must be in {low}, {high}, got {value!r}{hint}")
+        raise ConfigError(where, f"{where.rsplit('.', 1)[-1]} must be in {low}, {high}, got {value!r}{hint}")
 
 
 def coerce(value: Any, hint: Any, where: str) -> Any:
@@ -252,29 +256,29 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
         if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
             if len(inner) < len(get_args(hint)):
                 return None
-            raise ConfigError(f"{where}: {name} must be given, got {value!r}")
+            raise ConfigError(where, f"{name} must be given, got {value!r}")
         return coerce(value, inner[0], where)
     if origin is Literal:
         if value in get_args(hint) and not isinstance(value, bool):
             return value
         choices = [str(choice) for choice in get_args(hint)]
         hint_text = did_you_mean(value, choices) if isinstance(value, str) else ""
-        raise ConfigError(f"{where}: {name} must be one of {', '.join(choices)}, got {value!r}{hint_text}")
+        raise ConfigError(where, f"{name} must be one of {', '.join(choices)}, got {value!r}{hint_text}")
     if origin is tuple:
         items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
         if not isinstance(items, list | tuple):
-            raise ConfigError(f"{where}: {name} must be a list, got {value!r}")
+            raise ConfigError(where, f"{name} must be a list, got {value!r}")
         return tuple(coerce(item, get_args(hint)[0], where) for item in items)
     if hint is bool:
         if isinstance(value, str) and value.lower() in ("true", "false"):
             return value.lower() == "true"
         if isinstance(value, bool):
             return value
-        raise ConfigError(f"{where}: {name} must be true or false, got {value!r}")
+        raise ConfigError(where, f"{name} must be true or false, got {value!r}")
     if hint is str:
         if isinstance(value, str | Path) and str(value):
             return str(value)
-        raise ConfigError(f"{where}: {name} must be a text, got {value!r}")
+        raise ConfigError(where, f"{name} must be a text, got {value!r}")
     if hint in (int, float):
         return _number(value, hint, where)
     raise TypeError(f"{where}: {hint!r} is not a type that an option may have")
@@ -283,7 +287,7 @@ def coerce(value: Any, hint: Any, where: str) -> Any:
 def _number(value: Any, kind: type[int] | type[float], where: str) -> int | float:
     what = "a whole number" if kind is int else "a finite number"
     hint = as_share(value) if kind is float and "%" in str(value) else ""
-    error = ConfigError(f"{where}: {where.rsplit('.', 1)[-1]} must be {what}, got {value!r}{hint}")
+    error = ConfigError(where, f"{where.rsplit('.', 1)[-1]} must be {what}, got {value!r}{hint}")
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise error
     try:

@@ -46,14 +46,18 @@ class ParsedPosition:
         if self.unit == "epoch":
             if steps_per_epoch is None:
                 raise UnknownLengthError(
-                    f"{where}: '{self.value:g}ep' must be a step number here, because the length of an epoch is "
-                    "unknown (a data loader without length); write a number of steps"
+                    where,
+                    f"'{self.value:g}ep' must be a step number here, because the length of an epoch is unknown (a "
+                    "data loader without length)",
+                    "write a number of steps",
                 )
             return math.floor(steps_until(self.value, steps_per_epoch) + 0.5)
         if total_steps is None:
             raise UnknownLengthError(
-                f"{where}: {self.value} must be a step number here, because the number of training steps is unknown "
-                "(neither max_steps nor a finite max_epochs with a sized loader); write a number of steps"
+                where,
+                f"{self.value} must be a step number here, because the number of training steps is unknown (neither "
+                "max_steps nor a finite max_epochs with a sized loader)",
+                "write a number of steps",
             )
         return math.floor(self.value * total_steps + 0.5)
 
@@ -81,9 +85,9 @@ def parse_position(value: Position, where: str = "position") -> ParsedPosition:
     """
     rule = "must be a step (500), a fraction of the run in [0, 1] (0.3) or epochs ('2ep')"
     hint = as_share(value) if isinstance(value, float) or "%" in str(value) else ""
-    told = f"{where}: {where.rsplit('.', 1)[-1]} {rule}, got {value!r}{hint}"
+    told = ConfigError(where, f"{where.rsplit('.', 1)[-1]} {rule}, got {value!r}{hint}")
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ConfigError(told)
+        raise told
     try:
         if isinstance(value, str):
             text = value.strip().lower()
@@ -99,7 +103,7 @@ def parse_position(value: Position, where: str = "position") -> ParsedPosition:
             parsed = ParsedPosition(value, "fraction")
         finite = math.isfinite(parsed.value)
     except (ValueError, OverflowError):  # the latter of whole numbers beyond every float
-        raise ConfigError(told) from None
+        raise told from None
     if not (finite and parsed.value >= 0) or (parsed.unit == "fraction" and parsed.value > 1):
-        raise ConfigError(told)
+        raise told
     return parsed

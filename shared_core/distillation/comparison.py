@@ -118,7 +118,9 @@ class Comparison:
         config = self.config
         divergence = divergence_of(outputs.kind, config.divergence, outputs.parts[0].shape[-1])
         if config.confidence and not is_of_classes(divergence):
-            raise ConfigError(f"distill: confidence must be 0 for {outputs.kind}, no classes, got {config.confidence}")
+            raise ConfigError(
+                "distill", f"confidence must be 0 for {outputs.kind}, no classes, got {config.confidence}"
+            )
         if outputs.kind != LOGITS:
             self.told |= {"outputs": outputs.kind, "divergence": divergence}
         return divergence
@@ -188,7 +190,7 @@ class CachedComparison(Comparison):
         self._cache = TeacherCache.open(folder)
         if (kind := kind_ahead(student, config.logits, "student")) in (SPANS, EMBEDDINGS):
             raise ConfigError(
-                f"distill: teacher must not be cached for {kind}, as a cache holds classes; give the model"
+                "distill", f"teacher must not be cached for {kind}, as a cache holds classes", "give the model"
             )
         ours = num_classes(student)
         if config.vocab_size is not None and ours is not None:
@@ -272,7 +274,7 @@ def load_named(teacher: Any, student: nn.Module, context: Context, *, trust_remo
     if isinstance(teacher, str):
         if teacher.startswith("<"):  # what a saved recipe holds in place of a module
             raise ConfigError(
-                f"distill: teacher must be given again, got {teacher!r} from a saved recipe; pass the module"
+                "distill", f"teacher must be given again, got {teacher!r} from a saved recipe", "pass the module"
             )
         return context.services.load_teacher(teacher, student, trust_remote_code=trust_remote_code)
     return cast("nn.Module", teacher)

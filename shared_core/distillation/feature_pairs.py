@@ -71,7 +71,7 @@ class WatchedPairs:
             if found is None or target is None:
                 whose, name = ("student", names[0]) if found is None else ("teacher", names[1])
                 raise TrainingError(
-                    f"distill: {self._option} module {name} of the {whose} must run in every forward, and did not"
+                    "distill", f"{self._option} module {name} of the {whose} must run in every forward, and did not"
                 )
             yield names, found.output, target
 
@@ -182,8 +182,9 @@ def _expand(
         sides = _matches(student, ours, "student", option), _matches(teacher, theirs, "teacher", option)
         if len(sides[0]) != len(sides[1]):
             raise MatchError(
-                f"distill: {option} pair {ours}={theirs} must match as many submodules of both, got {len(sides[0])} of "
-                f"the student and {len(sides[1])} of the teacher"
+                "distill",
+                f"{option} pair {ours}={theirs} must match as many submodules of both, got {len(sides[0])} of the "
+                f"student and {len(sides[1])} of the teacher",
             )
         found += zip(*sides, strict=True)
     return found
@@ -194,8 +195,8 @@ def _matches(model: nn.Module, pattern: str, whose: str, option: str) -> list[st
     matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
     if not matched:
         raise MatchError(
-            f"distill: {option} must name submodules, got {pattern!r}, which the {whose} has not"
-            f"{nearest(pattern, names)}"
+            "distill",
+            f"{option} must name submodules, got {pattern!r}, which the {whose} has not{nearest(pattern, names)}",
         )
     return matched
 
@@ -287,8 +288,10 @@ def _implement(owner: Any, kind: str) -> None:
     owner.set_attn_implementation(kind)
     if owner.config._attn_implementation != kind:
         raise ConfigError(
-            f"distill: attention needs a model that can compute its maps, got {type(owner).__name__}, which stays "
-            f"with {owner.config._attn_implementation}; load it with attn_implementation='eager'"
+            "distill",
+            f"attention needs a model that can compute its maps, got {type(owner).__name__}, which stays with "
+            f"{owner.config._attn_implementation}",
+            "load it with attn_implementation='eager'",
         )
 
 
@@ -298,8 +301,9 @@ def _map(output: Any, name: str, whose: str) -> Tensor:
     maps = [item for item in items if isinstance(item, Tensor) and item.ndim == 4]
     if not maps:
         raise ConfigError(
-            f"distill: attention module {name} of the {whose} must return its map (batch, heads, queries, keys), "
-            "got none; name the module that computes probabilities, such as layer.0.attention.self"
+            "distill",
+            f"attention module {name} of the {whose} must return its map (batch, heads, queries, keys), got none",
+            "name the module that computes probabilities, such as layer.0.attention.self",
         )
     return maps[-1]
 
@@ -318,9 +322,10 @@ def _check_probabilities(maps: Tensor, name: str, whose: str) -> None:
     if not bool(((sums - 1).abs() <= _TOLERANCE).all()):
         worst = float(sums.flatten()[(sums - 1).abs().argmax()])
         raise ConfigError(
-            f"distill: attention maps of {name} of the {whose} must hold probabilities, got a row whose sum is "
-            f"{worst:.3g}; maps with dropout in them cannot be compared, so set the config's attention dropout "
-            "(attention_probs_dropout_prob, attention_dropout) to 0"
+            "distill",
+            f"attention maps of {name} of the {whose} must hold probabilities, got a row whose sum is {worst:.3g}",
+            "maps with dropout in them cannot be compared, so set the config's attention dropout "
+            "(attention_probs_dropout_prob, attention_dropout) to 0",
         )
 
 
@@ -371,9 +376,10 @@ class HiddenPairs(WatchedPairs):
         if self._projections and any(map(is_sharded, student.parameters())):
             names = "=".join(self.pairs[next(iter(self._projections))])
             raise CompatibilityError(
-                f"distill: hidden features must have equal widths under FSDP2, got others at {names}: the projection "
-                "between them is a parameter that no module's forward gathers; take a hidden_loss of relations (rkd, "
-                "similarity_preserving, cka), or DDP"
+                "distill",
+                f"hidden features must have equal widths under FSDP2, got others at {names}: the projection between "
+                "them is a parameter that no module's forward gathers",
+                "take a hidden_loss of relations (rkd, similarity_preserving, cka), or DDP",
             )
 
     def loss(self, mask: Tensor | None, inputs: Mapping[str, Any], normalise: Normalise) -> Tensor:
@@ -405,9 +411,10 @@ class HiddenPairs(WatchedPairs):
             features = F.linear(features, self._projections[index])
         if features.shape != targets.shape:
             raise ConfigError(
-                f"distill: hidden features of {names[0]} must have the teacher's shape "
-                f"{tuple(targets.shape)}, got {tuple(features.shape)}; take a hidden_loss of relations (rkd, "
-                "similarity_preserving, cka), which compare examples"
+                "distill",
+                f"hidden features of {names[0]} must have the teacher's shape {tuple(targets.shape)}, got "
+                f"{tuple(features.shape)}",
+                "take a hidden_loss of relations (rkd, similarity_preserving, cka), which compare examples",
             )
         real = real_positions(features.shape[:-1], mask, inputs)
         features, targets = _filled(features, real), _filled(targets, real)
@@ -434,7 +441,9 @@ class HiddenPairs(WatchedPairs):
         for index, weight in self._projections.items():
             saved = state.get(str(index))
             if saved is None or saved.shape != weight.shape:
-                raise CheckpointError("distill: saved projections must be of these hidden pairs; resume with the same")
+                raise CheckpointError(
+                    "distill", "saved projections must be of these hidden pairs", "resume with the same"
+                )
             weight.copy_(saved)
 
 
@@ -483,7 +492,7 @@ def _width(model: nn.Module, module: nn.Module) -> int | None:
 def _tensor(output: Any, name: str) -> Tensor:
     found = output[0] if isinstance(output, tuple | list) and output else output
     if not isinstance(found, Tensor):
-        raise TrainingError(f"distill: hidden module {name} must return a tensor, got {type(found).__name__}")
+        raise TrainingError("distill", f"hidden module {name} must return a tensor, got {type(found).__name__}")
     return found
 
 

@@ -104,8 +104,9 @@ def ask_teacher(teacher: nn.Module, student: nn.Module, forward: Forward) -> Any
         raise
     except IndexError as error:
         raise TrainingError(
-            f"distill: teacher must know every number in the student's inputs, got {type(teacher).__name__}: {error}; "
-            "take a teacher of the student's tokenizer, with as many tokens (resize_token_embeddings)"
+            "distill",
+            f"teacher must know every number in the student's inputs, got {type(teacher).__name__}: {error}",
+            "take a teacher of the student's tokenizer, with as many tokens (resize_token_embeddings)",
         ) from error
 
 
@@ -131,8 +132,10 @@ def _check_fit(teacher: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     except TypeError as misfit:
         given = f"{len(args)} by position" + "".join(f", {name}" for name in kwargs)
         raise TrainingError(
-            f"distill: teacher must have a forward that takes the student's inputs ({given}), got "
-            f"{type(teacher).__name__}: {misfit}; wrap it in a module whose forward takes them"
+            "distill",
+            f"teacher must have a forward that takes the student's inputs ({given}), got {type(teacher).__name__}: "
+            f"{misfit}",
+            "wrap it in a module whose forward takes them",
         ) from error
 
 
@@ -181,8 +184,10 @@ def counted_positions(
         if is_tensor and labels.is_floating_point():
             way_out = "take divergence logit_mse for regression, bernoulli_kl for multi-label targets"
         raise ConfigError(
-            f"distill: labels must be class indices of shape {shape}, one for each row of the logits "
-            f"{tuple(logits.shape)}, got {got}; {way_out}"
+            "distill",
+            f"labels must be class indices of shape {shape}, one for each row of the logits {tuple(logits.shape)}, "
+            f"got {got}",
+            way_out,
         )
     counts = rows_that_count(shape, labels, attention_mask, causal=causal, unlabelled=unlabelled)
     return None if counts is None else counts.to(logits.device)

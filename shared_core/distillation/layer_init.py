@@ -39,8 +39,9 @@ def chosen_layers(layers: str, student: int, teacher: int) -> list[int]:
     if layers in (EVEN, "first", "last"):
         if student > teacher:
             raise ConfigError(
-                f"distill: init_layers must be numbers for a student with more layers than its teacher, got {layers!r} "
-                f"with {student} and {teacher} layers"
+                "distill",
+                f"init_layers must be numbers for a student with more layers than its teacher, got {layers!r} with "
+                f"{student} and {teacher} layers",
             )
         if layers == EVEN:
             return [round(i * (teacher - 1) / (student - 1)) if student > 1 else 0 for i in range(student)]
@@ -48,8 +49,9 @@ def chosen_layers(layers: str, student: int, teacher: int) -> list[int]:
     numbers = parse_layers(layers)
     if len(numbers) != student or max(numbers) >= teacher:
         raise ConfigError(
-            f"distill: init_layers must name {student} of the teacher's {teacher} layers (0 to {teacher - 1}), "
-            f"one for each of the student's, got {layers!r}"
+            "distill",
+            f"init_layers must name {student} of the teacher's {teacher} layers (0 to {teacher - 1}), one for each of "
+            f"the student's, got {layers!r}",
         )
     return numbers
 
@@ -63,7 +65,7 @@ def parse_layers(layers: str) -> list[int]:
     parts = [part.strip() for part in layers.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise ConfigError(
-            f"distill: init_layers must be even, first, last, or numbers with commas such as 0,2,4, got {layers!r}"
+            "distill", f"init_layers must be even, first, last, or numbers with commas such as 0,2,4, got {layers!r}"
         )
     return [int(part) for part in parts]
 
@@ -96,8 +98,9 @@ def copy_layers_(student: nn.Module, teacher: nn.Module, layers: str = EVEN) -> 
     stacks = _stacks(student, teacher)
     if not stacks:
         raise MatchError(
-            "distill: init_layers needs a torch.nn.ModuleList of the same name in student and teacher, got none; take "
-            "a student of the teacher's architecture with fewer layers, or initialise it yourself"
+            "distill",
+            "init_layers needs a torch.nn.ModuleList of the same name in student and teacher, got none",
+            "take a student of the teacher's architecture with fewer layers, or initialise it yourself",
         )
     chosen = {name: chosen_layers(layers, *sizes) for name, sizes in stacks.items()}
     ours, theirs = student.state_dict(), teacher.state_dict()
@@ -116,9 +119,10 @@ def copy_layers_(student: nn.Module, teacher: nn.Module, layers: str = EVEN) -> 
                 else f"{type(source).__name__} {source.dtype} {tuple(source.shape)}"
             )
             raise ConfigError(
-                f"distill: init_layers needs layers of the student's widths, got {found} in the teacher for {name} "
-                f"{tuple(tensor.shape)}; take a student that is shallower, not narrower, with float weights in both "
-                "(teacher_dtype too)"
+                "distill",
+                f"init_layers needs layers of the student's widths, got {found} in the teacher for {name} "
+                f"{tuple(tensor.shape)}",
+                "take a student that is shallower, not narrower, with float weights in both (teacher_dtype too)",
             )
     for name, source in sources.items():
         fill_(ours[name], source)

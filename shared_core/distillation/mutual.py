@@ -86,8 +86,9 @@ class Peers(Teachers):
                 joined.append((index, parameter))
         if not joined:
             raise TrainingError(
-                "distill: peers must be trained by the student's optimizer, but it holds no weight of the student; "
-                "pass the optimizer of the attached model to begin"
+                "distill",
+                "peers must be trained by the student's optimizer, but it holds no weight of the student",
+                "pass the optimizer of the attached model to begin",
             )
         for index, parameter in joined:
             optimizer, group = groups[index]
@@ -141,8 +142,9 @@ class Peers(Teachers):
             latest = hook.take()
             if latest is None:
                 raise TrainingError(
-                    "distill: a peer's forward must run where its task loss is computed, and was not seen; call the "
-                    "module that training passes on, not one kept elsewhere"
+                    "distill",
+                    "a peer's forward must run where its task loss is computed, and was not seen",
+                    "call the module that training passes on, not one kept elsewhere",
                 )
             found.append((loss, latest.output))
         return found
@@ -243,8 +245,9 @@ class Peers(Teachers):
         saved = [each["weights"] for each in state.get("peers", ())]
         if [_shapes(each) for each in saved] != [_shapes(each) for each in ours]:
             raise CheckpointError(
-                f"distill: saved peers must be these {len(ours)}, got {len(saved)} or others; resume with the peers "
-                "of the run that wrote the checkpoint"
+                "distill",
+                f"saved peers must be these {len(ours)}, got {len(saved)} or others",
+                "resume with the peers of the run that wrote the checkpoint",
             )
         self.losses, self._micro_batches = state["losses"].clone(), int(state["micro_batches"])
         groups = [group for optimizer in {*self._optimizer_of.values()} for group in optimizer.param_groups]
@@ -325,8 +328,10 @@ def redrawn(model: nn.Module, seed: int) -> nn.Module:
     for name, parameter in other.named_parameters():
         if parameter.requires_grad and parameter.isnan().any():
             raise MatchError(
-                f"distill: every trained weight of a peer must be drawn anew, but nothing drew {name}; give its module "
-                "a method reset_parameters that does, or make the other students yourself and pass them as peers"
+                "distill",
+                f"every trained weight of a peer must be drawn anew, but nothing drew {name}",
+                "give its module a method reset_parameters that does, or make the other students yourself and pass "
+                "them as peers",
             )
     return other
 
@@ -383,8 +388,9 @@ class MutualComparison(Comparison):
         mine = find_outputs(batch.forward.output, config.logits, "student")
         if mine.kind == EMBEDDINGS:
             raise ConfigError(
-                "distill: teacher must not be mutual for embeddings, whose axes mean something else in every student; "
-                "give a trained teacher"
+                "distill",
+                "teacher must not be mutual for embeddings, whose axes mean something else in every student",
+                "give a trained teacher",
             )
         divergence = self._divergence(mine)
         of_classes = is_of_classes(divergence)
@@ -459,11 +465,13 @@ def make_peers(config: DistillConfig, model: nn.Module, student: nn.Module, cont
         modules.append(redrawn(model, int(torch.randint(2**31, (), generator=context.generator))))
     for number, module in enumerate(modules, 1):
         if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise ConfigError(f"distill: peers must have weights that train, got none in peer {number}")
+            raise ConfigError("distill", f"peers must have weights that train, got none in peer {number}")
         if any(_same(module, other) for other in [model, *modules[: number - 1]]):
             raise ConfigError(
-                f"distill: peers must differ from the student and each other, but peer {number} has the same weights "
-                "as another student; draw its weights from another seed"
+                "distill",
+                f"peers must differ from the student and each other, but peer {number} has the same weights as "
+                "another student",
+                "draw its weights from another seed",
             )
     return Peers(modules, config.student or "")
 

@@ -99,8 +99,9 @@ def _item(output: Any, key: str) -> Any:
 def _nothing(output: Any, what: str, whose: str) -> TrainingError:
     keys = f" with {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
     return TrainingError(
-        f"distill: the {whose}'s output must hold {what}, got {type(output).__name__}{keys}; "
-        "set distill.logits, and switch off fused losses that do not return logits"
+        "distill",
+        f"the {whose}'s output must hold {what}, got {type(output).__name__}{keys}",
+        "set distill.logits, and switch off fused losses that do not return logits",
     )
 
 
@@ -127,8 +128,10 @@ def kind_ahead(module: nn.Module, name: str, whose: str) -> str | None:
     # annotations of classes with a head may be wrong (transformers 5.23: AlbertForQuestionAnswering)
     if "last_hidden_state" in fields and hasattr(model, "config") and "For" not in type(model).__name__:
         raise ConfigError(
-            f"distill: the {whose} must return logits under {name!r}, or {_known()}, got {type(model).__name__}, which "
-            f"returns {', '.join(sorted(fields))}; take a model with a head, or set distill.logits to one of these"
+            "distill",
+            f"the {whose} must return logits under {name!r}, or {_known()}, got {type(model).__name__}, which returns "
+            f"{', '.join(sorted(fields))}",
+            "take a model with a head, or set distill.logits to one of these",
         )
     return EMBEDDINGS if embedding_width(module) is not None else None
 
@@ -167,8 +170,9 @@ def check_heads(
         fitting = {"regression": "logit_mse", "multi_label_classification": "bernoulli_kl"}.get(problem or "")
         if fitting and divergence != fitting:
             raise ConfigError(
-                f"distill: the {whose} must classify into single labels, got problem_type {problem!r}; take divergence "
-                f"{fitting}"
+                "distill",
+                f"the {whose} must classify into single labels, got problem_type {problem!r}",
+                f"take divergence {fitting}",
             )
     mine, its = kind_ahead(student, logits, "student"), kind_ahead(teacher, logits, "teacher")
     if mine is not None and its is not None:
@@ -186,23 +190,25 @@ def check_heads(
 
 def _check_vocab_size(kind: str | None, vocab_size: int | None) -> None:
     if vocab_size is not None and kind in (SPANS, EMBEDDINGS):
-        raise ConfigError(f"distill: vocab_size must be none for {kind}, which have no classes, got {vocab_size}")
+        raise ConfigError("distill", f"vocab_size must be none for {kind}, which have no classes, got {vocab_size}")
 
 
 def _check_kinds(student: str, teacher: str) -> None:
     if student != teacher:
         raise ConfigError(
-            f"distill: teacher must return what the student does, {student}, got {teacher}; take a teacher of the "
-            "student's task"
+            "distill",
+            f"teacher must return what the student does, {student}, got {teacher}",
+            "take a teacher of the student's task",
         )
 
 
 def _check_widths(student: int | None, teacher: int | None) -> None:
     if student is not None and teacher is not None and student != teacher:
         raise ConfigError(
-            f"distill: teacher must return embeddings of the student's width {student}, got {teacher}; end the student "
-            "with a Dense layer of the teacher's width, or the teacher with one of the student's (the first principal "
-            "components of its embeddings)"
+            "distill",
+            f"teacher must return embeddings of the student's width {student}, got {teacher}",
+            "end the student with a Dense layer of the teacher's width, or the teacher with one of the student's "
+            "(the first principal components of its embeddings)",
         )
 
 
@@ -214,15 +220,17 @@ def check_sizes(student: int, teacher: int, vocab_size: int | None) -> None:
     """
     if vocab_size is None and student != teacher:
         raise ConfigError(
-            f"distill: teacher must have the student's {student} classes, got {teacher}; both must share labels or "
-            "vocabulary. With one tokenizer and vocabularies that are only padded differently, set distill.vocab_size "
-            "to the tokenizer's size; with different tokenizers take a teacher of the student's, distil "
-            "distill.hidden pairs, or train on text that the teacher generates"
+            "distill",
+            f"teacher must have the student's {student} classes, got {teacher}",
+            "both must share labels or vocabulary. With one tokenizer and vocabularies that are only padded "
+            "differently, set distill.vocab_size to the tokenizer's size; with different tokenizers take a teacher "
+            "of the student's, distil distill.hidden pairs, or train on text that the teacher generates",
         )
     if vocab_size is not None and vocab_size > min(student, teacher):
         raise ConfigError(
-            f"distill: vocab_size must be at most {min(student, teacher)}, the smaller of the student's {student} and "
-            f"the teacher's {teacher} classes, got {vocab_size}"
+            "distill",
+            f"vocab_size must be at most {min(student, teacher)}, the smaller of the student's {student} and the "
+            f"teacher's {teacher} classes, got {vocab_size}",
         )
 
 
@@ -260,8 +268,9 @@ def divergence_of(kind: str, divergence: str, width: int | None) -> str:
     if kind == EMBEDDINGS:
         if divergence not in ("forward_kl", "logit_mse"):
             raise ConfigError(
-                f"distill: divergence must be left out for embeddings, whose cosine is compared, or be logit_mse, got "
-                f"{divergence!r}"
+                "distill",
+                "divergence must be left out for embeddings, whose cosine is compared, or be logit_mse, got "
+                f"{divergence!r}",
             )
         return "cosine" if divergence == "forward_kl" else divergence
     # one score is no distribution
@@ -321,8 +330,8 @@ def check_outputs(
         _check_widths(mine.shape[-1], its.shape[-1])
     elif student.kind == SPANS and mine.shape != its.shape:
         raise ConfigError(
-            f"distill: teacher must score the positions of the student's inputs, {tuple(mine.shape)}, got "
-            f"{tuple(its.shape)}"
+            "distill",
+            f"teacher must score the positions of the student's inputs, {tuple(mine.shape)}, got {tuple(its.shape)}",
         )
     if student.kind in (LOGITS, SCORES):
         _check_classes(mine, its, of_classes=of_classes, vocab_size=vocab_size)
@@ -333,13 +342,15 @@ def check_outputs(
 def _check_classes(student: Tensor, teacher: Tensor, *, of_classes: bool, vocab_size: int | None) -> None:
     if (of_classes or vocab_size) and (student.ndim < 2 or student.shape[-1] == 1):
         raise ConfigError(
-            "distill: the student must be a classifier or language model with logits (..., classes), "
-            f"got logits of shape {tuple(student.shape)}; take divergence logit_mse for regression"
+            "distill",
+            "the student must be a classifier or language model with logits (..., classes), got logits of shape "
+            f"{tuple(student.shape)}",
+            "take divergence logit_mse for regression",
         )
     if student.ndim and teacher.ndim:
         check_sizes(student.shape[-1], teacher.shape[-1], vocab_size)
     if student.shape[: -1 if vocab_size else None] != teacher.shape[: -1 if vocab_size else None]:
         raise ConfigError(
-            f"distill: teacher must return logits of the student's shape {tuple(student.shape)}, "
-            f"got {tuple(teacher.shape)}"
+            "distill",
+            f"teacher must return logits of the student's shape {tuple(student.shape)}, got {tuple(teacher.shape)}",
         )

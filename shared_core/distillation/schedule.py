@@ -35,7 +35,7 @@ class Schedule:
         last = math.inf if _is_fraction(end, 1.0) else context.resolve(end, "distill.end")
         if last <= first:
             raise ConfigError(
-                f"distill: end must lie after begin, got begin {begin!r} = step {first}, end {end!r} = step {last}"
+                "distill", f"end must lie after begin, got begin {begin!r} = step {first}, end {end!r} = step {last}"
             )
         return cls(config, first, last)
 
@@ -56,7 +56,7 @@ class Schedule:
             return first
         end = self.last if math.isfinite(self.last) else context.total_steps
         if end is None:
-            raise ConfigError("distill: alpha_end and temperature_end need a run of known length, or an end in steps")
+            raise ConfigError("distill", "alpha_end and temperature_end need a run of known length, or an end in steps")
         return first + (last - first) * min(1.0, (context.step - self.first) / max(1.0, end - 1 - self.first))
 
     def figures(self, alpha: float, temperature: float) -> dict[str, float]:

@@ -66,15 +66,16 @@ def change_dtype_(teacher: nn.Module, dtype: TeacherDtype) -> None:
         name: layer for name, layer in teacher.named_modules() if isinstance(layer, nn.Linear) and layer is not head
     }
     if not linears:
-        raise MatchError(f"distill: teacher_dtype {dtype} needs a linear layer, got {type(teacher).__name__} without")
+        raise MatchError("distill", f"teacher_dtype {dtype} needs a linear layer, got {type(teacher).__name__} without")
     # a run attaches more than once
     found = [name for name, layer in linears.items() if is_plain(layer.weight)]
     try:
         _to_int8_(teacher, found) if dtype == "int8" else _to_nf4_(teacher, found)
     except (NotImplementedError, RuntimeError, OSError, ValueError) as error:
         raise CompatibilityError(
-            f"distill: teacher_dtype {dtype} must run on the teacher's device, got {type(error).__name__}: {error}; "
-            "take bfloat16, which runs anywhere"
+            "distill",
+            f"teacher_dtype {dtype} must run on the teacher's device, got {type(error).__name__}: {error}",
+            "take bfloat16, which runs anywhere",
         ) from error
 
 
@@ -192,9 +193,11 @@ class Teachers:
             values = (*forward.args, *forward.kwargs.values())
             shapes = [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)]
             raise TrainingError(
-                f"distill: teacher must compute from the student's inputs, of shapes {shapes}, got "
-                f"{type(module).__name__}: {error}; give a teacher of these inputs, or name as distill.student the "
-                "part of the model that has the teacher's"
+                "distill",
+                f"teacher must compute from the student's inputs, of shapes {shapes}, got {type(module).__name__}: "
+                f"{error}",
+                "give a teacher of these inputs, or name as distill.student the part of the model that has the "
+                "teacher's",
             ) from error
 
     def begin(self, student: nn.Module) -> None:
@@ -252,8 +255,9 @@ class StudentAverage(Teachers):
     def __init__(self, student: nn.Module, decay: float) -> None:
         if any(map(is_sharded, student.parameters())):
             raise CompatibilityError(
-                "distill: teacher must not be ema for a model that is sharded already, which FSDP2 does not let be "
-                "copied; use strategy eff_fsdp or the Hugging Face Trainer, which shard later, or DDP"
+                "distill",
+                "teacher must not be ema for a model that is sharded already, which FSDP2 does not let be copied",
+                "use strategy eff_fsdp or the Hugging Face Trainer, which shard later, or DDP",
             )
         super().__init__([_copied(student)])
         self._decay = decay
@@ -295,8 +299,9 @@ class StudentAverage(Teachers):
             return
         name = next((name for name in [*now, *kept] if now.get(name) != kept.get(name)), "the order of its tensors")
         raise TrainingError(
-            f"distill: the student of teacher: ema must keep its layers, got a difference at {name}; add, remove or "
-            "replace layers before techniques attach (in Lightning in __init__ or configure_model)"
+            "distill",
+            f"the student of teacher: ema must keep its layers, got a difference at {name}",
+            "add, remove or replace layers before techniques attach (in Lightning in __init__ or configure_model)",
         )
 
     @property
@@ -334,7 +339,7 @@ class StudentAverage(Teachers):
         tensors = self._tensors()
         if set(state) != set(tensors) or any(state[name].shape != tensor.shape for name, tensor in tensors.items()):
             raise CheckpointError(
-                "distill: the saved average must be of this model; resume with the model that wrote the checkpoint"
+                "distill", "the saved average must be of this model", "resume with the model that wrote the checkpoint"
             )
         for name, tensor in tensors.items():
             fill_(tensor, state[name])
@@ -376,6 +381,7 @@ def check_separate(model: nn.Module, teacher: nn.Module) -> None:
     own = {id(parameter) for parameter in model.parameters()}
     if teacher in set(model.modules()) or any(id(parameter) in own for parameter in teacher.parameters()):
         raise CompatibilityError(
-            f"distill: teacher must share no weights with the model, got {type(teacher).__name__} that does; "
-            "pass a copy (copy.deepcopy), kept outside the model"
+            "distill",
+            f"teacher must share no weights with the model, got {type(teacher).__name__} that does",
+            "pass a copy (copy.deepcopy), kept outside the model",
         )

@@ -142,7 +142,7 @@ class Distillation(Technique):
         modules: dict[str, nn.Module] = dict(model.named_modules())
         if name not in modules:
             raise MatchError(
-                f"distill: student must name a submodule, got {name!r}{nearest(name, filter(None, modules))}"
+                "distill", f"student must name a submodule, got {name!r}{nearest(name, filter(None, modules))}"
             )
         return modules[name]
 
@@ -160,9 +160,10 @@ class Distillation(Technique):
             return task_loss
         if student is None or comparison is None or forward is None:
             raise TrainingError(
-                "distill: the student's forward must run before the loss, in train mode and with gradients, "
-                "and was not seen; set distill.student to the submodule that computes the logits, and call the "
-                "module, not its forward method"
+                "distill",
+                "the student's forward must run before the loss, in train mode and with gradients, and was not seen",
+                "set distill.student to the submodule that computes the logits, and call the module, not its forward "
+                "method",
             )
         self._examples.check_told(unlabelled)
         alpha, temperature = self._schedule.options(context)
@@ -230,8 +231,10 @@ class Distillation(Technique):
             logits = find_logits(latest.output, self.config.logits, "student")
             if (logits.ndim > 2) != self._per_token:
                 raise TrainingError(
-                    f"distill: a batch must have labels where the student's class does not tell what its logits "
-                    f"{tuple(logits.shape)} are of; give labels of -100, and unlabelled_field for sequences"
+                    "distill",
+                    "a batch must have labels where the student's class does not tell what its logits "
+                    f"{tuple(logits.shape)} are of",
+                    "give labels of -100, and unlabelled_field for sequences",
                 )
         return zero_of(output)
 
@@ -268,7 +271,7 @@ class Distillation(Technique):
         trained = self._student.parameters() if self._student is not None and self._hook.active else ()
         if not self._batches and any(parameter.grad is not None for parameter in trained):
             raise TrainingError(
-                "distill: each loss must come from session.loss (Trainer.compute_loss), got a step without; call it"
+                "distill", "each loss must come from session.loss (Trainer.compute_loss), got a step without", "call it"
             )
         self._switch(context)
         if self._student is not None and self._comparison is not None:

@@ -144,7 +144,7 @@ def zero_of(output: Any) -> Tensor:
     items = items.values() if isinstance(items, Mapping) else items
     found = next((item for item in items if isinstance(item, Tensor) and item.requires_grad), None)
     if found is None:
-        raise TrainingError("distill: a batch without labels needs a forward that returns logits with gradients")
+        raise TrainingError("distill", "a batch without labels needs a forward that returns logits with gradients")
     return found.flatten()[:0].sum()
 
 
@@ -171,8 +171,9 @@ class Examples:
         """Refuse a field for a model whose inputs are made of its labels."""
         if self._field and getattr(getattr(student, "config", None), "is_encoder_decoder", False):
             raise ConfigError(
-                "distill: unlabelled_field must be none for an encoder-decoder, which is fed its labels, got "
-                f"{self._field!r}; give the teacher's texts as labels"
+                "distill",
+                f"unlabelled_field must be none for an encoder-decoder, which is fed its labels, got {self._field!r}",
+                "give the teacher's texts as labels",
             )
 
     def prepare(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,9 +194,10 @@ class Examples:
         """Refuse a loss of a batch that was not prepared."""
         if self._field and told is None:
             raise TrainingError(
-                f"distill: unlabelled_field {self._field!r} must be told of every micro-batch, and was not; in a loop "
-                "of your own call batch = session.techniques['distill'].prepare_batch(batch) before the student's "
-                "forward"
+                "distill",
+                f"unlabelled_field {self._field!r} must be told of every micro-batch, and was not",
+                "in a loop of your own call batch = session.techniques['distill'].prepare_batch(batch) before the "
+                "student's forward",
             )
 
     def add(
@@ -275,7 +277,7 @@ def _flags(values: Any, field: str, labels: Any) -> Tensor:
 
 def _taken_out(labels: Tensor, told: Tensor) -> Tensor:
     if labels.dtype in (torch.bool, torch.uint8):
-        raise ConfigError(f"distill: labels must be signed integers or floats to be taken out, got {labels.dtype}")
+        raise ConfigError("distill", f"labels must be signed integers or floats to be taken out, got {labels.dtype}")
     return labels.masked_fill(_column(told, labels), math.nan if labels.is_floating_point() else IGNORED)
 
 
@@ -286,9 +288,9 @@ def _column(flags: Tensor, like: Tensor) -> Tensor:
 def _first(batch: Mapping[str, Any]) -> Tensor:
     found = next((value for value in batch.values() if isinstance(value, Tensor) and value.ndim), None)
     if found is None:
-        raise ConfigError(f"distill: a batch must hold tensors, got {', '.join(map(str, batch)) or 'nothing'}")
+        raise ConfigError("distill", f"a batch must hold tensors, got {', '.join(map(str, batch)) or 'nothing'}")
     return found
 
 
 def _error(field: str | None, rule: str) -> ConfigError:
-    return ConfigError(f"distill: unlabelled_field {field!r} must {rule}")
+    return ConfigError("distill", f"unlabelled_field {field!r} must {rule}")

@@ -58,8 +58,10 @@ def _check_tokens(ours: dict[str, int], theirs: dict[str, int], teacher: str) ->
     if len(others) > len(shared) / 100:
         number, mine, other = others[0]
         raise ConfigError(
-            f"distill: teacher must have the student's tokenizer, got one in {teacher!r} where {len(others)} of "
-            f"{len(shared)} numbers mean other tokens, such as {number}: {mine!r} and {other!r}; {_WAY_OUT}"
+            "distill",
+            f"teacher must have the student's tokenizer, got one in {teacher!r} where {len(others)} of {len(shared)} "
+            f"numbers mean other tokens, such as {number}: {mine!r} and {other!r}",
+            _WAY_OUT,
         )
 
 
@@ -69,14 +71,16 @@ def _check_tokens_known(ours: int, theirs: int, vocabulary: dict[str, int] | Non
         needed = min(max(vocabulary.values()) + 1, ours)
         if theirs < needed:
             raise ConfigError(
-                f"distill: teacher must know the student's {needed} tokens, got {teacher!r} with {theirs}; add them to "
-                "it (resize_token_embeddings), or take them out of the student's tokenizer"
+                "distill",
+                f"teacher must know the student's {needed} tokens, got {teacher!r} with {theirs}",
+                "add them to it (resize_token_embeddings), or take them out of the student's tokenizer",
             )
     elif ours != theirs:
         raise ConfigError(
-            f"distill: teacher must have the student's vocabulary of {ours} tokens, got {teacher!r} with {theirs}, and "
-            "no tokenizers that would tell whether only padding differs. Give the Trainer the student's as "
-            f"processing_class and save the teacher's in its folder. With another tokenizer {_WAY_OUT}"
+            "distill",
+            f"teacher must have the student's vocabulary of {ours} tokens, got {teacher!r} with {theirs}, and no "
+            "tokenizers that would tell whether only padding differs. Give the Trainer the student's as "
+            f"processing_class and save the teacher's in its folder. With another tokenizer {_WAY_OUT}",
         )
 
 

@@ -68,7 +68,7 @@ def check(keys: Iterable[str], surroundings: Iterable[str] = ()) -> None:
     if recipe is not None:
         lines += [line for config in recipe.values() for line in config.refusals(recipe, surroundings)]
     if lines:
-        raise CompatibilityError("recipe: " + "\n".join(lines))
+        raise CompatibilityError("recipe", "\n".join(lines))
 
 
 def matrix() -> list[dict[str, str]]:

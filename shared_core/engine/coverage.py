@@ -106,10 +106,11 @@ class Reach:
         if chosen or self.within >= ENOUGH * (self.within + self.unasked):
             return None
         return MatchError(
-            f"{key}: at least {ENOUGH:.0%} of the weights that multiply activations must be within reach, got "
-            f"{percent(self.share)}; left as they are: {self._left()}; to train like this add --{PARTIAL_FLAG} true "
-            f"({PARTIAL}: true beside the techniques of a recipe), or name the layers that are meant with include "
-            f"(--{key}_include)"
+            key,
+            f"at least {ENOUGH:.0%} of the weights that multiply activations must be within reach, got "
+            f"{percent(self.share)}",
+            f"left as they are: {self._left()}; to train like this add --{PARTIAL_FLAG} true ({PARTIAL}: true beside "
+            f"the techniques of a recipe), or name the layers that are meant with include (--{key}_include)",
         )
 
 

@@ -93,6 +93,7 @@ def refuse(lines: list[str], what: str, changed_by: Iterable[str]) -> None:
     who = f"it may have been changed by {others}; a callback" if others else "no other callback was there; a hook"
     more = f"; and {len(lines) - _TOLD} more" if len(lines) > _TOLD else ""
     raise ReceiptError(
-        f"{what}: weights must be what the receipt says, got {'; '.join(lines[:_TOLD])}{more}; {who} that writes "
-        "into weights must do so before training ends"
+        what,
+        f"weights must be what the receipt says, got {'; '.join(lines[:_TOLD])}{more}",
+        f"{who} that writes into weights must do so before training ends",
     )

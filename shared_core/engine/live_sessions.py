@@ -33,9 +33,10 @@ def claim(session: Session, model: nn.Module) -> None:
     for other in _others(session, model):
         if other.front_end == "bare" or other.has_begun:
             raise TrainingError(
-                f"session: a model must have one session, got {type(model).__name__}, which a {other.front_end} "
-                f"session with {', '.join(other.recipe)} is attached to; put all techniques into one recipe, or call "
-                "finish or detach of the other one first"
+                "session",
+                f"a model must have one session, got {type(model).__name__}, which a {other.front_end} session with "
+                f"{', '.join(other.recipe)} is attached to",
+                "put all techniques into one recipe, or call finish or detach of the other one first",
             )
         other.detach()
     _ATTACHED.add(session)

@@ -32,17 +32,20 @@ def refuse_changed(techniques: Mapping[str, Technique], context: Context) -> Non
         for name, tensor in technique.frozen().items():
             if tensor.requires_grad:
                 raise TrainingError(
-                    f"{key}: {name} must stay frozen until the end of training, got it trainable by step "
-                    f"{context.step}; leave out what unfreezes whole modules, such as Lightning's BackboneFinetuning"
+                    key,
+                    f"{name} must stay frozen until the end of training, got it trainable by step {context.step}",
+                    "leave out what unfreezes whole modules, such as Lightning's BackboneFinetuning",
                 )
     held = [(key, *one) for key, technique in techniques.items() for one in technique.holds().items()]
     if held and _gone(held, context.model):
         reshard_(context.model)  # FSDP2's gathered parameters were in the places of its parts
         for key, name, _ in _gone(held, context.model):
             raise TrainingError(
-                f"{key}: {name} must stay in the model until the end of training, got another object in its place by "
-                f"step {context.step}; write into parameters (copy_, load_state_dict without assign=True), and replace "
-                "modules before training"
+                key,
+                f"{name} must stay in the model until the end of training, got another object in its place by step "
+                f"{context.step}",
+                "write into parameters (copy_, load_state_dict without assign=True), and replace modules before "
+                "training",
             )
 
 
@@ -82,8 +85,9 @@ def refuse_scripted(model: nn.Module, where: str) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise CompatibilityError(
-                f"{where}: model must consist of Python modules, got a torch.jit module ({name or 'the model itself'})"
-                "; train the module that it was made of, and script the trained model"
+                where,
+                f"model must consist of Python modules, got a torch.jit module ({name or 'the model itself'})",
+                "train the module that it was made of, and script the trained model",
             )
 
 
@@ -111,9 +115,10 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     for name, module in model.named_modules():
         if any(isinstance(value, Tensor) and not value.is_leaf for value in vars(module).values()):
             raise CompatibilityError(
-                f"distill: a student that is copied must hold parameters alone, got {name or 'a model'} with a tensor "
-                "that is computed from them (torch.nn.utils.weight_norm or spectral_norm); use the functions of "
-                "torch.nn.utils.parametrizations"
+                "distill",
+                f"a student that is copied must hold parameters alone, got {name or 'a model'} with a tensor that is "
+                "computed from them (torch.nn.utils.weight_norm or spectral_norm)",
+                "use the functions of torch.nn.utils.parametrizations",
             )
     other = copy.deepcopy(model, memo)
     for module in other.modules():
@@ -130,4 +135,4 @@ def refuse_lbfgs(optimizers: Iterable[Any], where: str, why: str) -> None:
     """
     for optimizer in optimizers:
         if isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS):
-            raise CompatibilityError(f"{where}: optimizer must not be LBFGS, {why}; use SGD or AdamW")
+            raise CompatibilityError(where, f"optimizer must not be LBFGS, {why}", "use SGD or AdamW")

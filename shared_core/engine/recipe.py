@@ -43,7 +43,7 @@ class Recipe(Mapping[str, TechniqueConfig]):
             known = registration(key)
             if not isinstance(config, known.config_class):
                 raise ConfigError(
-                    f"recipe: {key} must be a {known.config_name}, got {config!r}; Recipe.from_dict takes options"
+                    "recipe", f"{key} must be a {known.config_name}, got {config!r}", "Recipe.from_dict takes options"
                 )
         self._configs = {key: configs[key] for key in in_order(configs)}
         self.allow_partial = allow_partial
@@ -58,7 +58,7 @@ class Recipe(Mapping[str, TechniqueConfig]):
             ConfigError: If a key, an option or a value is wrong; names the nearest known one.
         """
         if not isinstance(values, Mapping):
-            raise ConfigError(f"recipe: must be a mapping of techniques, got {values!r}")
+            raise ConfigError("recipe", f"must be a mapping of techniques, got {values!r}")
         if isinstance(values, Recipe):
             return values
         configs = {}
@@ -95,7 +95,7 @@ class Recipe(Mapping[str, TechniqueConfig]):
             if flag == PARTIAL_FLAG:
                 continue
             if flag not in known:
-                raise ConfigError(f"flags: --{flag} is not a flag{nearest(flag, known)}")
+                raise ConfigError("flags", f"--{flag} is not a flag{nearest(flag, known)}")
             if value is not None:
                 key, field = known[flag]
                 options.setdefault(key, {})[field.name] = value
@@ -105,7 +105,9 @@ class Recipe(Mapping[str, TechniqueConfig]):
             if given.keys().isdisjoint(switches):
                 other, switch = next(iter(given)), f" or --{key}_".join(switches)
                 raise ConfigError(
-                    f"flags: --{key}_{other} must come with --{key}_{switch}, which switches the technique on; add it"
+                    "flags",
+                    f"--{key}_{other} must come with --{key}_{switch}, which switches the technique on",
+                    "add it",
                 )
         if (partial := values.get(PARTIAL_FLAG)) is not None:
             options[PARTIAL] = coerce(partial, bool, f"flags.{PARTIAL_FLAG}")
@@ -148,7 +150,9 @@ class Recipe(Mapping[str, TechniqueConfig]):
         """
         twice = self.keys() & other.keys()
         if twice:
-            raise ConfigError(f"recipe: {', '.join(sorted(twice))} must be given once, got it twice; keep one of them")
+            raise ConfigError(
+                "recipe", f"{', '.join(sorted(twice))} must be given once, got it twice", "keep one of them"
+            )
         return Recipe({**self, **other}, allow_partial=self.allow_partial or other.allow_partial)
 
     def __getitem__(self, key: str) -> TechniqueConfig:
@@ -188,13 +192,13 @@ def _mapping(read: Callable[[str], Any], kind: str, source: str | Path) -> Mappi
         try:
             text, name = Path(source).read_text(encoding="utf-8"), f"{source} "
         except (OSError, ValueError) as error:  # the latter of another encoding, and of a name with a NUL
-            raise ConfigError(f"recipe: {source} must be a readable text file, got {error}") from error
+            raise ConfigError("recipe", f"{source} must be a readable text file, got {error}") from error
     try:
         values = read(text)
     except ValueError as error:
-        raise ConfigError(f"recipe: {name}must be valid {kind}, got {str(error)[:300]}") from error
+        raise ConfigError("recipe", f"{name}must be valid {kind}, got {str(error)[:300]}") from error
     if values is None:
         return {}
     if not isinstance(values, Mapping):
-        raise ConfigError(f"recipe: {name}must be a mapping of techniques to options, got {values!r}")
+        raise ConfigError("recipe", f"{name}must be a mapping of techniques to options, got {values!r}")
     return values

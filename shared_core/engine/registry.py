@@ -116,8 +116,10 @@ class _Registry(Mapping[str, Registration]):
         except Exception as error:
             owner = point.dist.name if point.dist is not None else "an installed package"
             raise ConfigError(
-                f"registry: entry point {point.name} of {owner} must load, got {type(error).__name__} from "
-                f"{point.value}: {error}; mend or uninstall {owner}"
+                "registry",
+                f"entry point {point.name} of {owner} must load, got {type(error).__name__} from {point.value}: "
+                f"{error}",
+                f"mend or uninstall {owner}",
             ) from error
 
     def add(self, registration: Registration) -> None:
@@ -128,7 +130,7 @@ class _Registry(Mapping[str, Registration]):
     def remove(self, key: str) -> None:
         """Forget a technique that `register` added."""
         if key in OURS:
-            raise ConfigError(f"registry: {key} must not be removed, it is one of this library's own")
+            raise ConfigError("registry", f"{key} must not be removed, it is one of this library's own")
         self._known.pop(key, None)
         self._orders = {}
 
@@ -174,8 +176,9 @@ def _sorted(
     def visit(key: str, path: tuple[str, ...]) -> None:
         if key in path:
             raise ConfigError(
-                f"registry: {after} and {before} must leave an order, got a circle of {' -> '.join((*path, key))}; "
-                "mend what was registered last"
+                "registry",
+                f"{after} and {before} must leave an order, got a circle of {' -> '.join((*path, key))}",
+                "mend what was registered last",
             )
         if key not in done:
             for other in registrations:  # not the set: the order of registration
@@ -221,19 +224,19 @@ def register(technique: type[Technique], config: type[TechniqueConfig]) -> None:
     key = config.key
     where = f"register: {config.__name__}"
     if not (isinstance(key, str) and re.fullmatch(r"[a-z][a-z0-9_]*", key)):
-        raise ConfigError(f"{where}: key must be lower-case letters, digits and _, got {key!r}; set it in the class")
+        raise ConfigError(where, f"key must be lower-case letters, digits and _, got {key!r}", "set it in the class")
     if technique.key != key:
-        raise ConfigError(f"{where}: key must be that of {technique.__name__}, got {key!r} and {technique.key!r}")
+        raise ConfigError(where, f"key must be that of {technique.__name__}, got {key!r} and {technique.key!r}")
     options = {field.name for field in dataclasses.fields(config)}
     for name in filter(None, (config.switch, config.other_switch)):
         if name not in options:
-            raise ConfigError(f"{where}: switch must be an option, got {name!r}{nearest(name, options)}")
+            raise ConfigError(where, f"switch must be an option, got {name!r}{nearest(name, options)}")
     known = REGISTRY.get(key)
     if known is not None and (known.package, known.config_name) != (config.__module__, config.__name__):
-        raise ConfigError(f"{where}: key must be free, got {key!r}, which is {known.package}.{known.config_name}")
+        raise ConfigError(where, f"key must be free, got {key!r}, which is {known.package}.{known.config_name}")
     taken = sorted({f"{key}_{name}" for name in options} & flags(*(REGISTRY.keys() - {key})).keys())
     if taken:
-        raise ConfigError(f"{where}: flags must be free, got --{taken[0]}, which another technique has; rename key")
+        raise ConfigError(where, f"flags must be free, got --{taken[0]}, which another technique has", "rename key")
     if known is None and REGISTRY.has_made_flags:
         warnings.warn(
             f"{where}: no --{key}_{config.switch} in this process, whose flags are made already; import "
@@ -258,7 +261,7 @@ def registration(key: str) -> Registration:
     if key not in REGISTRY:
         of_package = [repr(one.key) for one in REGISTRY.values() if one.package == f"shared_core.{key}"]
         hint = f"; did you mean {' or '.join(of_package)}?" if of_package else nearest(str(key), REGISTRY)
-        raise ConfigError(f"recipe: {key!r} is not a technique{hint}")
+        raise ConfigError("recipe", f"{key!r} is not a technique{hint}")
     return REGISTRY[key]
 
 

@@ -62,8 +62,10 @@ def saved_by(key: str) -> Iterator[None]:
         raise
     except Exception as error:  # a damaged state holds any value, and a reader may do anything with it
         raise CheckpointError(
-            f"resume: checkpoint's state of {key} must be one that a session saved, got {error!r} from it: it is "
-            "damaged or of another version, or this error is a bug; go on from another checkpoint"
+            "resume",
+            f"checkpoint's state of {key} must be one that a session saved, got {error!r} from it: it is damaged or "
+            "of another version, or this error is a bug",
+            "go on from another checkpoint",
         ) from error
 
 
@@ -126,8 +128,9 @@ class StepWatch:
         stepped, self._stepped = self._stepped, False
         if self._has_stepped and not stepped:
             raise TrainingError(
-                "session: steps must be those of the optimizers that begin was given, got one that none of them made; "
-                "change their param_groups instead, or finish this session and make another for the new optimizer"
+                "session",
+                "steps must be those of the optimizers that begin was given, got one that none of them made",
+                "change their param_groups instead, or finish this session and make another for the new optimizer",
             )
         self._has_stepped = stepped
 
@@ -230,7 +233,7 @@ class Session:
             ConfigError: If a technique is in both.
         """
         if self.context is not None:
-            raise TrainingError("session: techniques must join before training starts; pass all callbacks together")
+            raise TrainingError("session", "techniques must join before training starts", "pass all callbacks together")
         self.recipe = self.recipe.merged(recipe)
         self._reset()
 
@@ -255,7 +258,7 @@ class Session:
         if self.context is not None:
             if self.context.model is model:
                 return
-            raise TrainingError("session: must be attached to one model only; make a session for each")
+            raise TrainingError("session", "must be attached to one model only", "make a session for each")
         live_sessions.claim(self, model)
         self._plain = PlainKeys(model)
         context = Context(model, self._front_end, self._services, resumed=resumed or {})
@@ -310,10 +313,10 @@ class Session:
         """
         context = self._attached("begin")
         if self._finished:
-            raise TrainingError("session: begin must come after attach, got one that is detached; attach it again")
+            raise TrainingError("session", "begin must come after attach, got one that is detached", "attach it again")
         if isinstance(optimizers, torch.optim.Optimizer):
             raise TrainingError(
-                "session: begin must have a list of optimizers, got one; pass session.begin([optimizer])"
+                "session", "begin must have a list of optimizers, got one", "pass session.begin([optimizer])"
             )
         context.optimizers, context.clips_gradients = tuple(optimizers), clips_gradients
         context.total_steps, context.steps_per_epoch = total_steps, steps_per_epoch
@@ -726,7 +729,7 @@ class Session:
 
     def _attached(self, verb: str) -> Context:
         if self.context is None:
-            raise TrainingError(f"session: attach must come before {verb}; call session.attach(model) first")
+            raise TrainingError("session", f"attach must come before {verb}", "call session.attach(model) first")
         return self.context
 
     def _refuse_changed(self) -> None:
@@ -799,8 +802,9 @@ def fit_to(session: Session, state: Mapping[str, Any], surroundings: Iterable[st
         saved: Mapping[str, Any] = dict(state.get("techniques", {}))
     if "low_rank" in saved and "low_rank" not in session.techniques:
         raise CheckpointError(
-            "resume: recipe must keep low_rank, whose layers the checkpoint holds in two, got none; keep it, or load "
-            "the weights with shared_core.low_rank.load and start a new run"
+            "resume",
+            "recipe must keep low_rank, whose layers the checkpoint holds in two, got none",
+            "keep it, or load the weights with shared_core.low_rank.load and start a new run",
         )
     # a list: each is asked, also for its refusal
     fitting = []

@@ -72,16 +72,20 @@ def load_state(folder: Path | str) -> dict[str, Any]:
     """
     path = Path(folder) / STATE_FILE
     if not path.is_file():
-        raise CheckpointError(f"state: {path} must exist, but it does not; this checkpoint was saved without efftrain")
+        raise CheckpointError(
+            "state", f"{path} must exist, but it does not", "this checkpoint was saved without efftrain"
+        )
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if int(metadata["eff_format"]) > _FORMAT:
-            raise CheckpointError(f"state: {path} was written by a newer efftrain; update it to read this file")
+            raise CheckpointError("state", f"{path} was written by a newer efftrain", "update it to read this file")
         return dict(_join(parse_json(metadata["state"]), tensors))
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"state: {path} must be a whole state file, got {error}; the file is damaged") from error
+        raise CheckpointError(
+            "state", f"{path} must be a whole state file, got {error}", "the file is damaged"
+        ) from error
 
 
 def packed(state: Mapping[str, Any]) -> bytes:

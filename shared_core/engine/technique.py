@@ -85,13 +85,13 @@ class BareServices:
 
     def _needs_trainer(self, what: str) -> CompatibilityError:
         return CompatibilityError(
-            f"bare loop: {what} needs a trainer; use hf_eff or lightning_eff, or pass Session(services=...)"
+            "bare loop", f"{what} needs a trainer", "use hf_eff or lightning_eff, or pass Session(services=...)"
         )
 
     def load_teacher(self, name: str, student: nn.Module, *, trust_remote_code: bool = False) -> nn.Module:
         """Refuse: give the teacher as a module."""
         raise CompatibilityError(
-            f"bare loop: distill.teacher must be a module here, got {name!r}; load it and pass the object"
+            "bare loop", f"distill.teacher must be a module here, got {name!r}", "load it and pass the object"
         )
 
     def tokenizer(self) -> Any:
@@ -124,9 +124,11 @@ class BareServices:
         found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if not isinstance(found, Tensor):
             raise TrainingError(
-                f"bare loop: {type(model).__name__} must return its loss (output.loss or output['loss']), got "
-                f"{type(output).__name__} without; pass labels to the model, or Session(services=...) with a subclass "
-                "of BareServices whose task_loss(model, forward) returns the loss of forward()"
+                "bare loop",
+                f"{type(model).__name__} must return its loss (output.loss or output['loss']), got "
+                f"{type(output).__name__} without",
+                "pass labels to the model, or Session(services=...) with a subclass of BareServices whose "
+                "task_loss(model, forward) returns the loss of forward()",
             )
         return found
 
@@ -228,11 +230,11 @@ class Context:
         first, last = self.resolve(begin, f"{where}.begin"), self.resolve(end, f"{where}.end")
         if last < first:
             raise ConfigError(
-                f"{where}: end must not lie before begin, got begin {begin!r} = step {first}, end {end!r} = step {last}"
+                where, f"end must not lie before begin, got begin {begin!r} = step {first}, end {end!r} = step {last}"
             )
         if self.total_steps is not None and last > self.total_steps:
             raise ConfigError(
-                f"{where}: end must lie within the {self.total_steps} steps of this run, got {end!r} = step {last}"
+                where, f"end must lie within the {self.total_steps} steps of this run, got {end!r} = step {last}"
             )
         return first, last
 

@@ -69,7 +69,7 @@ def atomic_folder(path: Path | str) -> Iterator[Path]:
     """
     path = Path(os.path.realpath(path))
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise CheckpointError(f"write: {path} must not exist or be an empty folder; choose another one")
+        raise CheckpointError("write", f"{path} must not exist or be an empty folder", "choose another one")
     make_folder(path.parent)
     with named_failure(path, "nothing was written"), _aside(path.parent) as folder:
         temporary, mode = folder / path.name, _mode_of_new_file(folder)
@@ -149,7 +149,7 @@ def check_writable(target: Path, where: str) -> None:
         with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
-        raise CheckpointError(f"{where}: {target} must be writable, got {error}; choose another place") from error
+        raise CheckpointError(where, f"{target} must be writable, got {error}", "choose another place") from error
 
 
 @contextlib.contextmanager
@@ -164,7 +164,7 @@ def named_failure(path: Path, what_became: str) -> Iterator[None]:
             raise
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise CheckpointError(
-            f"write: {path} must be writable, got {cause}; {what_became}; make room, or choose another place"
+            "write", f"{path} must be writable, got {cause}", f"{what_became}; make room, or choose another place"
         ) from error
 
 

@@ -33,11 +33,11 @@ def read_object(file: Path, advice: str = "remove it") -> dict[str, Any]:
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{file}: file must be readable, got {error.strerror}; {advice}") from error
+        raise CheckpointError(file, f"file must be readable, got {error.strerror}", advice) from error
     except ValueError as error:
-        raise CheckpointError(f"{file}: file must be JSON, got {error}; it is damaged, {advice}") from error
+        raise CheckpointError(file, f"file must be JSON, got {error}", f"it is damaged, {advice}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: file must hold a JSON object, got {type(content).__name__}; {advice}")
+        raise CheckpointError(file, f"file must hold a JSON object, got {type(content).__name__}", advice)
     return content
 
 
@@ -56,8 +56,9 @@ def check_same(file: Path, known: Mapping[str, Any], plan: Mapping[str, Any], wh
     odd = next((name for name in sorted({*known, *plan}) if known.get(name) != plan.get(name)), None)
     if odd is not None:
         raise CheckpointError(
-            f"{file}: folder must be of this {what}, got that of one whose {odd} is {known.get(odd)!r}, now "
-            f"{plan.get(odd)!r}; give another folder, or the same options"
+            file,
+            f"folder must be of this {what}, got that of one whose {odd} is {known.get(odd)!r}, now {plan.get(odd)!r}",
+            "give another folder, or the same options",
         )
 
 

@@ -69,11 +69,12 @@ def cast_for(recipe: str, index: int, bank: Any) -> Cast:
     if recipe in _STATELESS:
         return _STATELESS[recipe]()
     if recipe != "int16":
-        raise ConfigError(f"fp8: recipe must be a known one, got {recipe!r}{nearest(str(recipe), CAST_RECIPES)}")
+        raise ConfigError("fp8", f"recipe must be a known one, got {recipe!r}{nearest(str(recipe), CAST_RECIPES)}")
     if not isinstance(bank, SharedExponentBank):
         raise ConfigError(
-            f"fp8: recipe int16 must have a SharedExponentBank, got {type(bank).__name__}; "
-            "use a Session, which counts steps"
+            "fp8",
+            f"recipe int16 must have a SharedExponentBank, got {type(bank).__name__}",
+            "use a Session, which counts steps",
         )
     return Int16Cast(bank, index)
 

@@ -180,11 +180,13 @@ class SharedExponentBank:
                 own = getattr(self, name)
                 if saved.shape != own.shape or saved.dtype != own.dtype:
                     raise CheckpointError(
-                        f"fp8: saved {name} must be {own.dtype} of shape {tuple(own.shape)}, got {saved.dtype} of "
-                        f"{tuple(saved.shape)}; resume with the layers of the saved run"
+                        "fp8",
+                        f"saved {name} must be {own.dtype} of shape {tuple(own.shape)}, got {saved.dtype} of "
+                        f"{tuple(saved.shape)}",
+                        "resume with the layers of the saved run",
                     )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CheckpointError(f"fp8: state must be one that int16 saved, got {error!r}") from error
+            raise CheckpointError("fp8", f"state must be one that int16 saved, got {error!r}") from error
         for name, saved in rows.items():
             getattr(self, name).copy_(saved)
         self.num_updates = num_updates

@@ -88,7 +88,7 @@ def _layer(handle: Tensor) -> LayerFp8:
     layer = _LAYERS.get(int(handle))
     if layer is None:
         raise TrainingError(
-            "fp8: the layer of this graph must still multiply in FP8; run backward before it is changed"
+            "fp8", "the layer of this graph must still multiply in FP8", "run backward before it is changed"
         )
     return layer
 
@@ -349,8 +349,9 @@ def convert_to_fp8(model: nn.Module, config: Fp8Config) -> nn.Module:
     """
     if config.has_session_state:
         raise ConfigError(
-            f"convert_to_fp8: recipe must be one without history, got {config.recipe!r}; "
-            "use a Session, which counts steps"
+            "convert_to_fp8",
+            f"recipe must be one without history, got {config.recipe!r}",
+            "use a Session, which counts steps",
         )
     for index, module in enumerate(select_layers(model, config).narrow.values()):
         convert_layer(module, config, index=index)
@@ -404,7 +405,7 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
         CompatibilityError: If a named layer cannot run, or the model is converted already.
     """
     if any(isinstance(module, Fp8Layer) or is_torchao_linear(module) for module in model.modules()):
-        raise CompatibilityError("fp8: model must have no FP8 layers yet; detach or finish the earlier run first")
+        raise CompatibilityError("fp8", "model must have no FP8 layers yet", "detach or finish the earlier run first")
     kinds: tuple[type[nn.Module], ...] = (nn.Linear, *conv1d_of(model))
     matched = match_modules(model, kinds, where="fp8", include=config.include, skip=config.skip)
     able = [module for module in model.modules() if isinstance(module, kinds)]
@@ -423,7 +424,7 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
         if reason is None and id(module) in readers:
             reason = f"{readers[id(module)]}, past any product in FP8"
         if named and reason is not None:
-            raise CompatibilityError(f"fp8: include must name layers that can multiply in FP8, got {name}: {reason}")
+            raise CompatibilityError("fp8", f"include must name layers that can multiply in FP8, got {name}: {reason}")
         if reason is None and place and not named:
             reason = f"the model's {place} linear layer; name it in include to have it in FP8"
         if reason is None:
@@ -432,7 +433,7 @@ def select_layers(model: nn.Module, config: Fp8Config) -> Selection:
             found.left_out[name] = reason
     if not found.narrow:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(found.left_out.items())[:3])
-        raise MatchError(f"fp8: must match at least one layer that can multiply in FP8; {reasons}")
+        raise MatchError("fp8", "must match at least one layer that can multiply in FP8", reasons)
     return found
 
 

@@ -163,7 +163,9 @@ def _widened(values: Tensor) -> Tensor:
 def _check(weight: Tensor) -> None:
     if weight.dtype not in (torch.float32, torch.float64):
         # in 16 bits the optimizer has rounded its update to nearest already, and lost the small ones
-        raise ConfigError(f"hfp8: weights must be float32 or float64, got {weight.dtype}; load the model in float32")
+        raise ConfigError(
+            "hfp8", f"weights must be float32 or float64, got {weight.dtype}", "load the model in float32"
+        )
 
 
 _MAX_EXPONENT = 15.0  # log2 of the largest power of two in e5m2

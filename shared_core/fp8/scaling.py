@@ -215,8 +215,9 @@ class AmaxBank:
         length = self.history.shape[1]
         if state["history"].shape[1] != length:
             raise CheckpointError(
-                f"fp8: amax_history must be the saved {state['history'].shape[1]} steps, got {length}; "
-                "resume with the saved value"
+                "fp8",
+                f"amax_history must be the saved {state['history'].shape[1]} steps, got {length}",
+                "resume with the saved value",
             )
         self.history.copy_(state["history"])
         self.window.copy_(state["window"])

@@ -154,8 +154,10 @@ class Fp8(Technique):
             self._in_a_row += 1
             if self._in_a_row >= self.config.max_skips:
                 raise TrainingError(
-                    f"fp8: operands and gradients must be finite at least once in {self.config.max_skips} steps "
-                    "(max_skips), got NaN or infinity in each of them; lower the learning rate, or look at the data"
+                    "fp8",
+                    f"operands and gradients must be finite at least once in {self.config.max_skips} steps "
+                    "(max_skips), got NaN or infinity in each of them",
+                    "lower the learning rate, or look at the data",
                 )
 
     def _met_non_finite(self) -> bool:
@@ -241,8 +243,9 @@ class Fp8(Technique):
             if set(names) != set(self.layers):
                 odd = ", ".join(sorted(set(names) ^ set(self.layers))[:5])
                 raise CheckpointError(
-                    f"fp8: saved histories must be of the layers that are in FP8 now, but differ in {odd}; "
-                    "resume with the include and skip of the saved run"
+                    "fp8",
+                    f"saved histories must be of the layers that are in FP8 now, but differ in {odd}",
+                    "resume with the include and skip of the saved run",
                 )
             count = len(ROLES)
             rows = torch.tensor([names.index(name) * count + role for name in self.layers for role in range(count)])
@@ -255,7 +258,7 @@ class Fp8(Technique):
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError, ValueError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"fp8: state must be one that fp8 saved, got {error!r}") from error
+            raise CheckpointError("fp8", f"state must be one that fp8 saved, got {error!r}") from error
 
     def metrics(self) -> dict[str, float]:
         """Return how many layers multiply in FP8, and how many steps were discarded for NaN or infinity."""

@@ -45,7 +45,9 @@ def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
             key = next((key for key in REGISTRY if name.startswith(f"{key}_")), None)
             if is_flag and key and name not in _OF_A_TRAINER:
                 hint = nearest(name, flags(key))
-                raise ConfigError(f"eff run: --{name} is not a flag{hint}; the script's own flags can stand after `--`")
+                raise ConfigError(
+                    "eff run", f"--{name} is not a flag{hint}", "the script's own flags can stand after `--`"
+                )
             rest.append(argument)
             continue
         if not equals:
@@ -53,11 +55,11 @@ def take_flags(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
             if is_bool and (not queue or queue[0].lower() not in ("true", "false")):
                 value = "true"
             elif not queue or queue[0].startswith("--"):
-                raise ConfigError(f"eff run: --{name} must have a value; write --{name} VALUE")
+                raise ConfigError("eff run", f"--{name} must have a value", f"write --{name} VALUE")
             else:
                 value = queue.pop(0)
         if name in ours:
-            raise ConfigError(f"eff run: --{name} must be given once, got it twice")
+            raise ConfigError("eff run", f"--{name} must be given once, got it twice")
         ours[name] = value
     return ours, rest
 

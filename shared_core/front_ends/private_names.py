@@ -47,5 +47,5 @@ def check_private_names(
     ]
     if lacking:
         raise CompatibilityError(
-            f"{whose} must have {', '.join(lacking)} ({names[lacking[0]].purpose}), got none; {remedy}"
+            f"{whose} must have {', '.join(lacking)} ({names[lacking[0]].purpose}), got none", remedy=remedy
         )

@@ -78,7 +78,7 @@ class TrainingCommand:
 
         parts = list(command)
         if not parts:
-            raise ConfigError(f"{where}: command must be given, got none; write it after --: python my_train.py")
+            raise ConfigError(where, "command must be given, got none", "write it after --: python my_train.py")
         starts = [index for index, part in enumerate(parts) if index and (part.endswith(".py") or part == "-m")]
         before = parts[1 : starts[0]] if starts else []
         if not Path(parts[0]).name.startswith("python") or not starts or not all(o.startswith("-") for o in before):
@@ -89,9 +89,9 @@ class TrainingCommand:
         size = 2 if parts[start] == "-m" else 1
         script = parts[start : start + size]
         if size == 1 and not Path(script[0]).is_file():
-            raise ConfigError(f"{where}: script must be a file, got {script[0]!r}")
+            raise ConfigError(where, f"script must be a file, got {script[0]!r}")
         if len(script) < size:
-            raise ConfigError(f"{where}: -m must be followed by a module, got none")
+            raise ConfigError(where, "-m must be followed by a module, got none")
         flags, rest = take_flags(parts[start + size :])
         return cls(where, tuple(parts[:start]), (*script, *rest), flags)
 
@@ -136,7 +136,7 @@ class TrainingCommand:
         try:
             return subprocess.Popen(arguments, env=variables, pass_fds=descriptors, **streams)
         except OSError as error:
-            raise ConfigError(f"{self.where}: command must be one that can be started, got {error}") from error
+            raise ConfigError(self.where, f"command must be one that can be started, got {error}") from error
 
 
 def train_script() -> None:

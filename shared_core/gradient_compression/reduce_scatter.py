@@ -63,13 +63,15 @@ def put_into(model: nn.Module) -> RoundedReduceScatter | None:
     kept: Any = next((p for p in model.parameters() if is_sharded(p) and p.device_mesh.ndim > 1), None)  # type: ignore[attr-defined]
     if kept is not None:
         raise CompatibilityError(
-            f"comm: weights must be sharded over all processes, got {tuple(kept.placements)}: sums over copies are "
-            "made by another collective, which nothing rounds; shard without copies (no HSDP), or leave comm out"
+            "comm",
+            f"weights must be sharded over all processes, got {tuple(kept.placements)}: sums over copies are made by "
+            "another collective, which nothing rounds",
+            "shard without copies (no HSDP), or leave comm out",
         )
     scatter = RoundedReduceScatter()
     for module in modules:
         try:
             module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
         except ValueError as error:
-            raise CompatibilityError(f"comm: FSDP2 must take a reduce-scatter of ours, got {error}") from error
+            raise CompatibilityError("comm", f"FSDP2 must take a reduce-scatter of ours, got {error}") from error
     return scatter

@@ -76,8 +76,10 @@ class GradientCompression(Technique):
         """
         if world_size() < 2:
             raise CompatibilityError(
-                f"comm: training must run in several processes under DDP or FSDP2, got {world_size()}; start it with "
-                "torchrun --nproc_per_node=2 (Lightning: Trainer(devices=2, strategy='ddp')), or leave comm out"
+                "comm",
+                f"training must run in several processes under DDP or FSDP2, got {world_size()}",
+                "start it with torchrun --nproc_per_node=2 (Lightning: Trainer(devices=2, strategy='ddp')), or leave "
+                "comm out",
             )
 
     def preview(self, model: nn.Module, context: Context) -> Touched:
@@ -105,9 +107,10 @@ class GradientCompression(Technique):
         found = [module for module in (wrapped.modules() if wrapped is not None else ()) if _is_ddp(module)]
         if not found:
             raise CompatibilityError(
-                "comm: model must be wrapped in DistributedDataParallel or sharded by FSDP2, got "
-                f"{type(wrapped).__name__}; train with DDP, and in a loop of your own pass "
-                "Session(services=...) whose wrapped_model() returns the DDP module"
+                "comm",
+                f"model must be wrapped in DistributedDataParallel or sharded by FSDP2, got {type(wrapped).__name__}",
+                "train with DDP, and in a loop of your own pass Session(services=...) whose wrapped_model() returns "
+                "the DDP module",
             )
         ddp: Any = found[0]
         names = {parameter: name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}
@@ -143,15 +146,18 @@ class GradientCompression(Technique):
         """
         if not self._step["gradients"]:
             raise TrainingError(
-                "comm: gradients must be reduced in every step, but were not in this one; leave DDP's no_sync() for "
-                "the last micro-batch, or leave comm out"
+                "comm",
+                "gradients must be reduced in every step, but were not in this one",
+                "leave DDP's no_sync() for the last micro-batch, or leave comm out",
             )
         self._last = dict(self._step)
         self._step.update(dict.fromkeys(self._step, 0))
         if self._scatter is not None and self._last["sent"] == self._last["gradients"]:
             raise TrainingError(
-                "comm: FSDP2 must reduce gradients in float32 for something to be saved, but reduces them in 16 bits "
-                "already, by its mixed precision (reduce_dtype); leave comm out, or set reduce_dtype to float32"
+                "comm",
+                "FSDP2 must reduce gradients in float32 for something to be saved, but reduces them in 16 bits "
+                "already, by its mixed precision (reduce_dtype)",
+                "leave comm out, or set reduce_dtype to float32",
             )
         self._total = {name: total + self._last[name] for name, total in self._total.items()}
         if self.config.hook != "fp16" or not self._overflowed():
@@ -162,8 +168,9 @@ class GradientCompression(Technique):
         self._in_a_row += 1
         if self._in_a_row >= _MOST_DISCARDED:
             raise TrainingError(
-                f"comm: gradients must stay below 65504 with hook fp16, got infinity or NaN {_MOST_DISCARDED} times in "
-                "a row; take hook bf16, or lower the learning rate"
+                "comm",
+                f"gradients must stay below 65504 with hook fp16, got infinity or NaN {_MOST_DISCARDED} times in a row",
+                "take hook bf16, or lower the learning rate",
             )
 
     def _overflowed(self) -> bool:
@@ -256,8 +263,9 @@ def _switch_of(ddp: Any) -> _Switch:
         return switch
     if ddp._comm_hooks:
         raise CompatibilityError(
-            f"comm: DDP must have no other communication hook, got {ddp._comm_hooks[0][0].__qualname__}; drop one of "
-            "the two"
+            "comm",
+            f"DDP must have no other communication hook, got {ddp._comm_hooks[0][0].__qualname__}",
+            "drop one of the two",
         )
     switch = _Switch()
     ddp.register_comm_hook(switch, _reduce)

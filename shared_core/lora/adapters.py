@@ -67,12 +67,14 @@ def select_linear(
         if reason is None:
             layers[found.name] = module
         elif found.name in config.include:
-            raise CompatibilityError(f"lora: include must name layers that can be adapted, got {found.name}: {reason}")
+            raise CompatibilityError(
+                "lora", f"include must name layers that can be adapted, got {found.name}: {reason}"
+            )
         else:
             left_out[found.name] = str(reason)
     if not layers:
         told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
-        raise MatchError(f"lora: must match at least one linear layer that can be adapted; {told}")
+        raise MatchError("lora", "must match at least one linear layer that can be adapted", told)
     return layers, whole, left_out
 
 
@@ -106,7 +108,7 @@ def _trained_whole(model: nn.Module, patterns: tuple[str, ...], output: str) -> 
             if fnmatch.fnmatchcase(name, pattern) or own_class(module).__name__ == pattern
         }
         if not hits:
-            raise MatchError(f"lora: train pattern {asked!r} matches no module{nearest(asked, names)}")
+            raise MatchError("lora", f"train pattern {asked!r} matches no module{nearest(asked, names)}")
         whole |= hits
     return whole
 
@@ -155,7 +157,9 @@ def inject(
             model.set_submodule(where[name], module)
         if isinstance(error, ValueError):  # peft has lists of layers by architecture
             raise CompatibilityError(
-                f"lora: layers must be those that peft can adapt, got {error}; leave them out with skip (--lora_skip)"
+                "lora",
+                f"layers must be those that peft can adapt, got {error}",
+                "leave them out with skip (--lora_skip)",
             ) from error
         raise
     finally:

@@ -42,8 +42,10 @@ def on_device(device: torch.device, base: str) -> Iterator[None]:
         yield
     except Exception as error:  # its backends raise NotImplementedError, RuntimeError, OSError, ValueError
         raise CompatibilityError(
-            f"lora: base {base} must run on {device}, but bitsandbytes {importlib.metadata.version('bitsandbytes')} "
-            f"does not: {type(error).__name__}: {error}; use CPU or CUDA, or --lora_base none, which does without it"
+            "lora",
+            f"base {base} must run on {device}, but bitsandbytes {importlib.metadata.version('bitsandbytes')} does "
+            f"not: {type(error).__name__}: {error}",
+            "use CPU or CUDA, or --lora_base none, which does without it",
         ) from error
 
 
@@ -77,7 +79,7 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
     """
     weight = as_rows(linear, linear.weight.detach())
     if not torch.isfinite(weight).all():
-        raise TrainingError("lora: weights must be finite before they are quantised, got NaN or infinity")
+        raise TrainingError("lora", "weights must be finite before they are quantised, got NaN or infinity")
     if config.base == "none":
         return linear
     bnb = library("bitsandbytes", "bnb")
@@ -87,8 +89,10 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
     layer: Any
     if config.base == "int8" and weight.device.type == "cpu" and not int8_sums_exactly():
         raise CompatibilityError(
-            "lora: base int8 must be multiplied exactly, but bitsandbytes' product saturates here: it adds pairs of "
-            "8-bit products in 16 bits; unset ONEDNN_MAX_CPU_ISA, or use --lora_base nf4"
+            "lora",
+            "base int8 must be multiplied exactly, but bitsandbytes' product saturates here: it adds pairs of 8-bit "
+            "products in 16 bits",
+            "unset ONEDNN_MAX_CPU_ISA, or use --lora_base nf4",
         )
     with on_device(weight.device, config.base):
         if config.base == "int8":
@@ -115,8 +119,9 @@ def freeze(linear: nn.Linear, config: LoraConfig) -> nn.Module:
         layer.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
     if not torch.isfinite(float_weight(layer)).all():
         raise TrainingError(
-            f"lora: weights must lie within float16 for base={config.base}, got up to {weight.abs().max().item():g}; "
-            "use nf4"
+            "lora",
+            f"weights must lie within float16 for base={config.base}, got up to {weight.abs().max().item():g}",
+            "use nf4",
         )
     frozen: nn.Module = layer.train(linear.training)
     return frozen

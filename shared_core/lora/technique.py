@@ -99,11 +99,12 @@ class Lora(Technique):
         """
         library("peft", "lora")
         if any(hasattr(module, "lora_A") for module in model.modules()) or hasattr(model, "peft_config"):
-            raise CompatibilityError("lora: model must have no adapters yet, got peft's; merge them, or drop lora")
+            raise CompatibilityError("lora", "model must have no adapters yet, got peft's", "merge them, or drop lora")
         if any(map(is_sharded, model.parameters())):
             raise CompatibilityError(
-                "lora: model must not be sharded yet, got one that is: adapters made now would not be; attach before "
-                "fully_shard, with strategy eff_fsdp in Lightning"
+                "lora",
+                "model must not be sharded yet, got one that is: adapters made now would not be",
+                "attach before fully_shard, with strategy eff_fsdp in Lightning",
             )
         layers, trained_whole, self.left_out = select_linear(model, self.config)
         self.whole = list(trained_whole)
@@ -196,8 +197,9 @@ class Lora(Technique):
         for name, layer in self.layers.items():
             if context.optimizers and not held.issuperset(id(matrix) for matrix in adapters(layer)):
                 raise CompatibilityError(
-                    f"lora: optimizer must hold the adapters of {name}, but it was made before they were; "
-                    "let the trainer make the optimizer, or make it from the parameters after attach"
+                    "lora",
+                    f"optimizer must hold the adapters of {name}, but it was made before they were",
+                    "let the trainer make the optimizer, or make it from the parameters after attach",
                 )
         first = next(iter(self.layers.values()))
         self._device = first.plain.device
@@ -212,8 +214,10 @@ class Lora(Technique):
         for name, layer in self.layers.items():
             if hasattr(layer, "set_reshard_after_forward"):
                 raise CompatibilityError(
-                    f"lora: {name} must be sharded with the block that it is in, got one that is sharded by itself, of "
-                    "which nothing would be gathered after the merging; name the blocks around it"
+                    "lora",
+                    f"{name} must be sharded with the block that it is in, got one that is sharded by itself, of "
+                    "which nothing would be gathered after the merging",
+                    "name the blocks around it",
                 )
 
     @property
@@ -315,8 +319,9 @@ class Lora(Technique):
                     fill_(matrix, value)
         except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
-                f"lora: state must be one that lora saved with these layers, rank and base, got {error!r}; "
-                "resume with the options of the saved run, or start from its plain weights"
+                "lora",
+                f"state must be one that lora saved with these layers, rank and base, got {error!r}",
+                "resume with the options of the saved run, or start from its plain weights",
             ) from error
 
     # -- figures

@@ -138,8 +138,8 @@ def parse_floor(floor: str | Sequence[tuple[int, float]]) -> Pairs | Literal["au
     if floor == "auto":
         return "auto"
     rule = ConfigError(
-        "loss_scale: floor must be auto or pairs of step and floor, both rising, such as "
-        f"40000:8192,150000:32768, got {floor!r}"
+        "loss_scale",
+        f"floor must be auto or pairs of step and floor, both rising, such as 40000:8192,150000:32768, got {floor!r}",
     )
     try:
         parts = [part.split(":") for part in floor.split(",")] if isinstance(floor, str) else list(floor)

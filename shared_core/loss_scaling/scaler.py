@@ -230,8 +230,8 @@ class LossScaler(GradScaler):
                 new_scale = float(new_scale)
             if not self.lowest_scale <= float(new_scale) <= torch.finfo(torch.float32).max:
                 raise ConfigError(
-                    f"loss_scale: new_scale must be finite and at least min_scale, {self.lowest_scale} now, "
-                    f"got {new_scale}"
+                    "loss_scale",
+                    f"new_scale must be finite and at least min_scale, {self.lowest_scale} now, got {new_scale}",
                 )
             super().update(new_scale)
             self._end_iteration()
@@ -256,9 +256,10 @@ class LossScaler(GradScaler):
         worst = max(self._in_a_row.values(), default=0)
         if worst >= self._max_skips:
             raise LossScaleError(
-                f"loss_scale: gradients must be finite at least once in {self._max_skips} steps (max_skips), "
-                f"got Inf or NaN in {worst} steps in a row, the scale now {scale.item():g}; no scale helps: "
-                "look for NaN in inputs or weights, lower the learning rate, or train in bf16"
+                "loss_scale",
+                f"gradients must be finite at least once in {self._max_skips} steps (max_skips), got Inf or NaN in "
+                f"{worst} steps in a row, the scale now {scale.item():g}",
+                "no scale helps: look for NaN in inputs or weights, lower the learning rate, or train in bf16",
             )
 
     def _read(self, state: dict[str, Any], scale: Tensor) -> tuple[bool, float, float]:
@@ -303,8 +304,9 @@ class LossScaler(GradScaler):
         grouped = grouped_gradients(optimizer)
         if not allow_fp16 and any(dtype is torch.float16 for _, dtype in grouped):
             raise CompatibilityError(
-                "loss_scale: gradients to unscale must be float32 or bfloat16, got float16, where they would underflow "
-                "again; add primary_weights, or keep the weights in float32 and let autocast run fp16"
+                "loss_scale",
+                "gradients to unscale must be float32 or bfloat16, got float16, where they would underflow again",
+                "add primary_weights, or keep the weights in float32 and let autocast run fp16",
             )
         home, found = inv_scale.device, found_inf
         flags, largest = {home: found_inf}, []
@@ -355,8 +357,9 @@ class LossScaler(GradScaler):
         if state:
             if not 0 <= state["scale"] <= torch.finfo(torch.float32).max:
                 raise CheckpointError(
-                    f"loss_scale: the saved scale must be a finite number, got {state['scale']}; this "
-                    "run had diverged, go back to an earlier checkpoint"
+                    "loss_scale",
+                    f"the saved scale must be a finite number, got {state['scale']}",
+                    "this run had diverged, go back to an earlier checkpoint",
                 )
             self.num_steps = state.get("num_steps", 0)
             self.skipped_steps = state.get("skipped_steps", 0)

@@ -50,7 +50,7 @@ class LossScaling(Technique):
         """
         scaler = LossScaler(device, **self.config.scaler_options())
         if not scaler.is_enabled():
-            raise CompatibilityError(f"loss_scale: device must be usable for loss scaling, got {device!r}")
+            raise CompatibilityError("loss_scale", f"device must be usable for loss scaling, got {device!r}")
         self.scaler = scaler
         return scaler
 
@@ -103,8 +103,9 @@ class LossScaling(Technique):
         """Raise `TrainingError` if the step went past the scaler: nothing would be scaled."""
         if self.scaler.num_steps == self._steps_at_begin:
             raise TrainingError(
-                "loss_scale: the scaler must step the optimizer, got a step that it has not seen; call "
-                "scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()"
+                "loss_scale",
+                "the scaler must step the optimizer, got a step that it has not seen",
+                "call scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()",
             )
         self._arm_flush(context)
         if self.histograms.is_armed:

@@ -168,11 +168,11 @@ def _metric(dense: dict[str, Any], metric: str | None) -> str | None:
     if metric is not None:
         if metric not in known:
             told = f" ({dense['unmeasured']})" if dense.get("unmeasured") else nearest(metric, known)
-            raise ConfigError(f"lottery: metric must be one that validation reports, got {metric!r}{told}")
+            raise ConfigError("lottery", f"metric must be one that validation reports, got {metric!r}{told}")
         return metric
     usual = next((name for name in _USUAL if name in known), None)
     if usual is None and len(known) > 1:
-        raise ConfigError(f"lottery: metric must be chosen, got none; it may be {', '.join(known)}")
+        raise ConfigError("lottery", "metric must be chosen, got none", f"it may be {', '.join(known)}")
     return usual or (known[0] if known else None)
 
 

@@ -47,7 +47,7 @@ class RoundCommand:
         self.command = TrainingCommand.parse(command, "lottery")
         self.recipe = recipe_of(dict(self.command.flags))
         if "lottery" in self.recipe:
-            raise ConfigError("lottery: command must not have flags of ticket, which are chosen for every round")
+            raise ConfigError("lottery", "command must not have flags of ticket, which are chosen for every round")
 
     def run(self, recipe: Recipe, out: Path, lock: int, stdout: int | None = None) -> None:
         """Train once, in a fresh process.
@@ -72,8 +72,9 @@ class RoundCommand:
                 raise
         if code:
             raise TrainingError(
-                f"lottery: {out.name} must end well, but `{shlex.join(self.command.arguments)}` ended with exit code "
-                f"{code}; see its output above. Started again, the search goes on from here"
+                "lottery",
+                f"{out.name} must end well, but `{shlex.join(self.command.arguments)}` ended with exit code {code}",
+                "see its output above. Started again, the search goes on from here",
             )
 
 
@@ -99,7 +100,7 @@ class RunFolder:
         try:
             self._path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"lottery: out must be a folder that can be made, got {error}") from error
+            raise CheckpointError("lottery", f"out must be a folder that can be made, got {error}") from error
 
     def check_unfinished(self) -> None:
         """Refuse to train into the folder of a run that is finished.
@@ -109,8 +110,10 @@ class RunFolder:
         """
         if (self._path / RESULT_FILE).exists():
             raise CheckpointError(
-                f"lottery: out must not hold a finished run, got {self._path / RESULT_FILE}; choose another folder or "
-                "remove it; a script that trains twice must give the recipe to one of its trainings only"
+                "lottery",
+                f"out must not hold a finished run, got {self._path / RESULT_FILE}",
+                "choose another folder or remove it; a script that trains twice must give the recipe to one of its "
+                "trainings only",
             )
 
     def keep(self, ticket: Ticket) -> None:
@@ -131,12 +134,15 @@ class RunFolder:
         weights = self.kept_weights()
         if weights is None:
             raise CheckpointError(
-                f"lottery: {self._path} must hold {REWIND_FILE}, which the run that is resumed wrote at step {step}; "
-                "resume with the same out, or start again"
+                "lottery",
+                f"{self._path} must hold {REWIND_FILE}, which the run that is resumed wrote at step {step}",
+                "resume with the same out, or start again",
             )
         if Ticket({}, weights, step).digest() != digest:
             raise CheckpointError(
-                f"lottery: {self._path} must hold weights of the run that is resumed, got those of another; start again"
+                "lottery",
+                f"{self._path} must hold weights of the run that is resumed, got those of another",
+                "start again",
             )
 
     def finish(self, result: Mapping[str, Any], found: Ticket | None) -> None:
@@ -174,7 +180,7 @@ class Journal:
             return
         if any(self.folder.glob("round-*")):
             raise CheckpointError(
-                f"{self.folder}: folder must be new or hold a search, got rounds without {JOURNAL_FILE}"
+                self.folder, f"folder must be new or hold a search, got rounds without {JOURNAL_FILE}"
             )
         write_object(file, plan, private=True)
 
@@ -267,32 +273,35 @@ class LotterySearch:
         **options: Any,
     ) -> None:
         if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-            raise ConfigError(f"lottery: rounds must be a whole number of at least 1, got {rounds!r}")
+            raise ConfigError("lottery", f"rounds must be a whole number of at least 1, got {rounds!r}")
         if isinstance(controls, str):
-            raise ConfigError(f"lottery: controls must be a list, got {controls!r}; write [{controls!r}]")
+            raise ConfigError("lottery", f"controls must be a list, got {controls!r}", f"write [{controls!r}]")
         for control in controls:
             if control not in CONTROLS:
-                raise ConfigError(f"lottery: controls must be of {', '.join(CONTROLS)}, got {control!r}")
+                raise ConfigError("lottery", f"controls must be of {', '.join(CONTROLS)}, got {control!r}")
         for number in control_rounds:
             if not 1 <= number <= rounds:
-                raise ConfigError(f"lottery: control_rounds must be rounds from 1 to {rounds}, got {number!r}")
+                raise ConfigError("lottery", f"control_rounds must be rounds from 1 to {rounds}, got {number!r}")
         if control_rounds and not controls:
-            raise ConfigError(f"lottery: control_rounds must come with controls, got {[*control_rounds]} without; "
-                              f"add {' or '.join(CONTROLS)}")  # fmt: skip
+            raise ConfigError(
+                "lottery",
+                f"control_rounds must come with controls, got {[*control_rounds]} without",
+                f"add {' or '.join(CONTROLS)}",
+            )
         if mode not in ("auto", "max", "min"):
-            raise ConfigError(f"lottery: mode must be auto, max or min, got {mode!r}")
+            raise ConfigError("lottery", f"mode must be auto, max or min, got {mode!r}")
         if quality not in ("last", "best"):
-            raise ConfigError(f"lottery: quality must be last or best, got {quality!r}")
+            raise ConfigError("lottery", f"quality must be last or best, got {quality!r}")
         for name in _CHOSEN_HERE:
             if name in options:
-                raise ConfigError(f"lottery: {name} must not be given, it is chosen for every run")
+                raise ConfigError("lottery", f"{name} must not be given, it is chosen for every run")
         if rewind_to is None:
             rewind_to = 1 / 3 if options.get("rewind") == "learning_rate" else 0
         self.config = LotteryConfig.from_dict({"out": "-", "rate": rate, "rewind_to": rewind_to, **options})
         most, asked = self.config.max_layer_sparsity, 1 - (1 - self.config.rate) ** rounds
         if most is not None and most < asked - 1e-9:
             raise ConfigError(
-                f"lottery: max_layer_sparsity must be at least what {rounds} rounds prune, {asked:.4g}, got {most}"
+                "lottery", f"max_layer_sparsity must be at least what {rounds} rounds prune, {asked:.4g}, got {most}"
             )
         self.rounds, self.controls = rounds, tuple(dict.fromkeys(controls))
         self.control_rounds = tuple(control_rounds) or tuple(range(1, rounds + 1))
@@ -377,9 +386,10 @@ class LotterySearch:
                     result = journal.result(number, control)
                     if result is None:
                         raise TrainingError(
-                            f"lottery: {out.name} must train with the recipe it was given, but left no {RESULT_FILE}; "
+                            "lottery",
+                            f"{out.name} must train with the recipe it was given, but left no {RESULT_FILE}",
                             "use Hugging Face's Trainer or Lightning, or a Session with the recipe (of the file that "
-                            "EFF_RECIPE names) that is finished"
+                            "EFF_RECIPE names) that is finished",
                         )
                 results.append((number, control, out, result))
                 curve = curve_of(results, metric=self.metric, mode=self.mode, quality=self.quality)

@@ -89,7 +89,7 @@ class LotteryTicket(Technique):
                 model, PruneConfig(sparsity=0.0, include=config.include, skip=config.skip, min_size=config.min_size)
             )
         except MatchError as error:
-            raise MatchError(str(error).replace("prune:", "ticket:", 1)) from error
+            raise MatchError("ticket", error.rule, error.remedy) from error
         refuse_adapters(
             "lottery", model, self._targets.modules, "merging would fill their zeros again",
             "merge, and find tickets of the merged model",
@@ -101,14 +101,15 @@ class LotteryTicket(Technique):
             self._digest = self._ticket.digest()
             if self._ticket.rewind != config.rewind:
                 raise CheckpointError(
-                    f"lottery: {config.ticket} must be a ticket for rewind {config.rewind}, got one for "
-                    f"{self._ticket.rewind}; find one with the same rewind"
+                    "lottery",
+                    f"{config.ticket} must be a ticket for rewind {config.rewind}, got one for {self._ticket.rewind}",
+                    "find one with the same rewind",
                 )
         left = self._ticket.kept / self._ticket.numel if self._ticket else 1.0
         asked, most = 1 - left * (1 - config.rate), config.max_layer_sparsity
         if most is not None and most < asked - 1e-9:
             raise ConfigError(
-                f"lottery: max_layer_sparsity must be at least what this run's ticket prunes, {asked:.4g}, got {most}"
+                "lottery", f"max_layer_sparsity must be at least what this run's ticket prunes, {asked:.4g}, got {most}"
             )
         return self.touched(model)
 
@@ -126,8 +127,9 @@ class LotteryTicket(Technique):
         self._at = 0 if config.control == "random_reinit" else context.resolve(config.rewind_to, "lottery.rewind_to")
         if context.total_steps is not None and self._at >= context.total_steps:
             raise ConfigError(
-                f"lottery: rewind_to must lie before the end of the run, {context.total_steps} steps, got "
-                f"{config.rewind_to!r} = step {self._at}"
+                "lottery",
+                f"rewind_to must lie before the end of the run, {context.total_steps} steps, got {config.rewind_to!r} "
+                f"= step {self._at}",
             )
         told = (
             f"masks of {config.ticket} go on, rewind {config.rewind}"
@@ -159,8 +161,10 @@ class LotteryTicket(Technique):
             self._folder.check_unfinished()
         if context.step > self._at and not self._rewound:
             raise CheckpointError(
-                f"lottery: checkpoint must be from before step {self._at}, or of a run that rewound there, got one of "
-                f"step {context.step} that did not; start again"
+                "lottery",
+                f"checkpoint must be from before step {self._at}, or of a run that rewound there, got one of step "
+                f"{context.step} that did not",
+                "start again",
             )
         if context.step == 0 and self._at == 0:
             self._rewind(context, others_begun=False)
@@ -174,11 +178,12 @@ class LotteryTicket(Technique):
         if self.config.control == "random_reinit":
             return
         if ticket.step != self._at:
-            raise CheckpointError(f"lottery: rewind_to must be the ticket's step {ticket.step}, got step {self._at}")
+            raise CheckpointError("lottery", f"rewind_to must be the ticket's step {ticket.step}, got step {self._at}")
         if self.config.rewind == "none" and not self._rates_held.fit(context.optimizers, ticket.learning_rates):
             raise CheckpointError(
-                f"lottery: {self.config.ticket} must hold a learning rate for each parameter group, got "
-                f"{ticket.learning_rates}; train with the optimizer that it was found with"
+                "lottery",
+                f"{self.config.ticket} must hold a learning rate for each parameter group, got {ticket.learning_rates}",
+                "train with the optimizer that it was found with",
             )
 
     # -- step k
@@ -285,8 +290,9 @@ class LotteryTicket(Technique):
         """
         if not self._rewound:
             raise TrainingError(
-                f"lottery: run must go on beyond rewind_to = step {self._at}, but its final weights are of step "
-                f"{context.step}; rewind to an earlier step, or train longer"
+                "lottery",
+                f"run must go on beyond rewind_to = step {self._at}, but its final weights are of step {context.step}",
+                "rewind to an earlier step, or train longer",
             )
         self._masks.apply()
         unmeasured = self._evaluate(context)
@@ -378,8 +384,9 @@ class LotteryTicket(Technique):
         """
         if self.config.ticket is not None and state["digest"] != self._digest:
             raise CheckpointError(
-                f"lottery: checkpoint must be of a run with the ticket {self.config.ticket}, got one of another round; "
-                "give every round an output folder of its own ({round} in the command stands for its name)"
+                "lottery",
+                f"checkpoint must be of a run with the ticket {self.config.ticket}, got one of another round",
+                "give every round an output folder of its own ({round} in the command stands for its name)",
             )
         self._digest, self._rewound = str(state["digest"]), bool(state["rewound"])
         self._replay = state["replay"]

@@ -110,13 +110,15 @@ def read_ticket(path: Path | str) -> Ticket:
     """
     path = Path(path)
     if not path.is_file():
-        raise CheckpointError(f"lottery: {path} must be a ticket file, but there is none; check the path")
+        raise CheckpointError("lottery", f"{path} must be a ticket file, but there is none", "check the path")
     try:
         with safe_open(path, framework="pt") as file:
             told = parse_json((file.metadata() or {})["eff_ticket"])
             names = list(file.keys())
             if int(told["format"]) > _FORMAT:
-                raise CheckpointError(f"lottery: {path} was written by a newer efftrain; update it to read this file")
+                raise CheckpointError(
+                    "lottery", f"{path} was written by a newer efftrain", "update it to read this file"
+                )
             masks = {}
             for name in (name.removeprefix(_MASK) for name in names if name.startswith(_MASK)):
                 packed, shape = file.get_tensor(_MASK + name), file.get_slice(_WEIGHT + name).get_shape()
@@ -127,7 +129,9 @@ def read_ticket(path: Path | str) -> Ticket:
         rates = tuple(tuple(map(float, groups)) for groups in told["learning_rates"])
         return Ticket(masks, weights, int(told["step"]), str(told["rewind"]), rates)
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"lottery: {path} must be a whole ticket file, got {error!r}; it is damaged") from error
+        raise CheckpointError(
+            "lottery", f"{path} must be a whole ticket file, got {error!r}", "it is damaged"
+        ) from error
 
 
 class _InFile(Mapping[str, Tensor]):
@@ -201,13 +205,15 @@ def renamed(ticket: Ticket, weights: Mapping[str, Tensor], source: str) -> Ticke
         if name not in masks or name not in weights:
             side = "the model" if name not in masks else "the ticket"
             raise CheckpointError(
-                f"lottery: {source} must be a ticket of this model's weights, but only {side} has {name}; train the "
-                "model that it was found in, with the same include, skip and min_size"
+                "lottery",
+                f"{source} must be a ticket of this model's weights, but only {side} has {name}",
+                "train the model that it was found in, with the same include, skip and min_size",
             )
         if masks[name].shape != weights[name].shape:
             raise CheckpointError(
-                f"lottery: {source} must be a ticket of this model's weights, but {name} has shape "
-                f"{tuple(weights[name].shape)} and its mask {tuple(masks[name].shape)}"
+                "lottery",
+                f"{source} must be a ticket of this model's weights, but {name} has shape "
+                f"{tuple(weights[name].shape)} and its mask {tuple(masks[name].shape)}",
             )
     if not (add or remove):
         return ticket
@@ -260,8 +266,10 @@ def first_difference(own: Mapping[str, Tensor], theirs: Mapping[str, Tensor], so
     if odd is not None:
         told = [str(_kind(side[odd])) if odd in side else "none" for side in (own, theirs)]
         raise CheckpointError(
-            f"lottery: {source} must hold the weights of this model, but {odd} is {told[0]} in the model and {told[1]} "
-            "in the ticket; train the model that it was found in"
+            "lottery",
+            f"{source} must hold the weights of this model, but {odd} is {told[0]} in the model and {told[1]} in the "
+            "ticket",
+            "train the model that it was found in",
         )
     if not any(map(is_sharded, own.values())):
         return next((name for name, value in own.items() if not same_bits(value, theirs[name])), None)

@@ -64,8 +64,10 @@ def parse_rank(given: Any) -> RankRule:
         return RankRule(kind if colon else "share", value)
     except ValueError:
         raise ConfigError(
-            "low_rank: rank must be a whole number from 1, a share in (0, 1], energy:, budget: or sensitivity: with "
-            f"such a share, or a report (.json), got {given!r}; 16, 0.25, energy:0.95 and budget:0.5 are examples"
+            "low_rank",
+            "rank must be a whole number from 1, a share in (0, 1], energy:, budget: or sensitivity: with such a "
+            f"share, or a report (.json), got {given!r}",
+            "16, 0.25, energy:0.95 and budget:0.5 are examples",
         ) from None
 
 
@@ -80,8 +82,9 @@ def read_report(path: str) -> dict[str, Mapping[str, Any]]:
         return {str(each["name"]): {"rank": int(each["rank"]), "scheme": str(each["scheme"])} for each in layers}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"low_rank: rank must name a report of eff low-rank, got {path!r} ({type(error).__name__}: {error}); "
-            "run eff low-rank first"
+            "low_rank",
+            f"rank must name a report of eff low-rank, got {path!r} ({type(error).__name__}: {error})",
+            "run eff low-rank first",
         ) from error
 
 
@@ -170,8 +173,10 @@ class LowRankConfig(TechniqueConfig):
         kind = self.rule.kind
         if self.force and kind in ("budget", "sensitivity"):
             raise ConfigError(
-                f"low_rank: force must come with a number, a share or energy, got rank {self.rank!r}, which is chosen "
-                "by what it saves; leave force out"
+                "low_rank",
+                f"force must come with a number, a share or energy, got rank {self.rank!r}, which is chosen by what "
+                "it saves",
+                "leave force out",
             )
 
     def allows(self, other: str, recipe: Mapping[str, Any]) -> bool:

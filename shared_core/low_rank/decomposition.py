@@ -147,12 +147,13 @@ class InputMoments:
             for scheme in schemes:
                 if (name, scheme) not in self._sums:
                     raise TrainingError(
-                        f"low_rank: {name} must be reached by the calibration batches, got no input; leave it out "
-                        "with skip, or give other batches"
+                        "low_rank",
+                        f"{name} must be reached by the calibration batches, got no input",
+                        "leave it out with skip, or give other batches",
                     )
                 total = all_reduce_(self._sums[name, scheme].to(layer.weight.device), "sum")
                 if not bool(total.isfinite().all()):
-                    raise TrainingError(f"low_rank: {name} must see finite inputs, got NaN or infinity")
+                    raise TrainingError("low_rank", f"{name} must see finite inputs, got NaN or infinity")
                 moments[name, scheme] = total
         return moments
 

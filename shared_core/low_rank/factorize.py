@@ -95,9 +95,9 @@ def factorize(
     config = config if isinstance(config, LowRankConfig) else LowRankConfig.from_dict(config)
     model = getattr(model, "_orig_mod", model)  # of a compiled one
     if config.merge:
-        raise ConfigError("low_rank: merge must be left out here, got true; call shared_core.low_rank.merge(model)")
+        raise ConfigError("low_rank", "merge must be left out here, got true", "call shared_core.low_rank.merge(model)")
     if factorised(model):
-        raise CompatibilityError("low_rank: model must not be factorised already; merge it first")
+        raise CompatibilityError("low_rank", "model must not be factorised already", "merge it first")
     data = _checked(config, batches)
     before = sum(parameter.numel() for parameter in model.parameters())
     layers, left_out = select(model, config)
@@ -138,14 +138,15 @@ def plan_ranks(
         structure = read_report(rule.value)
         if unknown := sorted(set(structure) - set(layers)):
             raise ConfigError(
-                f"low_rank: report {rule.value} must tell of layers that can be factorised here, got {unknown[:5]}; "
-                "use it with the model that it was written for and the same include, skip and min_size"
+                "low_rank",
+                f"report {rule.value} must tell of layers that can be factorised here, got {unknown[:5]}",
+                "use it with the model that it was written for and the same include, skip and min_size",
             )
         plan = {}
         for name, told in structure.items():
             if told["scheme"] not in schemes(layers[name]):
                 raise ConfigError(
-                    f"low_rank: report {rule.value} must fit the layers, got scheme {told['scheme']} for {name}"
+                    "low_rank", f"report {rule.value} must fit the layers, got scheme {told['scheme']} for {name}"
                 )
             scheme = LowRankConfig(rank=1, conv="auto" if told["scheme"] == "linear" else told["scheme"])
             each = candidates({name: layers[name]}, scheme, moments)[name]
@@ -187,13 +188,15 @@ def _checked(config: LowRankConfig, batches: Iterable[Any] | None) -> list[Any]:
     if not needs:
         return []
     if batches is None:
-        raise ConfigError(f"low_rank: batches must be given with {needs}, got none; pass some")
+        raise ConfigError("low_rank", f"batches must be given with {needs}, got none", "pass some")
     if world_size() > 1:
         raise CompatibilityError(
-            f"low_rank: batches must be looked at in one process, got {world_size()}; factorise before starting them"
+            "low_rank",
+            f"batches must be looked at in one process, got {world_size()}",
+            "factorise before starting them",
         )
     if not (data := list(itertools.islice(batches, config.calibration_batches))):
-        raise ConfigError("low_rank: batches must hold some, got none")
+        raise ConfigError("low_rank", "batches must hold some, got none")
     return data
 
 
@@ -231,7 +234,8 @@ def _mean_loss(model: nn.Module, data: list[Any], loss: Loss | None) -> float:
         found = [each.get("loss") if isinstance(each, Mapping) else getattr(each, "loss", None) for each in found]
     if any(not isinstance(each, Tensor | float) or (isinstance(each, Tensor) and each.numel() != 1) for each in found):
         raise ConfigError(
-            "low_rank: loss must be a number for sensitivity; pass loss(model, batch), or batches with labels to a "
-            "model whose output has a loss"
+            "low_rank",
+            "loss must be a number for sensitivity",
+            "pass loss(model, batch), or batches with labels to a model whose output has a loss",
         )
     return sum(float(each) for each in found) / len(found)

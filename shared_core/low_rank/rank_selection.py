@@ -50,7 +50,7 @@ def share_out(choices: Mapping[str, Sequence[Point]], budget: int) -> dict[str, 
     left = budget - sum(points[0][0] for points in choices.values())
     if left < 0:
         raise ConfigError(
-            f"low_rank: budget must hold rank 1 of every layer, {budget - left} parameters, got {budget}; raise it"
+            "low_rank", f"budget must hold rank 1 of every layer, {budget - left} parameters, got {budget}", "raise it"
         )
     steps = [
         ((points[end][1] - points[start][1]) / (points[end][0] - points[start][0]), name, start, end)
@@ -176,18 +176,21 @@ def _check_weight(name: str, weight: Tensor) -> None:
     if hasattr(weight, "device_mesh") or weight.is_meta:
         what = "a weight without values" if weight.is_meta else "a sharded weight"
         raise CompatibilityError(
-            f"low_rank: {name} must be factorised while its weight is whole, got {what}; load the model in full first"
+            "low_rank",
+            f"{name} must be factorised while its weight is whole, got {what}",
+            "load the model in full first",
         )
     if not bool(weight.isfinite().all()):
-        raise TrainingError(f"low_rank: {name} must be finite, got NaN or infinity in its weight")
+        raise TrainingError("low_rank", f"{name} must be finite, got NaN or infinity in its weight")
 
 
 def _refuse_none(chosen: Mapping[str, Any], left_out: Mapping[str, str], config: LowRankConfig) -> None:
     if not chosen:
         told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:5])
         raise MatchError(
-            f"low_rank: at least one layer must be factorised, got none with rank {config.rank!r} ({told}); choose "
-            "other layers or a lower rank, or force it"
+            "low_rank",
+            f"at least one layer must be factorised, got none with rank {config.rank!r} ({told})",
+            "choose other layers or a lower rank, or force it",
         )
 
 
@@ -303,7 +306,9 @@ def measure_worth(
     """
     before = loss()
     if not before < float("inf"):
-        raise TrainingError(f"low_rank: loss on calibration batches must be finite, got {before}; look at the batches")
+        raise TrainingError(
+            "low_rank", f"loss on calibration batches must be finite, got {before}", "look at the batches"
+        )
     tried = {
         name: sorted({max(round(share * (each.largest // multiple_of)), 1) * multiple_of for share in _SHARES})
         if each.largest >= multiple_of

@@ -63,8 +63,10 @@ def _check(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     missing, others = unlike(model, state)
     if missing or others:
         raise CheckpointError(
-            f"low_rank: weights must be those of a factorised {type(model).__name__}, got missing {missing[:3]} and "
-            f"others {others[:3]}; build the model as it was before it was factorised"
+            "low_rank",
+            f"weights must be those of a factorised {type(model).__name__}, got missing {missing[:3]} and others "
+            f"{others[:3]}",
+            "build the model as it was before it was factorised",
         )
     check_values(model, state, "low_rank")
 
@@ -91,8 +93,9 @@ def read_structure(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, d
         structure[name] = {"rank": len(first), "scheme": scheme}
     if not structure:
         raise CheckpointError(
-            f"low_rank: weights must hold factorised layers of {type(model).__name__}, got none; weights of the whole "
-            "model need no load of ours"
+            "low_rank",
+            f"weights must hold factorised layers of {type(model).__name__}, got none",
+            "weights of the whole model need no load of ours",
         )
     return structure
 
@@ -129,5 +132,5 @@ def _read(path: Path) -> dict[str, Tensor]:
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
     except Exception as error:  # libraries raise whatever the damage makes it
         raise CheckpointError(
-            f"low_rank: {path} must hold safetensors of a factorised model, got {type(error).__name__}: {error}"
+            "low_rank", f"{path} must hold safetensors of a factorised model, got {type(error).__name__}: {error}"
         ) from error

@@ -86,8 +86,9 @@ class LowRank(Technique):
         else:
             if config.rule.kind == "sensitivity":
                 raise ConfigError(
-                    f"low_rank: rank must not need the loss of a whole model in training, got {config.rank!r}; run eff "
-                    "low-rank with it and give its report (eff_low_rank.json) as the rank"
+                    "low_rank",
+                    f"rank must not need the loss of a whole model in training, got {config.rank!r}",
+                    "run eff low-rank with it and give its report (eff_low_rank.json) as the rank",
                 )
             chosen, left_out = select(model, config)
             plan, kept_out = plan_ranks(config, chosen, {})
@@ -106,8 +107,9 @@ class LowRank(Technique):
             return put_in_(model, saved["layers"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"low_rank: checkpoint must hold layers of this {type(model).__name__}, got {error!r}; build the model "
-                "that it was saved from"
+                "low_rank",
+                f"checkpoint must hold layers of this {type(model).__name__}, got {error!r}",
+                "build the model that it was saved from",
             ) from error
 
     def detach(self, model: nn.Module) -> None:
@@ -139,8 +141,9 @@ class LowRank(Technique):
             wanted = {id(part.weight) for part in (layer.first, layer.second) if part.weight.requires_grad}
             if context.optimizers and not held >= wanted:
                 raise CompatibilityError(
-                    f"low_rank: optimizer must hold the factors of {name}, but it was made before they were; let the "
-                    "trainer make the optimizer, or make it from the parameters after attach"
+                    "low_rank",
+                    f"optimizer must hold the factors of {name}, but it was made before they were",
+                    "let the trainer make the optimizer, or make it from the parameters after attach",
                 )
 
     def holds(self) -> Mapping[str, nn.Module]:
@@ -263,8 +266,9 @@ class LowRank(Technique):
         """
         if state is None:
             raise CheckpointError(
-                "low_rank: checkpoint must be of a run with low_rank, whose layers it holds in two, got one without; "
-                "load its weights into the model and start a new run"
+                "low_rank",
+                "checkpoint must be of a run with low_rank, whose layers it holds in two, got one without",
+                "load its weights into the model and start a new run",
             )
         return bool(state.get("layers") == self._structure)
 
@@ -276,8 +280,10 @@ class LowRank(Technique):
         """
         if not self.fits(state):
             raise CheckpointError(
-                "low_rank: checkpoint must have the same layers and ranks, got others, and sharded weights are loaded "
-                "before that is known; start from the same model with the same options"
+                "low_rank",
+                "checkpoint must have the same layers and ranks, got others, and sharded weights are loaded before "
+                "that is known",
+                "start from the same model with the same options",
             )
         self._is_fresh = False
 

@@ -69,7 +69,8 @@ def naming(inputs: Any, where: str, remedy: str) -> Iterator[None]:
         names = f" of {', '.join(map(str, inputs))}" if isinstance(inputs, Mapping) else ""
         raise ConfigError(
             f"{where} must hold what the model takes: a tensor, a tuple of arguments or a mapping of keyword "
-            f"arguments, got {type(inputs).__name__}{names} ({type(error).__name__}: {error}); {remedy}"
+            f"arguments, got {type(inputs).__name__}{names} ({type(error).__name__}: {error})",
+            remedy=remedy,
         ) from error
 
 

@@ -53,7 +53,7 @@ def replaced(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> nn.Module
 def check_model(model: object, where: str) -> None:
     """Raise `ConfigError` unless `model` is a module: a state dict or a path is none."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{where}: model must be a module, got {type(model).__name__}; build it first")
+        raise ConfigError(where, f"model must be a module, got {type(model).__name__}", "build it first")
 
 
 def plain_name(name: str) -> str:
@@ -176,7 +176,7 @@ def match_modules(
     able = [Matched(name, module) for name, module in names.items() if isinstance(module, types)]
     if not able:
         kinds = ", ".join(kind.__name__ for kind in types)
-        raise MatchError(f"{where}: must match at least one module, but {type(model).__name__} has no {kinds}")
+        raise MatchError(where, f"must match at least one module, but {type(model).__name__} has no {kinds}")
 
     def hit(pattern: str, found: Matched) -> bool:
         if pattern in _PLACES:
@@ -187,12 +187,12 @@ def match_modules(
     for pattern in include:
         if not any(hit(pattern, found) for found in able):
             known = [found.name for found in able]
-            raise MatchError(f"{where}: include pattern {pattern!r} matches no module{nearest(pattern, known)}")
+            raise MatchError(where, f"include pattern {pattern!r} matches no module{nearest(pattern, known)}")
     everything = [Matched(name, module) for name, module in names.items()]
     for pattern in skip:
         if not any(hit(pattern, found) for found in able) and not any(hit(pattern, found) for found in everything):
             known = [name for name in names if name]
-            raise MatchError(f"{where}: skip pattern {pattern!r} matches no module{nearest(pattern, known)}")
+            raise MatchError(where, f"skip pattern {pattern!r} matches no module{nearest(pattern, known)}")
 
     chosen = [
         found
@@ -203,8 +203,9 @@ def match_modules(
     ]
     if not chosen:
         raise MatchError(
-            f"{where}: must match at least one module; all {len(able)} candidates were left out by "
-            f"include={include}, skip={skip}, min_size={min_size}"
+            where,
+            "must match at least one module",
+            f"all {len(able)} candidates were left out by include={include}, skip={skip}, min_size={min_size}",
         )
     return chosen
 
@@ -251,7 +252,7 @@ def options_by_module(
     for pattern, option, value in overrides:
         hit = named_by([pattern], layers)
         if not hit:
-            raise MatchError(f"{where}: override pattern {pattern!r} matches no {what}{nearest(pattern, layers)}")
+            raise MatchError(where, f"override pattern {pattern!r} matches no {what}{nearest(pattern, layers)}")
         for name in hit:
             options[name][option] = value
     return options

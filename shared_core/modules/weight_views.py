@@ -54,7 +54,7 @@ def check_layout(module: nn.Module, where: str) -> None:
     """
     if not isinstance(module, nn.Linear | _Conv) and not is_transformers_conv1d(module):
         raise ConfigError(
-            f"{where}: layer must be linear or convolutional, got {type(module).__name__}; leave it out with skip"
+            where, f"layer must be linear or convolutional, got {type(module).__name__}", "leave it out with skip"
         )
 
 
@@ -162,10 +162,10 @@ def output_channels_first(weight: Tensor, groups: int = 1) -> Tensor:
         torch.Size([10, 3, 3, 3])
     """
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or weight.dim() < 2:
-        raise ConfigError(f"output_channels_first: groups must be a whole number of at least 1, got {groups!r}")
+        raise ConfigError("output_channels_first", f"groups must be a whole number of at least 1, got {groups!r}")
     if weight.shape[0] % groups:
         raise ConfigError(
-            f"output_channels_first: groups must divide the first axis of the weight, {weight.shape[0]}, got {groups}"
+            "output_channels_first", f"groups must divide the first axis of the weight, {weight.shape[0]}, got {groups}"
         )
     return weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:]).transpose(1, 2).flatten(0, 1)
 

@@ -214,24 +214,26 @@ def nvfp4_encode(x: Tensor, *, per_tensor_scale: Tensor | None, axis: int = -1) 
 
 def _check(where: str, x: Tensor, group_size: int, axis: int) -> None:
     if x.dtype not in INPUTS:
-        raise ConfigError(f"{where}: x must be float64, float32, bfloat16 or float16, got {x.dtype}; cast it first")
+        raise ConfigError(where, f"x must be float64, float32, bfloat16 or float16, got {x.dtype}", "cast it first")
     if not -x.dim() <= axis < x.dim():
-        raise ConfigError(f"{where}: axis must be one of x's {x.dim()} axes, got {axis}")
+        raise ConfigError(where, f"axis must be one of x's {x.dim()} axes, got {axis}")
     if not group_size >= 1:
-        raise ConfigError(f"{where}: group_size must be at least 1, got {group_size}")
+        raise ConfigError(where, f"group_size must be at least 1, got {group_size}")
 
 
 def _check_element(element: str) -> None:
     if element not in ELEMENTS:
         raise ConfigError(
-            f"mx: element must be one of {ELEMENTS}, got {element!r}{did_you_mean(str(element), ELEMENTS)}"
+            "mx", f"element must be one of {ELEMENTS}, got {element!r}{did_you_mean(str(element), ELEMENTS)}"
         )
 
 
 def _check_tensor_scale(per_tensor_scale: Tensor | None) -> None:
     if per_tensor_scale is not None and per_tensor_scale.numel() != 1:
         shape = tuple(per_tensor_scale.shape)
-        raise ConfigError(f"nvfp4: per_tensor_scale must be one value, got shape {shape}; call it once for each tensor")
+        raise ConfigError(
+            "nvfp4", f"per_tensor_scale must be one value, got shape {shape}", "call it once for each tensor"
+        )
 
 
 def _is_last(x: Tensor, axis: int) -> bool:

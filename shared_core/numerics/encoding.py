@@ -96,7 +96,7 @@ def decode(codes: Tensor, format: str, *, dtype: torch.dtype | None = None) -> T
     """
     row = lookup(format)
     if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
-        raise ConfigError(f"decode: codes must be integers, got {codes.dtype}; view them as integers first")
+        raise ConfigError("decode", f"codes must be integers, got {codes.dtype}", "view them as integers first")
     codes = codes.long()
     if row.bits < 64:
         codes = codes & (2**row.bits - 1)

@@ -299,5 +299,5 @@ def lookup(name: str) -> Format:
         57344.0
     """
     if name not in FORMATS:
-        raise ConfigError(f"numerics: format must be a known name, got {name!r}{nearest(str(name), FORMATS)}")
+        raise ConfigError("numerics", f"format must be a known name, got {name!r}{nearest(str(name), FORMATS)}")
     return FORMATS[name]

@@ -133,14 +133,14 @@ def stochastic_round_(
         ([1.0, 1.0078125], 0.2)
     """
     if target.dtype not in STORAGE:
-        raise ConfigError(f"stochastic_round_: target must have a float dtype, got {target.dtype}")
+        raise ConfigError("stochastic_round_", f"target must have a float dtype, got {target.dtype}")
     own = FORMATS[STORAGE[target.dtype]]
     row = own if format is None else lookup(format)
     if not own.holds(row):
-        raise ConfigError(f"stochastic_round_: target must hold every value of {row.name}, got {target.dtype}")
+        raise ConfigError("stochastic_round_", f"target must hold every value of {row.name}, got {target.dtype}")
     if target.shape != source.shape:
         raise ConfigError(
-            f"stochastic_round_: source must have the target's shape {tuple(target.shape)}, got {tuple(source.shape)}"
+            "stochastic_round_", f"source must have the target's shape {tuple(target.shape)}, got {tuple(source.shape)}"
         )
     with torch.no_grad():
         writable = is_plain(target) and target.is_contiguous() and target.device == source.device
@@ -159,14 +159,16 @@ def check_rounding(row: Format, mode: str, x: Tensor, generator: torch.Generator
     """Refuse a mode, a dtype or a generator that rounding to `row` cannot use."""
     if mode not in get_args(RoundingMode):
         raise ConfigError(
-            f"numerics: mode must be a known one, got {mode!r}{nearest(str(mode), get_args(RoundingMode))}"
+            "numerics", f"mode must be a known one, got {mode!r}{nearest(str(mode), get_args(RoundingMode))}"
         )
     if x.dtype not in INPUTS:
-        raise ConfigError(f"numerics: x must be float64, float32, bfloat16 or float16, got {x.dtype}; cast it first")
+        raise ConfigError(
+            "numerics", f"x must be float64, float32, bfloat16 or float16, got {x.dtype}", "cast it first"
+        )
     if generator is not None and generator.device.type != x.device.type:
-        raise ConfigError(f"numerics: generator must be on {x.device}, got {generator.device}")
+        raise ConfigError("numerics", f"generator must be on {x.device}, got {generator.device}")
     if mode == "toward_zero" and row.kind == "binary":
-        raise ConfigError("numerics: mode must not be 'toward_zero' for binary, which has no zero to round toward")
+        raise ConfigError("numerics", "mode must not be 'toward_zero' for binary, which has no zero to round toward")
 
 
 def binade(a: Tensor, row: Format) -> Tensor:

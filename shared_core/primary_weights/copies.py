@@ -244,8 +244,10 @@ def restore_(primary: Tensor, saved: Tensor, name: str) -> None:
     """
     if saved.shape != primary.shape or saved.dtype != torch.float32:
         raise CheckpointError(
-            f"primary_weights: the saved copy of {name} must be float32 of shape {tuple(primary.shape)}, got "
-            f"{dtype_name(saved.dtype)} of {tuple(saved.shape)}; resume with the model that wrote the checkpoint"
+            "primary_weights",
+            f"the saved copy of {name} must be float32 of shape {tuple(primary.shape)}, got {dtype_name(saved.dtype)} "
+            f"of {tuple(saved.shape)}",
+            "resume with the model that wrote the checkpoint",
         )
     fill_(primary, saved)
 

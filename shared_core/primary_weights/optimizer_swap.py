@@ -143,9 +143,10 @@ def check_match(parameters: Iterable[Tensor]) -> None:
     dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
     if dtypes.isdisjoint(HALF):
         raise MatchError(
-            "primary_weights: the model must be loaded in 16 bit, with trainable float16 or bfloat16 parameters, got "
-            f"{', '.join(sorted(map(dtype_name, dtypes))) or 'none that are trainable'}; load it so or drop "
-            "primary_weights: autocast leaves parameters in float32, which need no copy"
+            "primary_weights",
+            "the model must be loaded in 16 bit, with trainable float16 or bfloat16 parameters, got "
+            f"{', '.join(sorted(map(dtype_name, dtypes))) or 'none that are trainable'}",
+            "load it so or drop primary_weights: autocast leaves parameters in float32, which need no copy",
         )
 
 

@@ -328,8 +328,9 @@ class PrimaryWeights(Technique):
     def _check_step(self) -> None:
         if not self._is_in:
             raise TrainingError(
-                "primary_weights: before_optimizer_step must come before the optimizer's step, got a step without it; "
-                "call session.before_optimizer_step() when the gradients are complete"
+                "primary_weights",
+                "before_optimizer_step must come before the optimizer's step, got a step without it",
+                "call session.before_optimizer_step() when the gradients are complete",
             )
         if self._in_slices:
             ready = None if self._sliced is None else self._sliced.ready  # still, if the optimizer did not step
@@ -339,7 +340,7 @@ class PrimaryWeights(Technique):
             problem = self._problem_of_copies()
         if problem is not None:
             self._put_back()
-            raise TrainingError(f"primary_weights: {problem}")
+            raise TrainingError("primary_weights", problem)
 
     def _problem_of_copies(self) -> str | None:
         if self._handed is None:
@@ -369,9 +370,11 @@ class PrimaryWeights(Technique):
                         continue
                     if saved == "float32":
                         raise CheckpointError(
-                            f"primary_weights: the optimizer's saved state must be loaded in float32, got {name} in "
-                            f"{dtype_name(value.dtype)}; call session.prepare_optimizers(optimizers) before "
-                            "optimizer.load_state_dict, and resume under FSDP2 what was saved under FSDP2"
+                            "primary_weights",
+                            f"the optimizer's saved state must be loaded in float32, got {name} in "
+                            f"{dtype_name(value.dtype)}",
+                            "call session.prepare_optimizers(optimizers) before optimizer.load_state_dict, and "
+                            "resume under FSDP2 what was saved under FSDP2",
                         )
                     optimizer.state[parameter][name] = value.float()
 
@@ -428,7 +431,7 @@ class PrimaryWeights(Technique):
             self._state["moments_of_shards"] = dict(state.get("moments_of_shards", {}))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(
-                f"primary_weights: state must be one that primary_weights saved, got {error!r}"
+                "primary_weights", f"state must be one that primary_weights saved, got {error!r}"
             ) from error
         self._state["small_updates"] = self._small_updates
 

@@ -140,8 +140,10 @@ def noise_multiplier_for(
         low, high = high, 2 * high
         if high > 1e4:
             raise ConfigError(
-                f"dp: target_epsilon must be reachable with some noise, got {target} at delta {delta} for {steps} "
-                f"steps of sample rate {sample_rate:.4g}; take fewer steps, smaller batches or a larger epsilon"
+                "dp",
+                f"target_epsilon must be reachable with some noise, got {target} at delta {delta} for {steps} steps "
+                f"of sample rate {sample_rate:.4g}",
+                "take fewer steps, smaller batches or a larger epsilon",
             )
     while high - low > 1e-3 * low:
         middle = (low + high) / 2

@@ -89,8 +89,9 @@ class PrivacyConfig(TechniqueConfig):
         """
         if (self.noise_multiplier is None) == (self.target_epsilon is None):
             raise ConfigError(
-                "dp: one of noise_multiplier and target_epsilon must be given, got "
-                f"{self.noise_multiplier} and {self.target_epsilon}"
+                "dp",
+                f"one of noise_multiplier and target_epsilon must be given, got {self.noise_multiplier} and "
+                f"{self.target_epsilon}",
             )
 
     def refusals(self, recipe: Mapping[str, Any], environment: Collection[str]) -> Iterator[str]:

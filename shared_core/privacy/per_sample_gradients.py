@@ -68,8 +68,10 @@ def in_full(values: Tensor) -> Tensor:
 def not_each(name: str, examples: int, rows: object) -> TrainingError:
     """Return the error of a parameter that has not one gradient from each example."""
     return TrainingError(
-        f"dp: {name} must get a gradient from each of the {examples} examples, got {rows}; every layer's input must "
-        "have the batch in its first dimension, one row an example, and every batch must give a loss"
+        "dp",
+        f"{name} must get a gradient from each of the {examples} examples, got {rows}",
+        "every layer's input must have the batch in its first dimension, one row an example, and every batch must "
+        "give a loss",
     )
 
 
@@ -140,9 +142,10 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
         if self.hooks_enabled and (by_name or others or not all(isinstance(value, Tensor) for value in inputs)):
             kinds = [*(type(value).__name__ for value in inputs), *by_name]
             raise TrainingError(
-                f"dp: {next(iter(self._names[module].values()))} must be of a layer with one tensor as input, by "
-                f"position, got ({', '.join(kinds)}) for {own_class(module).__name__}; freeze it, or put "
-                "torch.nn.Linear layers in its place"
+                "dp",
+                f"{next(iter(self._names[module].values()))} must be of a layer with one tensor as input, by "
+                f"position, got ({', '.join(kinds)}) for {own_class(module).__name__}",
+                "freeze it, or put torch.nn.Linear layers in its place",
             )
 
     def _keep_order(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -162,8 +165,10 @@ class LayerHooks(_GradSampleHooks):  # type: ignore[misc]
         by_rule = kind in self.GRAD_SAMPLERS and not self.force_functorch
         if not by_rule and (len(outputs) > 1 or outputs[0] is None):
             raise TrainingError(
-                f"dp: {next(iter(names.values()))} must be of a layer with one tensor as output, got "
-                f"{len(outputs)} from {kind.__name__}, which has no rule; freeze it"
+                "dp",
+                f"{next(iter(names.values()))} must be of a layer with one tensor as output, got {len(outputs)} from "
+                f"{kind.__name__}, which has no rule",
+                "freeze it",
             )
         activations, backprops = self.rearrange_grad_samples(
             module=module, backprops=outputs[0].detach(), loss_reduction=loss_reduction, batch_first=batch_first
@@ -236,7 +241,7 @@ def check_model(model: nn.Module, functorch: bool = False) -> None:
     """
     refuse_scripted(model, "dp")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise MatchError("dp: model must have a trainable parameter, got none; unfreeze what is to be trained")
+        raise MatchError("dp", "model must have a trainable parameter, got none", "unfreeze what is to be trained")
     validators = opacus("validators").ModuleValidator.VALIDATORS
     rules = opacus("grad_sample").GradSampleHooks.GRAD_SAMPLERS
     wrong: dict[str, list[str]] = {}  # a model often lacks one thing in all its layers
@@ -251,7 +256,7 @@ def check_model(model: nn.Module, functorch: bool = False) -> None:
             wrong.setdefault(reason, []).append(name)
     if wrong:
         told = ". ".join(f"{names[0]} {reason}{_likewise(names[1:])}" for reason, names in wrong.items())
-        raise CompatibilityError(f"dp: model must give a gradient for each example, but {told}")
+        raise CompatibilityError("dp", f"model must give a gradient for each example, but {told}")
 
 
 def _reason(module: nn.Module, kind: str, validator: Callable[..., Any] | None, is_vmapped: bool) -> str:
@@ -393,8 +398,9 @@ class PerSample:
                 taken[name] = found[0]
             elif parameter.requires_grad and parameter.grad is not None:
                 raise TrainingError(
-                    f"dp: {name} must get its gradient through the forward of its own module, once, got one without; "
-                    "use layers as modules, and leave gradient checkpointing out"
+                    "dp",
+                    f"{name} must get its gradient through the forward of its own module, once, got one without",
+                    "use layers as modules, and leave gradient checkpointing out",
                 )
         self._hooks.made = {}
         return taken
@@ -409,8 +415,10 @@ class PerSample:
             # a gradient that is 0 but for rounding, as that of a key's bias in attention, agrees with nothing
             if apart > (0.05 if made[name].coarse else 1e-3) * sizes[name] and apart > 1e-4 * max(sizes.values()):
                 raise TrainingError(
-                    f"dp: gradients of single examples must sum to the gradient of {name}, got a difference of "
-                    f"{apart / sizes[name]:.2g} of their size; its layer has no rule that fits how it is used"
+                    "dp",
+                    f"gradients of single examples must sum to the gradient of {name}, got a difference of "
+                    f"{apart / sizes[name]:.2g} of their size",
+                    "its layer has no rule that fits how it is used",
                 )
 
     def remove(self) -> None:

@@ -90,8 +90,10 @@ class PoissonBatches(Sampler[list[int]]):
         """Examples that a step expects: what sums are divided by, whatever the draw was."""
         if self.expected > num_examples:
             raise ConfigError(
-                f"dp: a step must expect at most the {num_examples} examples of the data set, got {self.expected} = "
-                f"{batch_size} x {accumulate} micro-batches x {world_size()} processes; take smaller batches"
+                "dp",
+                f"a step must expect at most the {num_examples} examples of the data set, got {self.expected} = "
+                f"{batch_size} x {accumulate} micro-batches x {world_size()} processes",
+                "take smaller batches",
             )
         self.sample_rate = self.expected / num_examples
         self.steps_per_epoch = -(-num_examples // self.expected)
@@ -137,20 +139,23 @@ def check_loader(loader: Any) -> None:
     """
     if not hasattr(loader, "dataset") or not hasattr(loader, "batch_sampler"):
         raise CompatibilityError(
-            f"dp: training data must come from one DataLoader, got {type(loader).__name__}; batches are drawn anew"
+            "dp", f"training data must come from one DataLoader, got {type(loader).__name__}", "batches are drawn anew"
         )
     data: Dataset[Any] = loader.dataset
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
         raise CompatibilityError(
-            f"dp: training data must be a data set with a length and an index, got {type(data).__name__}, which is "
-            "read in its own order: Poisson sampling has to pick any example at any step"
+            "dp",
+            f"training data must be a data set with a length and an index, got {type(data).__name__}, which is read "
+            "in its own order: Poisson sampling has to pick any example at any step",
         )
     sampler = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
     kind = type(getattr(sampler, "sampler", sampler)).__name__
     if kind not in _ORDERS:
         raise CompatibilityError(
-            f"dp: training DataLoader must shuffle all examples alike, got {kind}; Poisson sampling takes the place of "
-            "the order, and cannot keep weights, lengths or subsets: leave the sampler out"
+            "dp",
+            f"training DataLoader must shuffle all examples alike, got {kind}",
+            "Poisson sampling takes the place of the order, and cannot keep weights, lengths or subsets: leave the "
+            "sampler out",
         )
 
 

@@ -162,8 +162,9 @@ class DifferentialPrivacy(Technique):
     def _known(self, value: Any) -> Any:
         if value is None:
             raise TrainingError(
-                "dp: training batches must be drawn by Poisson sampling, got none; pass your DataLoader through "
-                'session.techniques["dp"].loader(...) and train on what it returns'
+                "dp",
+                "training batches must be drawn by Poisson sampling, got none",
+                'pass your DataLoader through session.techniques["dp"].loader(...) and train on what it returns',
             )
         return value
 
@@ -182,16 +183,19 @@ class DifferentialPrivacy(Technique):
         self._known(self._per_sample).begin()
         if config.delta >= 1 / batches.num_examples:
             raise ConfigError(
-                f"dp: delta must be below one over the {batches.num_examples} examples, got {config.delta}; publishing "
-                "a few whole examples would meet it otherwise"
+                "dp",
+                f"delta must be below one over the {batches.num_examples} examples, got {config.delta}",
+                "publishing a few whole examples would meet it otherwise",
             )
         total = context.total_steps
         left = None if total is None else total - context.step
         if config.target_epsilon is not None:
             if left is None:
                 raise ConfigError(
-                    f"dp: target_epsilon must come with a known number of steps, got {config.target_epsilon} in a run "
-                    "without end; set max_steps"
+                    "dp",
+                    f"target_epsilon must come with a known number of steps, got {config.target_epsilon} in a run "
+                    "without end",
+                    "set max_steps",
                 )
             planned = epsilon(self._planned(left), config.delta, config.accountant) if self._noise else 0.0
             if not 0.98 * config.target_epsilon <= planned <= config.target_epsilon:  # a resume keeps what it had
@@ -238,10 +242,11 @@ class DifferentialPrivacy(Technique):
         mean = sum(rows * loss for rows, loss in parts) / sum(rows for rows, _ in parts)
         if abs(whole - mean) > 1e-2 * max(abs(whole), abs(mean), *(abs(loss) for _, loss in parts)):
             raise CompatibilityError(
-                f"dp: loss must be the mean over the examples of each one's own loss, got {whole:.6g} for a batch "
-                f"whose halves have {', '.join(f'{loss:.6g} ({rows} rows)' for rows, loss in parts)}; a mean over "
-                "tokens, or terms between examples, let one example change how much others count: average over each "
-                "row first, then over rows (check_loss: false for a loss that draws random numbers)"
+                "dp",
+                f"loss must be the mean over the examples of each one's own loss, got {whole:.6g} for a batch whose "
+                f"halves have {', '.join(f'{loss:.6g} ({rows} rows)' for rows, loss in parts)}",
+                "a mean over tokens, or terms between examples, let one example change how much others count: "
+                "average over each row first, then over rows (check_loss: false for a loss that draws random numbers)",
             )
 
     def loss(self, task_loss: Tensor, context: Context) -> Tensor:
@@ -251,8 +256,9 @@ class DifferentialPrivacy(Technique):
         batches = self._known(self._batches)
         if self._micro_batch >= batches.accumulate:
             raise TrainingError(
-                f"dp: a step must have the {batches.accumulate} micro-batches that its draw was cut into, got more; "
-                "give the same accumulation to the trainer and to loader(...)"
+                "dp",
+                f"a step must have the {batches.accumulate} micro-batches that its draw was cut into, got more",
+                "give the same accumulation to the trainer and to loader(...)",
             )
         self._per_sample.num_examples = rows = self.rows
         weights, self.weights = self.weights, None
@@ -293,8 +299,10 @@ class DifferentialPrivacy(Technique):
         batches = self._known(self._batches)
         if self._micro_batch != batches.accumulate or self._factor is not None:
             raise TrainingError(
-                f"dp: a step must have the {batches.accumulate} micro-batches that its draw was cut into, got "
-                f"{self._micro_batch}; batches must not be left out, and the loss must be returned for each"
+                "dp",
+                f"a step must have the {batches.accumulate} micro-batches that its draw was cut into, got "
+                f"{self._micro_batch}",
+                "batches must not be left out, and the loss must be returned for each",
             )
         trained = {name: value for name, value in context.model.named_parameters() if value.requires_grad}
         std = float(self._noise or 0) * self.config.max_grad_norm
@@ -321,8 +329,9 @@ class DifferentialPrivacy(Technique):
         """
         if state is None:
             raise CheckpointError(
-                "dp: checkpoint must be of a run with dp, got one without, whose steps no epsilon covers; start from "
-                "weights that never saw these data"
+                "dp",
+                "checkpoint must be of a run with dp, got one without, whose steps no epsilon covers",
+                "start from weights that never saw these data",
             )
         return True
 
@@ -349,11 +358,13 @@ class DifferentialPrivacy(Technique):
             spent = [(float(noise), float(rate), int(steps)) for noise, rate, steps in state["spent"]]
             key, noise, sums = bytes.fromhex(state["secret"]), state["noise_multiplier"], dict(state["sums"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"dp: state must be one that dp saved, got {error!r}") from error
+            raise CheckpointError("dp", f"state must be one that dp saved, got {error!r}") from error
         if sums and state.get("processes", world_size()) != world_size():
             raise CheckpointError(
-                f"dp: checkpoint must lie between two steps to be resumed by {world_size()} processes, got one from "
-                f"inside a step of {state['processes']}, each of which held a part of the sum; resume with as many"
+                "dp",
+                f"checkpoint must lie between two steps to be resumed by {world_size()} processes, got one from "
+                f"inside a step of {state['processes']}, each of which held a part of the sum",
+                "resume with as many",
             )
         if draws < self._draws:
             return  # the best model of a run is loaded at its end

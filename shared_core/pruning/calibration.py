@@ -68,7 +68,7 @@ class Calibration:
             self._count(batch)
         if isinstance(self._policy, UnitPruning):
             if not calls:
-                raise ConfigError("prune: loss must call the model as a whole, got no call of it; call model(...)")
+                raise ConfigError("prune", "loss must call the model as a whole, got no call of it", "call model(...)")
             self._policy.show(self._model, lambda: [self._model(*args, **kwargs) for args, kwargs in calls])
 
     def run(self, config: PruneConfig, batches: Sequence[Any], progress: Callable[[int, int], None] | None) -> None:
@@ -88,8 +88,9 @@ class Calibration:
             self._scorer.detach()
         if not self.batches:
             raise TrainingError(
-                f"prune: calibration must give finite gradients, got NaN or infinity in all {len(batches)} batches; "
-                "look at the loss"
+                "prune",
+                f"calibration must give finite gradients, got NaN or infinity in all {len(batches)} batches",
+                "look at the loss",
             )
 
     def _run(self, batch: Any) -> Any:
@@ -101,8 +102,9 @@ class Calibration:
         if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
             kind = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise ConfigError(
-                f"prune: loss must be a scalar that depends on the weights for criterion {config.criterion}, got "
-                f"{kind}; pass loss(model, batch), or batches with labels to a model whose output has a loss"
+                "prune",
+                f"loss must be a scalar that depends on the weights for criterion {config.criterion}, got {kind}",
+                "pass loss(model, batch), or batches with labels to a model whose output has a loss",
             )
         wanted = {name: tensor for name, tensor in self._tensors.items() if tensor.requires_grad}
         found.backward(inputs=list(wanted.values()))  # type: ignore[no-untyped-call]

@@ -119,7 +119,7 @@ def refuse_sparse(where: str, gradients: Iterable[Tensor]) -> None:
         CompatibilityError: If a gradient is sparse.
     """
     if not {gradient.layout for gradient in gradients} <= {torch.strided}:
-        raise CompatibilityError(f"{where}: gradients must be dense, got a sparse one; use sparse=False")
+        raise CompatibilityError(where, "gradients must be dense, got a sparse one", "use sparse=False")
 
 
 @contextlib.contextmanager
@@ -136,8 +136,9 @@ def naming_nan(where: str, weights: Mapping[str, Tensor], step: int) -> Iterator
         if name is None:
             raise
         raise TrainingError(
-            f"{where}: weights must be numbers, got NaN in {name} at step {step}; training has diverged: lower the "
-            "learning rate, or clip gradients"
+            where,
+            f"weights must be numbers, got NaN in {name} at step {step}",
+            "training has diverged: lower the learning rate, or clip gradients",
         ) from error
 
 
@@ -156,15 +157,17 @@ def check_saved(masks: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, o
     strange = [name for name in masks if name not in weights and not of_units]
     if missing or strange:
         raise CheckpointError(
-            f"prune: saved masks must be those of this model's weights, got a difference at "
-            f"{(missing + strange)[0]}; resume with the model and recipe that wrote the checkpoint"
+            "prune",
+            f"saved masks must be those of this model's weights, got a difference at {(missing + strange)[0]}",
+            "resume with the model and recipe that wrote the checkpoint",
         )
     for name in (name for name in weights if name in masks):
         packed, num_bytes = masks[name], packed_size(weights[name].shape)
         if packed.dtype != torch.uint8 or packed.numel() != num_bytes:
             raise CheckpointError(
-                f"prune: saved mask of {name} must be {num_bytes} bytes, got {packed.numel()} of "
-                f"{packed.dtype}; resume with the model that wrote the checkpoint"
+                "prune",
+                f"saved mask of {name} must be {num_bytes} bytes, got {packed.numel()} of {packed.dtype}",
+                "resume with the model that wrote the checkpoint",
             )
 
 
@@ -272,7 +275,7 @@ class MaskPolicy:
         """
         weights, packed = self.store.weights, state["masks"]
         if strange := sorted(set(packed) - set(weights)):
-            raise CheckpointError(f"prune: saved masks must be those of this model, got one of {strange[0]}")
+            raise CheckpointError("prune", f"saved masks must be those of this model, got one of {strange[0]}")
         there = {name: mask.to(weights[name].device) for name, mask in packed.items()}  # an eighth of the bytes travels
         self.store.set({name: unpack_bits(mask, weights[name].shape) for name, mask in there.items()})
         self.store.apply()

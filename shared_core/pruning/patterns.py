@@ -39,14 +39,14 @@ def erdos_renyi_sparsities(
         [0.0, 0.9035]
     """
     if not 0 <= sparsity <= 1:
-        raise ConfigError(f"erdos_renyi_sparsities: sparsity must be in [0, 1], got {sparsity!r}")
+        raise ConfigError("erdos_renyi_sparsities", f"sparsity must be in [0, 1], got {sparsity!r}")
     numels, shares = [], []
     for shape in shapes:
         if len(shape) < 2:
-            raise ConfigError(f"erdos_renyi_sparsities: shapes must have two dimensions or more, got {tuple(shape)}")
+            raise ConfigError("erdos_renyi_sparsities", f"shapes must have two dimensions or more, got {tuple(shape)}")
         numel = math.prod(shape)
         if not numel:
-            raise ConfigError(f"erdos_renyi_sparsities: shapes must not be empty, got {tuple(shape)}, no weights")
+            raise ConfigError("erdos_renyi_sparsities", f"shapes must not be empty, got {tuple(shape)}, no weights")
         numels.append(numel)
         # without the kernel's sizes a convolution is a matrix n_out x n_in of kernels
         shares.append(sum(shape) / numel if kernel else sum(shape[:2]) / (shape[0] * shape[1]))
@@ -132,10 +132,10 @@ def nm_mask(weight: Tensor, n: int, m: int, *, axis: int = 1) -> Tensor:
         tensor([[False,  True,  True, False]])
     """
     if not (isinstance(n, int) and isinstance(m, int) and 1 <= n <= m):
-        raise ConfigError(f"nm_mask: n must be in [1, m], both whole numbers, got n = {n!r}, m = {m!r}")
+        raise ConfigError("nm_mask", f"n must be in [1, m], both whole numbers, got n = {n!r}, m = {m!r}")
     if weight.ndim < 2 or not -weight.ndim <= axis < weight.ndim or weight.shape[axis] % m:
         raise ConfigError(
-            f"nm_mask: the input axis must be a multiple of m = {m}, got axis {axis} of shape {tuple(weight.shape)}"
+            "nm_mask", f"the input axis must be a multiple of m = {m}, got axis {axis} of shape {tuple(weight.shape)}"
         )
     return nm_mask_of_scores(weight.detach().abs(), n, m, axis=axis)
 
@@ -146,7 +146,7 @@ def nm_mask_of_scores(scores: Tensor, n: int, m: int, *, axis: int) -> Tensor:
     try:
         return n_of_m_mask(scores, n, m, axis)
     except ValueError as error:
-        raise ConfigError("nm_mask: scores must not be NaN") from error
+        raise ConfigError("nm_mask", "scores must not be NaN") from error
 
 
 @torch.no_grad()

@@ -178,21 +178,23 @@ def as_config(config: PruneConfig | Mapping[str, Any]) -> PruneConfig:
         'one_shot'
     """
     if not isinstance(config, PruneConfig | Mapping):
-        raise ConfigError(f"prune: config must be a PruneConfig or a mapping of its options, got {config!r}")
+        raise ConfigError("prune", f"config must be a PruneConfig or a mapping of its options, got {config!r}")
     defaults = {each.name: each.default for each in dataclasses.fields(PruneConfig)}
     is_made = isinstance(config, PruneConfig)
     given: Mapping[str, Any] = {name: getattr(config, name) for name in defaults} if is_made else config  # type: ignore[assignment]
     if given.get("criterion") == "movement":
         raise ConfigError(
-            "prune: criterion must be another after training, got 'movement', which looks at how weights move in "
-            "training; take taylor"
+            "prune",
+            "criterion must be another after training, got 'movement', which looks at how weights move in training",
+            "take taylor",
         )
     for name in DURING_TRAINING:
         asked = name in given and not (is_made and given[name] == defaults[name])
         if asked and (name, given[name]) != ("schedule", "one_shot"):
             raise ConfigError(
-                f"prune: {name} must be left out after training, got {given[name]!r}; it says what happens while a "
-                "model trains: put it into the recipe of a run"
+                "prune",
+                f"{name} must be left out after training, got {given[name]!r}",
+                "it says what happens while a model trains: put it into the recipe of a run",
             )
     return config if isinstance(config, PruneConfig) else PruneConfig.from_dict({**config, "schedule": "one_shot"})
 
@@ -213,28 +215,29 @@ def needs_calibration(config: PruneConfig) -> str:
 
 def _checked_batches(config: PruneConfig, calibration: Iterable[Any] | None, num_batches: int) -> list[Any]:
     if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 1:
-        raise ConfigError(f"prune: num_batches must be a whole number of at least 1, got {num_batches!r}")
+        raise ConfigError("prune", f"num_batches must be a whole number of at least 1, got {num_batches!r}")
     needs = needs_calibration(config)
     if not needs:
         return []
     if calibration is None:
-        raise ConfigError(f"prune: calibration must be given with {needs}, got none; pass some batches")
+        raise ConfigError("prune", f"calibration must be given with {needs}, got none", "pass some batches")
     if world_size() > 1:
         raise CompatibilityError(
-            f"prune: calibration must run in one process, got {world_size()}, which would prune differently by their "
-            "batches; prune before they start, and load the result"
+            "prune",
+            f"calibration must run in one process, got {world_size()}, which would prune differently by their batches",
+            "prune before they start, and load the result",
         )
     batches = list(itertools.islice(calibration, num_batches))
     if not batches:
-        raise ConfigError("prune: calibration must hold batches, got none")
+        raise ConfigError("prune", "calibration must hold batches, got none")
     return batches
 
 
 def _check_weights(config: PruneConfig, weights: Mapping[str, Tensor]) -> None:
     for name, weight in weights.items():
         if is_sharded(weight) and (reason := config.why_not_sharded):
-            raise CompatibilityError(f"prune: {name} must be a plain tensor, got a sharded one: {reason}")
+            raise CompatibilityError("prune", f"{name} must be a plain tensor, got a sharded one: {reason}")
         if not bool(torch.isfinite(local_part(weight.detach())).all()):
             raise CompatibilityError(
-                f"prune: weights of {name} must be finite, got NaN or infinity; look for the diverged step"
+                "prune", f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
             )

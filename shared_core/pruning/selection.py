@@ -133,7 +133,7 @@ class _Some(Sequence[Tensor]):
 
 def _checked(sparsity: float) -> float:
     if not 0 <= sparsity <= 1:
-        raise ConfigError(f"prune_mask: sparsity must be in [0, 1], got {sparsity!r}")
+        raise ConfigError("prune_mask", f"sparsity must be in [0, 1], got {sparsity!r}")
     return float(sparsity)
 
 
@@ -148,7 +148,7 @@ def _refuse_nan(scores: Tensor, index: int) -> None:
         return
     peak = int(flat.numpy().argmax()) if flat.is_cpu else int(flat.argmax())  # a NaN counts as largest
     if flat[peak].isnan():
-        raise ConfigError(f"prune_mask: scores must not be NaN, got one in tensor {index} at flat index {peak}")
+        raise ConfigError("prune_mask", f"scores must not be NaN, got one in tensor {index} at flat index {peak}")
 
 
 def _masks(scores: Sequence[Tensor], num_pruned: int) -> list[Tensor]:
@@ -194,7 +194,7 @@ def _masks_by_histogram(scores: Sequence[Tensor], num_pruned: int) -> list[Tenso
         # few scores are computed once and held; of many only one tensor's at a time
         held = [*held, score] if numel <= _HELD else []
         if not score.is_floating_point():
-            raise ConfigError(f"prune_mask: scores must be floating point, got {score.dtype} in tensor {i}")
+            raise ConfigError("prune_mask", f"scores must be floating point, got {score.dtype} in tensor {i}")
         dtype = torch.float64 if score.dtype == torch.float64 else dtype
         _refuse_nan(_comparable(score), i)
         masks.append(torch.ones(score.shape, dtype=torch.bool, device=score.device))

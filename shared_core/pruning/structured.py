@@ -277,8 +277,10 @@ class UnitPruning(MaskPolicy):
         # on every process, where one that differs would not come to the next collective
         if any_rank(from_main(found) != found, next(iter(self._tensors.values())).device):
             raise CompatibilityError(
-                f"prune: every process must find the same {granularity}s, but their first micro-batches took different "
-                "paths through the model; use granularity filter"
+                "prune",
+                f"every process must find the same {granularity}s, but their first micro-batches took different paths "
+                "through the model",
+                "use granularity filter",
             )
         self._take(groups)
 
@@ -311,15 +313,18 @@ class UnitPruning(MaskPolicy):
             if len(asked) > 1:
                 each = ", ".join(f"{weight} {shares.get(weight, 'none')}" for weight in dict.fromkeys(weights))
                 raise ConfigError(
-                    f"prune: overrides must give one sparsity to layers that lose {group.kind}s together, got {each}; "
-                    "name all of them"
+                    "prune",
+                    f"overrides must give one sparsity to layers that lose {group.kind}s together, got {each}",
+                    "name all of them",
                 )
             if (share := asked.pop()) is not None:
                 found[group.name] = share
         if lost:
             raise MatchError(
-                f"prune: overrides must name layers with {self.config.granularity}s that can be pruned, got "
-                f"{', '.join(sorted(lost))}; leave them out of overrides"
+                "prune",
+                f"overrides must name layers with {self.config.granularity}s that can be pruned, got "
+                f"{', '.join(sorted(lost))}",
+                "leave them out of overrides",
             )
         return found
 
@@ -388,8 +393,9 @@ class UnitPruning(MaskPolicy):
         parts = self._scored_by_size(group)
         if criterion == "bn_scale" and not parts:
             raise MatchError(
-                f"prune: criterion bn_scale must find a norm's scale in every group, got none in {group.name}; "
-                "take another criterion, or skip its layers"
+                "prune",
+                f"criterion bn_scale must find a norm's scale in every group, got none in {group.name}",
+                "take another criterion, or skip its layers",
             )
         weights = [
             gather_units(whole(self._tensors[part.tensor].detach()), part.axis, part.positions) for part in parts
@@ -409,8 +415,9 @@ class UnitPruning(MaskPolicy):
         replay = self._shown or (self._calls.replay if self._calls and self._calls.calls else None)
         if replay is None:
             raise TrainingError(
-                "prune shapley: a micro-batch must have been seen since the last step, got none; let the last update "
-                "fall on a step of the run"
+                "prune shapley",
+                "a micro-batch must have been seen since the last step, got none",
+                "let the last update fall on a step of the run",
             )
         found = shapley_of_units(
             context.model, self.groups, live, self._tensors, replay,
@@ -470,7 +477,7 @@ class UnitPruning(MaskPolicy):
         try:
             saved, left_out = [*map(_restored, state.get("groups", ()))], dict(state.get("left_out", {}))
         except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"prune: state must hold units that prune saved, got {error!r}") from error
+            raise CheckpointError("prune", f"state must hold units that prune saved, got {error!r}") from error
         groups = [*prunable_groups(saved, self.config.granularity, self._modules)]
         if groups and len(groups) == len(saved):
             self.left_out = left_out

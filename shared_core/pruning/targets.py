@@ -98,7 +98,7 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
         full_name = f"{place}.{name}".removeprefix(".")
         reason = _reason(parameter, held_by, places, types, config)
         if reason and reason.endswith((_NEVER_CALLED, _NO_INPUTS, _NO_UNITS)) and place in config.include:
-            raise CompatibilityError(f"prune: include must name layers that can be scored, got {place}: {reason}")
+            raise CompatibilityError("prune", f"include must name layers that can be scored, got {place}: {reason}")
         if reason is None:
             modules[full_name] = module
         elif parameter.ndim > 1:
@@ -115,7 +115,7 @@ def find_targets(model: nn.Module, config: PruneConfig) -> Targets:
         del modules[name]
     if not modules:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items()) or "no matrix among them"
-        raise MatchError(f"prune: must find at least one weight to prune, but all were left out ({reasons})")
+        raise MatchError("prune", f"must find at least one weight to prune, but all were left out ({reasons})")
     if config.granularity not in (*UNITS, "n_m"):
         _refuse_nothing_of_weights(config, modules, sparsities)
     return Targets(modules, left_out, sparsities)
@@ -149,8 +149,10 @@ def refuse_nothing(config: PruneConfig, sizes: Mapping[str, int], what: str, own
     for name, share in own.items():
         if share and min(round(share * sizes[name]), sizes[name] - 1) < 1:
             raise MatchError(
-                f"prune: overrides must prune at least one of {sizes[name]} {what} of {name}, got sparsity {share}, "
-                "which rounds to none; raise it, or give 0 to leave it dense"
+                "prune",
+                f"overrides must prune at least one of {sizes[name]} {what} of {name}, got sparsity {share}, which "
+                "rounds to none",
+                "raise it, or give 0 to leave it dense",
             )
     _refuse_nothing_together(config, [size for name, size in sizes.items() if name not in own], what)
 
@@ -165,8 +167,10 @@ def _refuse_nothing_together(config: PruneConfig, sizes: list[int], what: str) -
     if config.sparsity and sizes and most < 1:
         together = ", prune all under one threshold (scope global)" if config.resolved_scope == "local" else ""
         raise MatchError(
-            f"prune: sparsity must prune at least one of {sum(sizes)} {what}, got {config.sparsity}, which rounds to "
-            f"none, as no tensor is emptied; raise it{together}, or prune in smaller pieces"
+            "prune",
+            f"sparsity must prune at least one of {sum(sizes)} {what}, got {config.sparsity}, which rounds to none, "
+            "as no tensor is emptied",
+            f"raise it{together}, or prune in smaller pieces",
         )
 
 
@@ -247,6 +251,7 @@ def refuse_adapters(where: str, model: nn.Module, chosen: Mapping[str, nn.Module
     name = next((name for name, module in chosen.items() if id(module) in inside), None)
     if name is not None:
         raise CompatibilityError(
-            f"{where}: weights must not be those of PEFT's adapters or of layers beneath them, got {name}: {done}; "
-            f"{instead}, or leave these layers out by skip"
+            where,
+            f"weights must not be those of PEFT's adapters or of layers beneath them, got {name}: {done}",
+            f"{instead}, or leave these layers out by skip",
         )

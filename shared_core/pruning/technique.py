@@ -133,7 +133,7 @@ class Pruning(Technique):
         policy.begin(context.model, self._schedule)
         sharded = next((name for name, weight in policy.weights.items() if is_sharded(weight)), None)
         if sharded and (reason := self.config.why_not_sharded):
-            raise CompatibilityError(f"prune: {sharded} must be a plain tensor, got a sharded one: {reason}")
+            raise CompatibilityError("prune", f"{sharded} must be a plain tensor, got a sharded one: {reason}")
         if self._saved:
             policy.restore(self._saved)
             self._saved = {}

@@ -147,14 +147,17 @@ def _batch_statistics(layer: Any, y: Tensor, dtype: torch.dtype) -> tuple[Tensor
     spatial = 0 if isinstance(layer, nn.Linear) else len(layer.kernel_size)
     if y.dim() != 2 + spatial:
         raise TrainingError(
-            f"batch_norm_folding: output of {type(layer).__name__} must have {2 + spatial} dimensions, a batch of "
-            f"channels, got {tuple(y.shape)}; leave this pair unfolded"
+            "batch_norm_folding",
+            f"output of {type(layer).__name__} must have {2 + spatial} dimensions, a batch of channels, got "
+            f"{tuple(y.shape)}",
+            "leave this pair unfolded",
         )
     count = y.numel() // max(y.shape[1], 1)
     if count < 2:
         raise TrainingError(
-            f"batch_norm_folding: batch must have more than 1 value per channel in training, got {tuple(y.shape)}; "
-            "raise the batch size or drop the last, smaller batch"
+            "batch_norm_folding",
+            f"batch must have more than 1 value per channel in training, got {tuple(y.shape)}",
+            "raise the batch size or drop the last, smaller batch",
         )
     axes = [0, *range(2, y.dim())]
     variance, mean = torch.var_mean(y.to(dtype), axes, correction=0)
@@ -274,19 +277,19 @@ def check_pair(layer: nn.Module, batch_norm: nn.Module, where: str) -> None:
     """Raise `CompatibilityError` unless the batch norm can be folded into the layer, if it follows it."""
     if type(layer) not in FOLDED or isinstance(layer, nn.modules.batchnorm._BatchNorm):
         raise CompatibilityError(
-            f"{where}: layer must be a stock Linear, Conv or transposed Conv, got {type(layer).__name__}"
+            where, f"layer must be a stock Linear, Conv or transposed Conv, got {type(layer).__name__}"
         )
     if type(batch_norm) not in FOLDED or not isinstance(batch_norm, nn.modules.batchnorm._BatchNorm):
         raise CompatibilityError(
-            f"{where}: batch_norm must be a stock BatchNorm1d, 2d or 3d, got {type(batch_norm).__name__}"
+            where, f"batch_norm must be a stock BatchNorm1d, 2d or 3d, got {type(batch_norm).__name__}"
         )
     if batch_norm.running_mean is None or batch_norm.running_var is None:
         raise CompatibilityError(
-            f"{where}: batch_norm must have running statistics, got track_running_stats=False; they are what is folded"
+            where, "batch_norm must have running statistics, got track_running_stats=False", "they are what is folded"
         )
     if batch_norm.num_features != num_outputs(layer):
         raise CompatibilityError(
-            f"{where}: batch_norm must have the layer's {num_outputs(layer)} channels, got {batch_norm.num_features}"
+            where, f"batch_norm must have the layer's {num_outputs(layer)} channels, got {batch_norm.num_features}"
         )
 
 
@@ -415,7 +418,7 @@ def fuse_batch_norm(model: nn.Module, example_inputs: Any = None) -> FusionRepor
     training = [name for name, module in norms if isinstance(module, _BatchNorm) and module.training]
     if training:
         raise CompatibilityError(
-            f"{where}: model must be in evaluation mode, got {training[0]!r} in training; call model.eval() first"
+            where, f"model must be in evaluation mode, got {training[0]!r} in training", "call model.eval() first"
         )
     pairs, refused = find_batch_norms(model, example_inputs, where=where)
     if example_inputs is not None and pairs:
@@ -480,9 +483,10 @@ def check_same_function(before: Tensor, after: Tensor, where: str) -> None:
     bound = torch.finfo(before.dtype).eps ** 0.5 * before.to(wide).abs().max() if before.numel() else 0.0
     if before.numel() and not bool((error <= bound).all()):
         raise CompatibilityError(
-            f"{where}: outputs must stay equal on example_inputs, got a difference of {error.max().item():.3g} where "
-            f"the largest output is {before.abs().max().item():.3g}; the model uses a layer in a way that its "
-            "flow does not show, and was left as it was"
+            where,
+            f"outputs must stay equal on example_inputs, got a difference of {error.max().item():.3g} where the "
+            f"largest output is {before.abs().max().item():.3g}",
+            "the model uses a layer in a way that its flow does not show, and was left as it was",
         )
 
 
@@ -570,5 +574,5 @@ def batch_norm_of(model: nn.Module, layer: str, name: str, where: str) -> nn.Mod
     full = ".".join([*parts[: max(len(parts) - above, 0)], name.lstrip(".")])
     found = {plain_name(own): module for own, module in model.named_modules()}.get(full)
     if not isinstance(found, nn.modules.batchnorm._BatchNorm):
-        raise MatchError(f"{where}: batch_norm of {layer} must be a batch norm of the model, got {full!r}")
+        raise MatchError(where, f"batch_norm of {layer} must be a batch norm of the model, got {full!r}")
     return found

@@ -144,7 +144,9 @@ def output_tensor(output: Any) -> Tensor:
     for found in (output, getattr(output, "logits", None), *tree_leaves(output)):
         if isinstance(found, Tensor):
             return found
-    raise ConfigError(f"output: must hold a tensor, got {type(output).__name__}; wrap the model in one that returns it")
+    raise ConfigError(
+        "output", f"must hold a tensor, got {type(output).__name__}", "wrap the model in one that returns it"
+    )
 
 
 def trace(model: nn.Module, example_inputs: Any = None, *, where: str = "trace") -> Flow:
@@ -193,8 +195,10 @@ def _trace_symbolically(model: nn.Module, where: str) -> Flow:
         graph = _LeafTracer().trace(root)
     except Exception as error:  # tracing runs the user's code, which may raise anything
         raise CompatibilityError(
-            f"{where}: model must be traceable by torch.fx, but {type(model).__name__} is not "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); pass example_inputs"
+            where,
+            f"model must be traceable by torch.fx, but {type(model).__name__} is not ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''})",
+            "pass example_inputs",
         ) from error
     flow, made = Flow(model), dict[fx.Node, Node]()
     modules = dict(root.named_modules(remove_duplicate=False))
@@ -301,8 +305,9 @@ def _observe(model: nn.Module, example_inputs: Any, where: str) -> Flow:
             output = call_model(model, example_inputs)
     except Exception as error:  # the user's code may raise anything
         raise CompatibilityError(
-            f"{where}: model must run on example_inputs, but it raised {type(error).__name__}: {error}; pass a tensor, "
-            "a tuple of arguments or a mapping of keyword arguments"
+            where,
+            f"model must run on example_inputs, but it raised {type(error).__name__}: {error}",
+            "pass a tensor, a tuple of arguments or a mapping of keyword arguments",
         ) from error
     finally:
         for hook in hooks:

@@ -20,12 +20,13 @@ def resolve_moments(config: QatConfig, context: Context) -> tuple[int, int, int]
     begin, freeze, freeze_bn = (_resolve(config, name, context) for name in ("begin", "freeze_observers", "freeze_bn"))
     if context.total_steps is not None and begin > context.total_steps:
         raise ConfigError(
-            f"qat: begin must lie within the {context.total_steps} steps of this run, got {config.begin!r}"
+            "qat", f"begin must lie within the {context.total_steps} steps of this run, got {config.begin!r}"
         )
     if freeze < 1:
         raise ConfigError(
-            f"qat: freeze_observers must be step 1 or later, got {config.freeze_observers!r}; the first step "
-            "finds the first ranges"
+            "qat",
+            f"freeze_observers must be step 1 or later, got {config.freeze_observers!r}",
+            "the first step finds the first ranges",
         )
     return begin, freeze, freeze_bn
 

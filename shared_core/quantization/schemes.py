@@ -108,8 +108,10 @@ def _check_shared(layers: dict[str, nn.Module], schemes: dict[str, LayerScheme])
             first = owners.setdefault(id(weight), name)
             if schemes[first].of_weight != schemes[name].of_weight:
                 raise ConfigError(
-                    f"qat: {name} must be quantised like {first}, with which it shares its weight, got "
-                    f"{schemes[name].of_weight} and {schemes[first].of_weight}; override both"
+                    "qat",
+                    f"{name} must be quantised like {first}, with which it shares its weight, got "
+                    f"{schemes[name].of_weight} and {schemes[first].of_weight}",
+                    "override both",
                 )
 
 
@@ -142,13 +144,15 @@ def _group_size(config: QatConfig, name: str, layer: nn.Module) -> int:
             return size
     if config.group_size is not None:
         raise ConfigError(
-            f"qat.group_size: group_size must divide the {sorted(widths)} weights of a channel of {name}, "
-            f"got {config.group_size}; skip the layer, or override its group_size"
+            "qat.group_size",
+            f"group_size must divide the {sorted(widths)} weights of a channel of {name}, got {config.group_size}",
+            "skip the layer, or override its group_size",
         )
     size = math.gcd(*widths)  # no usual size divides: a channel is one group, unless there are several widths
     if size < 4 and len(widths) > 1:
         raise ConfigError(
-            f"qat.scheme: groups of at least 4 must divide the weights of {name}, got {sorted(widths)} a channel; skip "
-            "the layer, or override its scheme with int8_weight"
+            "qat.scheme",
+            f"groups of at least 4 must divide the weights of {name}, got {sorted(widths)} a channel",
+            "skip the layer, or override its scheme with int8_weight",
         )
     return size

@@ -40,7 +40,7 @@ def select_layers(
     """
     know_conv1d(model)
     if any(is_quantized(module) for module in model.modules()):
-        raise CompatibilityError("qat: model must have no quantisers yet; detach or finish the earlier run first")
+        raise CompatibilityError("qat", "model must have no quantisers yet", "detach or finish the earlier run first")
     adapted = {plain_name(name): module for name, module in model.named_modules() if hasattr(module, "get_base_layer")}
     reach = [_reach_bases(model, patterns, list(adapted)) for patterns in (include, skip)]
     matched = match_modules(model, tuple(FAKE_QUANT), where="qat", include=reach[0], skip=reach[1])
@@ -69,12 +69,14 @@ def select_layers(
         elif {found.name, own} & set(include) or (
             type(found.module).__name__ in include and reason not in (_ADAPTER, _ORIGINAL)
         ):
-            raise CompatibilityError(f"qat: include must name layers that can be quantised, got {found.name}: {reason}")
+            raise CompatibilityError(
+                "qat", f"include must name layers that can be quantised, got {found.name}: {reason}"
+            )
         else:
             left_out[found.name] = reason
     if not layers:
         told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
-        raise MatchError(f"qat: must match at least one module that can be quantised; {told}")
+        raise MatchError("qat", "must match at least one module that can be quantised", told)
     return layers, left_out
 
 
@@ -113,8 +115,10 @@ def _why_adapted(found: Matched, adapted: dict[str, nn.Module], include: tuple[s
             return "an adapter of lora, which is merged in float"
     if any(hasattr(getattr(found.module, "weight", None), state) for state in ("quant_state", "SCB")):
         raise CompatibilityError(
-            f"qat: {found.name} must have float weights, got codes of bitsandbytes, whose grid is fixed; load the "
-            "model without quantization_config and let the scheme quantise it (int4_weight, nvfp4), or skip the layer"
+            "qat",
+            f"{found.name} must have float weights, got codes of bitsandbytes, whose grid is fixed",
+            "load the model without quantization_config and let the scheme quantise it (int4_weight, nvfp4), or skip "
+            "the layer",
         )
     if any(getattr(adapted.get(found.name.removesuffix(_BASE)), "use_dora", {}).values()):
         return "DoRA computes with its float weight too"

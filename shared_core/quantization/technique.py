@@ -283,7 +283,7 @@ class QuantizationAwareTraining(Technique):
         except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"qat: state must be one that qat saved, got {error!r}") from error
+            raise CheckpointError("qat", f"state must be one that qat saved, got {error!r}") from error
 
     def metrics(self) -> dict[str, float]:
         """Return whether quantisation is on, and how many layers and range updates there are."""
@@ -333,7 +333,8 @@ class QuantizationAwareTraining(Technique):
 def _refuse_shards(name: str, folded: nn.Module) -> None:
     if any(map(is_sharded, folded.parameters(recurse=False))):
         raise CompatibilityError(
-            f"qat: fold_batch_norm must be False under FSDP2, got True where {name} has a batch norm behind it: every "
-            "process keeps running statistics of its own, and weights folded with them would not be parts of one; "
-            "set it to False, or use DDP"
+            "qat",
+            f"fold_batch_norm must be False under FSDP2, got True where {name} has a batch norm behind it: every "
+            "process keeps running statistics of its own, and weights folded with them would not be parts of one",
+            "set it to False, or use DDP",
         )

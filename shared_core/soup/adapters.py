@@ -209,14 +209,17 @@ def adapter_of(model: nn.Module) -> PeftAdapter | None:
         odd = next((name for name, module in model.named_modules() if hasattr(module, "lora_A")), None)
         if odd is not None:
             raise CompatibilityError(
-                f"soup: adapters must be those of a PeftModel, got PEFT's layer {odd!r} in {type(model).__name__}, and "
-                "averaging A and B apart is not averaging BA; make the model by peft.get_peft_model"
+                "soup",
+                f"adapters must be those of a PeftModel, got PEFT's layer {odd!r} in {type(model).__name__}, and "
+                "averaging A and B apart is not averaging BA",
+                "make the model by peft.get_peft_model",
             )
         return None
     if len(found) > 1:
         raise CompatibilityError(
-            f"soup: model must hold one PeftModel, got {', '.join(repr(name) for name, _ in found)}; average their "
-            "saved adapters with `eff soup`, each model's for itself"
+            "soup",
+            f"model must hold one PeftModel, got {', '.join(repr(name) for name, _ in found)}",
+            "average their saved adapters with `eff soup`, each model's for itself",
         )
     return PeftAdapter(model, *found[0])
 
@@ -242,13 +245,14 @@ class PeftAdapter:
         ]
         names = list(peft_model.peft_config)
         if len(names) != 1:
-            raise CompatibilityError(f"soup: PEFT model must have one adapter, got {names}; delete the others")
+            raise CompatibilityError("soup", f"PEFT model must have one adapter, got {names}", "delete the others")
         self._name: str = names[0]
         kind = str(getattr(self._config.peft_type, "value", self._config.peft_type))
         if kind != "LORA" or self._config.is_prompt_learning:
             raise CompatibilityError(
-                f"soup: PEFT model must have a LoRA adapter, got {kind}, whose averages are not those of what it does; "
-                "leave soup out"
+                "soup",
+                f"PEFT model must have a LoRA adapter, got {kind}, whose averages are not those of what it does",
+                "leave soup out",
             )
         present = Ingredient("the model's adapter", ADAPTER, None, self.weights, self.fields())
         check_adapters(present, present)

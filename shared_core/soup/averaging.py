@@ -232,20 +232,22 @@ def _names_in(into: dict[str, Tensor], like: Ingredient) -> dict[str, list[str]]
         key = next((name for name in group if like.has(name)), None)
         if key is None:
             raise CheckpointError(
-                f"{like.name}: checkpoint must hold all tensors of the model, got none named {group[0]!r}; it is of "
-                "another model"
+                like.name,
+                f"checkpoint must hold all tensors of the model, got none named {group[0]!r}",
+                "it is of another model",
             )
         shape = like.spec(key).shape
         if shape != tuple(into[key].shape):
             raise CheckpointError(
-                f"{like.name}: {key!r} must have the model's shape {tuple(into[key].shape)}, got {shape}; it is of "
-                "another model"
+                like.name,
+                f"{key!r} must have the model's shape {tuple(into[key].shape)}, got {shape}",
+                "it is of another model",
             )
         names[key] = group
     extra = next((key for key in (*like.specs, *like.ties) if key not in into), None)
     if extra is not None:
         raise CheckpointError(
-            f"{like.name}: checkpoint must hold only tensors of the model, got {extra!r}; it is of another model"
+            like.name, f"checkpoint must hold only tensors of the model, got {extra!r}", "it is of another model"
         )
     return names
 
@@ -281,8 +283,9 @@ def estimate_norms_(model: nn.Module, calibrate: Callable[[int], None], num_batc
         calibrate(num_batches)
         if not any(int(norm.num_batches_tracked) for norm in norms):
             raise TrainingError(
-                f"bn_batches: training data must give batches to estimate statistics on, got none of {num_batches}; "
-                "let it start anew each time that it is iterated, or leave bn_batches at 0"
+                "bn_batches",
+                f"training data must give batches to estimate statistics on, got none of {num_batches}",
+                "let it start anew each time that it is iterated, or leave bn_batches at 0",
             )
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
@@ -334,8 +337,9 @@ def masked_ingredients(
             notes.append(f"left out: {item.name}, from before its pruning ended (--unpruned takes it in)")
     if not usable:
         raise CheckpointError(
-            "eff soup: at least one checkpoint must be from after its pruning ended, got none; give later ones, or "
-            "pass --unpruned"
+            "eff soup",
+            "at least one checkpoint must be from after its pruning ended, got none",
+            "give later ones, or pass --unpruned",
         )
     notes.append(f"pruned: the newest mask (step {newest.step}) is applied to every candidate")
 
@@ -379,13 +383,14 @@ def _mappings(value: Any, depth: int = 4) -> list[Mapping[str, Any]]:
 def _unpack(packed: Tensor, name: str, ingredient: Ingredient) -> Tensor:
     if not ingredient.has(name):
         raise CheckpointError(
-            f"{ingredient.name}: checkpoint must hold {name!r}, which its mask is for, got no such tensor"
+            ingredient.name, f"checkpoint must hold {name!r}, which its mask is for, got no such tensor"
         )
     shape = ingredient.spec(name).shape
     if packed.numel() != packed_size(shape):
         raise CheckpointError(
-            f"{ingredient.name}: mask of {name!r} must have {math.prod(shape)} bits, got {packed.numel()} bytes; its "
-            "state file is of another model"
+            ingredient.name,
+            f"mask of {name!r} must have {math.prod(shape)} bits, got {packed.numel()} bytes",
+            "its state file is of another model",
         )
     return unpack_bits(packed, shape)
 

@@ -76,10 +76,10 @@ def candidate_for(
     """
     if ingredients[0].kind != ADAPTER:
         if rank is not None:
-            raise ConfigError(f"soup: rank must be given for adapters only, got {rank!r} for {ingredients[0].kind}s")
+            raise ConfigError("soup", f"rank must be given for adapters only, got {rank!r} for {ingredients[0].kind}s")
         return Candidate(ingredients[0], into, after_average)
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
-        raise ConfigError(f"soup: rank must be an integer >= 1, got {rank!r}")
+        raise ConfigError("soup", f"rank must be an integer >= 1, got {rank!r}")
     if into is not None:
-        raise ConfigError("soup: into must be None for adapters, whose averages have other ranks; leave it out")
+        raise ConfigError("soup", "into must be None for adapters, whose averages have other ranks", "leave it out")
     return AdapterCandidate(rank, after_average)

@@ -99,11 +99,13 @@ def diagnose(
         ([1.0, 1.0], 0.0, {'ingredient 1': 1.0}, 2.0)
     """
     if mode not in ("max", "min"):
-        raise ConfigError(f"soup: mode must be max or min, got {mode!r}")
+        raise ConfigError("soup", f"mode must be max or min, got {mode!r}")
     opened = open_ingredients(ingredients)
     if opened[0].kind == ADAPTER:
         raise ConfigError(
-            "soup: diagnose must get whole models, got adapters, whose ranks differ; merge them into their base model"
+            "soup",
+            "diagnose must get whole models, got adapters, whose ranks differ",
+            "merge them into their base model",
         )
     candidate = Candidate(opened[0], None, after_average)
     search = {"kind": "diagnosis", "mode": mode, **(about or {})}
@@ -147,8 +149,9 @@ def _alone(opened: Sequence[Ingredient], scoring: Scoring) -> tuple[list[_Scored
             able.append((number, item, single))
     if len(able) < 2:
         raise CheckpointError(
-            f"soup: at least two ingredients must have finite weights and a finite metric, got {len(able)}; "
-            + "; ".join(f"{name} {reason}" for name, reason in left_out.items())
+            "soup",
+            f"at least two ingredients must have finite weights and a finite metric, got {len(able)}",
+            "; ".join(f"{name} {reason}" for name, reason in left_out.items()),
         )
     return able, left_out
 

@@ -127,7 +127,7 @@ def greedy_soup(
     _check(mode, min_delta, order, jobs, max_ingredients)
     opened = open_ingredients(ingredients)
     if scores is not None and len(scores) != len(opened):
-        raise ConfigError(f"soup: scores must be one for each of {len(opened)} ingredients, got {len(scores)}")
+        raise ConfigError("soup", f"scores must be one for each of {len(opened)} ingredients, got {len(scores)}")
     options = {
         "kind": "greedy", "mode": mode, "strict": strict, "min_delta": min_delta, "order": order, "rank": rank,
     }  # fmt: skip
@@ -157,15 +157,17 @@ def greedy_soup(
 
 def _check(mode: str, min_delta: float, order: str, jobs: int, max_ingredients: int | None) -> None:
     if mode not in ("max", "min"):
-        raise ConfigError(f"soup: mode must be max or min, got {mode!r}")
+        raise ConfigError("soup", f"mode must be max or min, got {mode!r}")
     if max_ingredients is not None and not max_ingredients >= 1:
-        raise ConfigError(f"soup: max_ingredients must be at least 1, got {max_ingredients!r}")
+        raise ConfigError("soup", f"max_ingredients must be at least 1, got {max_ingredients!r}")
     if not (math.isfinite(min_delta) and min_delta >= 0):
-        raise ConfigError(f"soup: min_delta must be a finite number >= 0, got {min_delta!r}")
+        raise ConfigError("soup", f"min_delta must be a finite number >= 0, got {min_delta!r}")
     if order not in ("metric", "random", "given"):
-        raise ConfigError(f"soup: order must be metric, random or given, got {order!r}")
+        raise ConfigError("soup", f"order must be metric, random or given, got {order!r}")
     if jobs > 1 and order != "metric":
-        raise ConfigError(f"soup: jobs must be 1 for order {order}, got {jobs}: only one ingredient is evaluated alone")
+        raise ConfigError(
+            "soup", f"jobs must be 1 for order {order}, got {jobs}: only one ingredient is evaluated alone"
+        )
 
 
 def _able(rows: list[_Row], scoring: Scoring, *, by_metric: bool, sign: float) -> list[_Row]:
@@ -184,8 +186,9 @@ def _able(rows: list[_Row], scoring: Scoring, *, by_metric: bool, sign: float) -
             able.append(row)
     if not able:
         raise CheckpointError(
-            "soup: at least one ingredient must have finite weights and a finite metric, got "
-            + "; ".join(f"{row.item.name} {row.reason}" for row in rows)
+            "soup",
+            "at least one ingredient must have finite weights and a finite metric, got "
+            + "; ".join(f"{row.item.name} {row.reason}" for row in rows),
         )
     if by_metric:
         able.sort(key=lambda row: -sign * (row.single or 0.0))

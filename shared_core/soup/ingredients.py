@@ -44,7 +44,7 @@ def open_ingredients(ingredients: Sequence[Source]) -> list[Ingredient]:
         CheckpointError: If there is none, one cannot be read, or two do not belong together.
     """
     if isinstance(ingredients, str | Path | Mapping):
-        raise CheckpointError(f"soup: ingredients must be a sequence of paths, got {type(ingredients).__name__}")
+        raise CheckpointError("soup", f"ingredients must be a sequence of paths, got {type(ingredients).__name__}")
     opened: list[Ingredient] = []
     for number, given in enumerate(ingredients):
         if isinstance(given, Mapping):
@@ -52,7 +52,9 @@ def open_ingredients(ingredients: Sequence[Source]) -> list[Ingredient]:
         else:
             opened.append(given if isinstance(given, Ingredient) else open_ingredient(given))
     if not opened:
-        raise CheckpointError("soup: ingredients must be at least one checkpoint, got none; give paths of checkpoints")
+        raise CheckpointError(
+            "soup", "ingredients must be at least one checkpoint, got none", "give paths of checkpoints"
+        )
     opened = under_same_names(opened)
     for other in opened[1:]:
         _check_alike(opened[0], other)
@@ -69,8 +71,10 @@ def _check_alike(first: Ingredient, other: Ingredient) -> None:
     adapters = [item for item in (first, other) if item.kind == ADAPTER]
     if len(adapters) == 1:
         raise CheckpointError(
-            f"soup: ingredients must be whole models or adapters, got {first.name} ({first.kind}) and {other.name} "
-            f"({other.kind}); merge the adapter into its model (merge_and_unload) and save that"
+            "soup",
+            f"ingredients must be whole models or adapters, got {first.name} ({first.kind}) and {other.name} "
+            f"({other.kind})",
+            "merge the adapter into its model (merge_and_unload) and save that",
         )
     if adapters:
         check_adapters(first, other)
@@ -78,28 +82,35 @@ def _check_alike(first: Ingredient, other: Ingredient) -> None:
         missing = next((key for key in (*one.specs, *one.ties) if not two.has(key)), None)
         if missing is not None:
             raise CheckpointError(
-                f"soup: ingredients must have the same tensors, got {missing!r} in {one.name} but not in {two.name}; "
-                f"{_REMEDY}"
+                "soup",
+                f"ingredients must have the same tensors, got {missing!r} in {one.name} but not in {two.name}",
+                _REMEDY,
             )
     odd = first.tied_groups ^ other.tied_groups
     if odd:
         key = min(min(odd, key=sorted))
         tied, free = (first, other) if any(key in group for group in first.tied_groups) else (other, first)
         raise CheckpointError(
-            f"soup: {key!r} must be tied in all ingredients or in none, got it tied in {tied.name} and not, or to "
-            f"another tensor, in {free.name}; {_REMEDY}"
+            "soup",
+            f"{key!r} must be tied in all ingredients or in none, got it tied in {tied.name} and not, or to another "
+            f"tensor, in {free.name}",
+            _REMEDY,
         )
     for key, spec in first.specs.items():
         its = other.spec(key)
         if _shape(spec.shape, key, first) != _shape(its.shape, key, other):
             raise CheckpointError(
-                f"soup: {key!r} must have the same shape in all ingredients, got {spec.shape} in {first.name} and "
-                f"{its.shape} in {other.name}; {_REMEDY}"
+                "soup",
+                f"{key!r} must have the same shape in all ingredients, got {spec.shape} in {first.name} and "
+                f"{its.shape} in {other.name}",
+                _REMEDY,
             )
         if averaged(spec.dtype) != averaged(its.dtype):
             raise CheckpointError(
-                f"soup: {key!r} must be floating-point in all ingredients or in none, got {spec.dtype} in "
-                f"{first.name} and {its.dtype} in {other.name}; {_REMEDY}"
+                "soup",
+                f"{key!r} must be floating-point in all ingredients or in none, got {spec.dtype} in {first.name} and "
+                f"{its.dtype} in {other.name}",
+                _REMEDY,
             )
 
 
@@ -109,8 +120,10 @@ def _check_configs(first: Ingredient, other: Ingredient) -> None:
         one, two = ones.get(field), twos.get(field)
         if one != two:
             raise CheckpointError(
-                f"soup: config field {field!r} must be the same in all ingredients, got {one!r} in {first.name} "
-                f"and {two!r} in {other.name}; {_REMEDY}"
+                "soup",
+                f"config field {field!r} must be the same in all ingredients, got {one!r} in {first.name} and {two!r} "
+                f"in {other.name}",
+                _REMEDY,
             )
 
 
@@ -194,8 +207,10 @@ class RunIngredients:
         saved = sorted(context.services.checkpoints(), key=lambda checkpoint: checkpoint.step)
         if not saved:
             raise CheckpointError(
-                "soup: run must have saved at least one checkpoint, got none; save some while training (save_steps or "
-                "save_strategy, ModelCheckpoint) and keep them (save_total_limit, save_top_k)"
+                "soup",
+                "run must have saved at least one checkpoint, got none",
+                "save some while training (save_steps or save_strategy, ModelCheckpoint) and keep them "
+                "(save_total_limit, save_top_k)",
             )
         first = context.first_usable_step
         usable = [checkpoint for checkpoint in saved if checkpoint.step >= first]
@@ -206,8 +221,10 @@ class RunIngredients:
             )
         if not usable:
             raise CheckpointError(
-                f"soup: run must have saved a checkpoint at or after step {first}, where pruning or quantisation is "
-                f"complete, got the last at step {saved[-1].step}; save later ones or end the schedule earlier"
+                "soup",
+                f"run must have saved a checkpoint at or after step {first}, where pruning or quantisation is "
+                f"complete, got the last at step {saved[-1].step}",
+                "save later ones or end the schedule earlier",
             )
         return usable
 
@@ -271,8 +288,10 @@ class _Parts(Mapping[str, Tensor]):
         tensor = None if saved_as is None else self._weights[saved_as]
         if tensor is None or tensor.shape != like.shape:
             raise CheckpointError(
-                f"{self._path}: {name!r} must have the model's shape {tuple(like.shape)}, got "
-                f"{'none' if tensor is None else tuple(tensor.shape)}; it is of another model"
+                self._path,
+                f"{name!r} must have the model's shape {tuple(like.shape)}, got "
+                f"{'none' if tensor is None else tuple(tensor.shape)}",
+                "it is of another model",
             )
         return tensor[place_of(like)]
 

@@ -135,8 +135,9 @@ def check_plot(file: Path) -> None:
     kinds = FigureCanvasBase.get_supported_filetypes()
     if file.suffix[1:].lower() not in kinds or file.is_dir():
         raise ConfigError(
-            f"eff soup: --plot must be a file ending in .png, .svg, .pdf or another of {', '.join(sorted(kinds))}, got "
-            f"{file}; rename it"
+            "eff soup",
+            f"--plot must be a file ending in .png, .svg, .pdf or another of {', '.join(sorted(kinds))}, got {file}",
+            "rename it",
         )
 
 

@@ -65,11 +65,11 @@ def check_target(target: str | Path, like: Ingredient) -> Path:
     suffix = like.suffix
     if suffix and target.suffix != suffix:
         raise CheckpointError(
-            f"soup: out must be a file ending in {suffix}, as the ingredients are, got {target}; rename it"
+            "soup", f"out must be a file ending in {suffix}, as the ingredients are, got {target}", "rename it"
         )
     # a link, even one that leads nowhere, could not be replaced by a folder when the search is over
     if target.is_symlink() or (target.exists() and (suffix or not target.is_dir() or any(target.iterdir()))):
-        raise CheckpointError(f"soup: out must not exist yet, got {target}; remove it or choose another")
+        raise CheckpointError("soup", f"out must not exist yet, got {target}", "remove it or choose another")
     check_writable(target, "soup")
     return target
 
@@ -112,8 +112,9 @@ def save_soup(
     lacking = next((key for key in (*like.specs, *like.ties, *like.shards) if key not in state_dict), None)
     if lacking is not None:
         raise CheckpointError(
-            f"soup: weights must have the names of {like.name}, whose format they are to take, got no {lacking!r}; "
-            "give the first ingredient, whose names a soup of several formats has"
+            "soup",
+            f"weights must have the names of {like.name}, whose format they are to take, got no {lacking!r}",
+            "give the first ingredient, whose names a soup of several formats has",
         )
     if like.kind in (HF_FOLDER, ADAPTER, DISTRIBUTED) and like.path is not None:
         with atomic_folder(target) as folder:
@@ -202,7 +203,7 @@ def _write_folder(state_dict: Mapping[str, Tensor], like: Ingredient, source: Pa
         had_ranges = _write_distributed(state_dict, source, folder, say)
     if like.kind == ADAPTER:
         if not isinstance(state_dict, AdapterWeights):
-            raise CheckpointError(f"{like.name}: soup of adapters must be `AdapterWeights`, got a plain dict")
+            raise CheckpointError(like.name, "soup of adapters must be `AdapterWeights`, got a plain dict")
         (folder / ADAPTER_CONFIG).write_text(json.dumps(state_dict.config, indent=2, sort_keys=True), encoding="utf-8")
     for name in dict.fromkeys(like.shards.values()):
         weights = {key: state_dict[key] for key, where in like.shards.items() if where == name}
@@ -228,7 +229,7 @@ def _write_weights(weights: Mapping[str, Tensor], like: Ingredient, file: Path, 
 def _write_distributed(state_dict: Mapping[str, Tensor], source: Path, folder: Path, say: Say) -> bool:
     inner = index_folder(source)
     if inner is None:
-        raise CheckpointError(f"{source}: folder must still hold its distributed checkpoint, got none; it was removed")
+        raise CheckpointError(source, "folder must still hold its distributed checkpoint, got none", "it was removed")
     write_distributed(state_dict, inner, folder / inner.relative_to(source))
     if not (inner / LIGHTNING_META).exists():
         return False

@@ -60,24 +60,26 @@ class Journal:
         content = read_json(path)
         search, scores = content.get("search"), content.get("scores")
         if not isinstance(search, dict) or not isinstance(scores, dict):
-            raise CheckpointError(f"{path}: journal must be one that a soup search wrote; give another file")
+            raise CheckpointError(path, "journal must be one that a soup search wrote", "give another file")
         if search.get("format") != _FORMAT:
             raise CheckpointError(
-                f"{path}: journal must have format {_FORMAT}, got {search.get('format')!r} of another version of "
-                "efftrain; remove the file to start again, or give another"
+                path,
+                f"journal must have format {_FORMAT}, got {search.get('format')!r} of another version of efftrain",
+                "remove the file to start again, or give another",
             )
         for name in self._search | search:
             mine, theirs = self._search.get(name), search.get(name)
             if theirs != mine:
                 got = "others" if name == "ingredients" else f"{theirs!r}, now {mine!r}"
                 raise CheckpointError(
-                    f"{path}: journal must be of this search, got one of another: its {name} were {got}; remove the "
-                    "file to start again, or give another"
+                    path,
+                    f"journal must be of this search, got one of another: its {name} were {got}",
+                    "remove the file to start again, or give another",
                 )
         try:
             self._scores = {str(members): float(score) for members, score in scores.items()}
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{path}: journal must hold numbers, got {error}; remove it") from error
+            raise CheckpointError(path, f"journal must hold numbers, got {error}", "remove it") from error
 
     def _write(self) -> None:
         if self._path is not None:
@@ -117,13 +119,14 @@ def rank_by_logged(
         logged = logged_metrics(item)
         if metric not in logged:
             raise CheckpointError(
-                f"soup: {item.name} must be saved with {metric!r}, to be ranked by it, got "
-                f"{', '.join(sorted(logged)) or 'no metric of its step'}{nearest(metric, logged)}; leave it out, or "
-                "let --eval rank"
+                "soup",
+                f"{item.name} must be saved with {metric!r}, to be ranked by it, got "
+                f"{', '.join(sorted(logged)) or 'no metric of its step'}{nearest(metric, logged)}",
+                "leave it out, or let --eval rank",
             )
         if not math.isfinite(logged[metric]):
             got = f"got {logged[metric]}; leave it out"
-            raise CheckpointError(f"soup: {item.name} must be saved with a finite {metric!r}, {got}")
+            raise CheckpointError("soup", f"{item.name} must be saved with a finite {metric!r}, {got}")
         found.append(logged[metric])
     sign = -1.0 if mode == "max" or (mode == "auto" and larger_is_better(metric)) else 1.0
     order = sorted(range(len(opened)), key=lambda number: sign * found[number])
@@ -210,18 +213,21 @@ def scores_in_processes(
     """
     inside = next((item for _, item in items if item.path is None), None)
     if inside is not None:
-        raise ConfigError(f"soup: ingredients must be files for jobs above 1, got {inside.name} in memory; save it")
+        raise ConfigError("soup", f"ingredients must be files for jobs above 1, got {inside.name} in memory", "save it")
     renamed = next((item for _, item in items if item.is_renamed), None)
     if renamed is not None:
         raise ConfigError(
-            f"soup: ingredients must share their names for jobs above 1, got others in {renamed.name}; take one format"
+            "soup",
+            f"ingredients must share their names for jobs above 1, got others in {renamed.name}",
+            "take one format",
         )
     try:
         pickle.dumps((evaluate, after_average))
     except Exception as error:  # pickle raises what the object's own methods raise
         raise ConfigError(
-            f"soup: evaluate must be a function that another process can import for jobs above 1, got {error}; define "
-            "it at the top of a module"
+            "soup",
+            f"evaluate must be a function that another process can import for jobs above 1, got {error}",
+            "define it at the top of a module",
         ) from error
     pool = ProcessPoolExecutor(
         min(jobs, len(items)),
@@ -235,7 +241,9 @@ def scores_in_processes(
             if (score := future.result()) is not None:
                 yield futures[future], score
     except BrokenProcessPool as error:
-        raise EffError(f"soup: processes must live, got a dead one ({error}); try fewer, for want of memory") from error
+        raise EffError(
+            "soup", f"processes must live, got a dead one ({error})", "try fewer, for want of memory"
+        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -296,7 +304,7 @@ class Scoring:
     ) -> None:
         """Evaluate numbered ingredients alone, those that have no score yet, in so many processes."""
         if jobs < 1:
-            raise ConfigError(f"soup: jobs must be at least 1, got {jobs!r}")
+            raise ConfigError("soup", f"jobs must be at least 1, got {jobs!r}")
         left = [(position, item) for position, item in items if self._journal.score(str(position)) is None]
         if jobs > 1 and left:
             for position, score in scores_in_processes(left, self._evaluate, after_average, jobs):
@@ -331,8 +339,8 @@ def number(score: Any) -> float:
         ConfigError: If it is not one number.
     """
     if isinstance(score, Tensor) and score.numel() != 1:
-        raise ConfigError(f"soup: evaluate must return one number, got a tensor of shape {tuple(score.shape)}")
+        raise ConfigError("soup", f"evaluate must return one number, got a tensor of shape {tuple(score.shape)}")
     try:
         return float(score)
     except (TypeError, ValueError):
-        raise ConfigError(f"soup: evaluate must return a number, got {score!r:.80}") from None
+        raise ConfigError("soup", f"evaluate must return a number, got {score!r:.80}") from None

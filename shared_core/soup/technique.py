@@ -69,12 +69,16 @@ class ModelSoup(Technique):
         context.services.checkpoints()
         if self._options.bn_batches and not batch_norms(context.model):
             raise MatchError(
-                f"soup: bn_batches must be 0 for a model without BatchNorm, got {self._options.bn_batches}; remove it"
+                "soup",
+                f"bn_batches must be 0 for a model without BatchNorm, got {self._options.bn_batches}",
+                "remove it",
             )
         if self._options.rank is not None and self._adapter is None:
             raise MatchError(
-                f"soup: rank must be given for a PEFT model only, got {self._options.rank} for "
-                f"{type(context.model).__name__}; remove it"
+                "soup",
+                f"rank must be given for a PEFT model only, got {self._options.rank} for "
+                f"{type(context.model).__name__}",
+                "remove it",
             )
 
     def needs_metrics(self) -> Mapping[str, str]:

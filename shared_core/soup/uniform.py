@@ -89,8 +89,9 @@ def average_of(
             members.append((item, share))
     if not members:
         raise CheckpointError(
-            "soup: at least one ingredient must have finite weights and a weight above 0, got "
-            + ("; ".join(f"{name} {reason}" for name, reason in left_out.items()) or "none")
+            "soup",
+            "at least one ingredient must have finite weights and a weight above 0, got "
+            + ("; ".join(f"{name} {reason}" for name, reason in left_out.items()) or "none"),
         )
     candidate.begin_mean(*members[0])
     for item, share in members[1:]:
@@ -105,9 +106,9 @@ def check_weights(weights: Sequence[float] | None, count: int) -> None:
     if weights is None:
         return
     if len(weights) != count:
-        raise ConfigError(f"soup: weights must be one for each of {count} ingredients, got {len(weights)}")
+        raise ConfigError("soup", f"weights must be one for each of {count} ingredients, got {len(weights)}")
     for weight in weights:
         if isinstance(weight, bool) or not (math.isfinite(weight) and weight >= 0):
-            raise ConfigError(f"soup: weights must be finite numbers >= 0, got {weight!r}")
+            raise ConfigError("soup", f"weights must be finite numbers >= 0, got {weight!r}")
     if not any(weight > 0 for weight in weights):
-        raise ConfigError("soup: weights must not all be 0")
+        raise ConfigError("soup", "weights must not all be 0")

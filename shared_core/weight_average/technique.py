@@ -232,10 +232,14 @@ class WeightAverage(Technique):
         """
         refuse_scripted(model, "average")
         if not any(map(is_trained, model.parameters())):
-            raise MatchError("average: model must have a trainable parameter, got none; unfreeze what is to be trained")
+            raise MatchError(
+                "average", "model must have a trainable parameter, got none", "unfreeze what is to be trained"
+            )
         if self.config.bn_batches and not batch_norms(model):
             raise MatchError(
-                f"average: bn_batches must be 0 for a model without BatchNorm, got {self.config.bn_batches}; remove it"
+                "average",
+                f"bn_batches must be 0 for a model without BatchNorm, got {self.config.bn_batches}",
+                "remove it",
             )
         self._model = model
 
@@ -249,8 +253,10 @@ class WeightAverage(Technique):
         self._first = context.resolve(config.start, "average.begin") or config.every
         if context.total_steps is not None and self._first > context.total_steps:
             raise ConfigError(
-                f"average: first update must come within the {context.total_steps} steps of this run, got step "
-                f"{self._first} from begin {config.start!r} and every {config.every}; begin earlier"
+                "average",
+                f"first update must come within the {context.total_steps} steps of this run, got step {self._first} "
+                f"from begin {config.start!r} and every {config.every}",
+                "begin earlier",
             )
         first = f"first weights in the average ({config.kind}), more {every(config.every)}"
         return [(self._first, first), (None, "the model holds the average, if it was updated")]
@@ -294,8 +300,9 @@ class WeightAverage(Technique):
             self._stand_in = StandIn(context.model, self._trained)
         if odd := self._stand_in.changed():
             raise TrainingError(
-                "average: trained parameters must stay the same from the first update on, got a difference at "
-                f"{odd[0]}; begin after the last unfreezing or replacing"
+                "average",
+                f"trained parameters must stay the same from the first update on, got a difference at {odd[0]}",
+                "begin after the last unfreezing or replacing",
             )
         self._running.update(self._stand_in.live())
 
@@ -456,17 +463,18 @@ class WeightAverage(Technique):
             kept = kept[-self.config.k :]
             shapes = {name: tensor.shape for values in kept for name, tensor in values.items()}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CheckpointError(f"average: state must be one that average saved, got {error!r}") from error
+            raise CheckpointError("average", f"state must be one that average saved, got {error!r}") from error
         if kind != self.config.kind:
             raise CheckpointError(
-                f"average: saved average must be of kind {self.config.kind}, got {kind}; resume with that kind"
+                "average", f"saved average must be of kind {self.config.kind}, got {kind}", "resume with that kind"
             )
         odd = sorted(set(shapes) ^ set(stand_in.live())) if kept else []
         odd = odd or sorted(name for name, shape in shapes.items() if shape != like[name].shape)
         if odd:
             raise CheckpointError(
-                f"average: saved average must be of the parameters trained now, got a difference at {odd[0]}; resume "
-                "with the model and recipe that wrote the checkpoint"
+                "average",
+                f"saved average must be of the parameters trained now, got a difference at {odd[0]}",
+                "resume with the model and recipe that wrote the checkpoint",
             )
         self._stand_in = stand_in
         self._running.num_updates = updates if kept else 0

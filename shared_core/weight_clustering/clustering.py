@@ -155,7 +155,7 @@ def check_bits(bits: object, where: str) -> int:
         ConfigError: If not.
     """
     if isinstance(bits, bool) or not isinstance(bits, int) or not MIN_BITS <= bits <= MAX_BITS:
-        raise ConfigError(f"{where}: bits must be a whole number in [{MIN_BITS}, {MAX_BITS}], got {bits!r}")
+        raise ConfigError(where, f"bits must be a whole number in [{MIN_BITS}, {MAX_BITS}], got {bits!r}")
     return bits
 
 
@@ -193,15 +193,16 @@ def share_values(weight: Tensor, bits: int, *, name: str = "weight") -> SharedVa
     """
     check_bits(bits, name)
     if weight.dtype not in SHARED_DTYPES:
-        raise ConfigError(f"{name}: weight must be float16, bfloat16, float32 or float64, got {weight.dtype}")
+        raise ConfigError(name, f"weight must be float16, bfloat16, float32 or float64, got {weight.dtype}")
     flat = wide(weight)
     live = flat != 0
     ordered = flat[live]
     if not np.isfinite(ordered).all():
         bad = int((~np.isfinite(flat)).argmax())
         raise TrainingError(
-            f"{name}: weights must be finite to share values, got {flat[bad]} at flat index {bad}; training has "
-            "diverged, or this tensor is no weight: leave it out"
+            name,
+            f"weights must be finite to share values, got {flat[bad]} at flat index {bad}",
+            "training has diverged, or this tensor is no weight: leave it out",
         )
     ordered.sort()
     if not len(ordered):

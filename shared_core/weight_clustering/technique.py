@@ -100,7 +100,7 @@ def find_shared(model: nn.Module, config: ClusterConfig) -> SharedTargets:
             targets.bits[name] = next((bits for modules, bits in widths if found.module in modules), config.bits)
     if not targets.modules:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in targets.left_out.items()) or "tied to others"
-        raise MatchError(f"cluster: must find at least one weight to share, but all were left out ({reasons})")
+        raise MatchError("cluster", f"must find at least one weight to share, but all were left out ({reasons})")
     return targets
 
 
@@ -163,8 +163,10 @@ class WeightClustering(Technique):
         # pruning begins before this technique does and has noted when it will end
         if self._begin < context.first_usable_step:
             raise ConfigError(
-                f"cluster: begin must not lie before step {context.first_usable_step}, when weights are pruned for the "
-                f"last time, got {self.config.begin!r} = step {self._begin}; begin later"
+                "cluster",
+                f"begin must not lie before step {context.first_usable_step}, when weights are pruned for the last "
+                f"time, got {self.config.begin!r} = step {self._begin}",
+                "begin later",
             )
         context.first_usable_step = self._begin
         return [(self._begin, f"weights are clustered, {2**self.config.bits} values a tensor; clusters train on")]
@@ -271,8 +273,9 @@ class WeightClustering(Technique):
         odd += [name for name, saved in codes.items() if not odd and not _fits(saved, weights[name])]
         if odd:
             raise CheckpointError(
-                f"cluster: saved clusters must be those of this model's weights, got a difference at {odd[0]}; resume "
-                "with the model and recipe that wrote the checkpoint"
+                "cluster",
+                f"saved clusters must be those of this model's weights, got a difference at {odd[0]}",
+                "resume with the model and recipe that wrote the checkpoint",
             )
         self._codes = codes
         self._clustered_at = int(state["clustered_at"])
@@ -338,7 +341,7 @@ class WeightClustering(Technique):
             places = torch.full((count + 1,), flat.numel(), dtype=torch.int64)
             places.scatter_reduce_(0, flat.cpu().long(), torch.arange(flat.numel()), "amin")
             if count and int(places[1:].max()) == flat.numel():
-                raise CheckpointError(f"cluster: saved clusters of {name} must have members, got an empty one")
+                raise CheckpointError("cluster", f"saved clusters of {name} must have members, got an empty one")
             marked = torch.zeros(flat.numel(), dtype=torch.int64)
             marked[places[1:]] = torch.arange(1, count + 1)
             mine = part_of(marked.view(weight.shape).to(weight.device), weight).reshape(-1)

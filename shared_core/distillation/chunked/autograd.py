@@ -130,11 +130,12 @@ def check_first_backward(where: str, kept: object) -> None:
     """
     if torch.is_grad_enabled():
         raise TrainingError(
-            f"{where}: gradients must be first ones, got a backward with create_graph; "
-            "they are computed in forward, so take second ones of kd_loss"
+            where,
+            "gradients must be first ones, got a backward with create_graph",
+            "they are computed in forward, so take second ones of kd_loss",
         )
     if kept is None:
-        raise TrainingError(f"{where}: backward must run once, got a second one; the first needs retain_graph=True")
+        raise TrainingError(where, "backward must run once, got a second one", "the first needs retain_graph=True")
 
 
 def multiplied(grad: Tensor, scale: Tensor, dtype: torch.dtype, kept: bool) -> Tensor:

@@ -81,8 +81,10 @@ def _deferred(logits: Tensor, whose: str) -> DeferredLogits:
     if isinstance(logits, DeferredLogits) and not logits.channels_first:
         return logits
     raise TrainingError(
-        f"distill: with chunked the {whose}'s output must be what its head returns, in a forward that is not compiled, "
-        f"got {type(logits).__name__} of shape {tuple(logits.shape)}; switch torch.compile off, or distill.chunked"
+        "distill",
+        f"with chunked the {whose}'s output must be what its head returns, in a forward that is not compiled, got "
+        f"{type(logits).__name__} of shape {tuple(logits.shape)}",
+        "switch torch.compile off, or distill.chunked",
     )
 
 

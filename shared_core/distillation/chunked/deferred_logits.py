@@ -201,8 +201,10 @@ class DeferredLogits(Tensor):
         lead = tuple(self.shape[:1] + self.shape[2:]) if self.channels_first else tuple(self.shape[:-1])
         if target.is_floating_point() or (len(lead) > 1 and not self.channels_first) or tuple(target.shape) != lead:
             raise ConfigError(
-                "distill: with chunked, cross_entropy's target must be class indices, one for each of the logits' "
-                f"rows {lead}, got {target.dtype} {tuple(target.shape)}; flatten both to (rows, classes) and (rows,)"
+                "distill",
+                "with chunked, cross_entropy's target must be class indices, one for each of the logits' rows "
+                f"{lead}, got {target.dtype} {tuple(target.shape)}",
+                "flatten both to (rows, classes) and (rows,)",
             )
         if size_average is not None or reduce is not None:
             raise _needs_numbers("cross_entropy with size_average or reduce, which became reduction")
@@ -223,8 +225,9 @@ class DeferredLogits(Tensor):
 
 def _needs_numbers(what: str) -> TrainingError:
     return TrainingError(
-        f"distill: with chunked, logits are not computed in training and must only reach the loss, got {what}; compute "
-        "metrics in evaluation, take torch's cross_entropy, or switch distill.chunked off"
+        "distill",
+        f"with chunked, logits are not computed in training and must only reach the loss, got {what}",
+        "compute metrics in evaluation, take torch's cross_entropy, or switch distill.chunked off",
     )
 
 
@@ -265,20 +268,23 @@ def make_deferring(model: nn.Module, whose: str, budget: int | None) -> Deferrin
     heads = {id(head): head for head in (cast("Any", ask)() for ask in asked) if head is not None}
     if len(heads) != 1:
         raise ConfigError(
-            f"distill: chunked needs the {whose} to tell one output head by get_output_embeddings(), got {len(heads)} "
-            f"from {type(model).__name__}; define that method to return the nn.Linear that makes the logits"
+            "distill",
+            f"chunked needs the {whose} to tell one output head by get_output_embeddings(), got {len(heads)} from "
+            f"{type(model).__name__}",
+            "define that method to return the nn.Linear that makes the logits",
         )
     (head,) = heads.values()
     changed = "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks
     if type(head) is not nn.Linear or changed:
         got = f"{type(head).__name__}{' with a forward or hooks put on it' if changed else ''}"
         raise ConfigError(
-            f"distill: chunked needs the {whose}'s output head to be a plain nn.Linear, got {got}; leave the head "
-            "out of adapters, quantisation and device maps, or switch chunked off"
+            "distill",
+            f"chunked needs the {whose}'s output head to be a plain nn.Linear, got {got}",
+            "leave the head out of adapters, quantisation and device maps, or switch chunked off",
         )
     if any(getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod")
            for part in model.modules()):  # fmt: skip
-        raise ConfigError(f"distill: chunked must run in eager mode, got a compiled {whose}; drop torch.compile")
+        raise ConfigError("distill", f"chunked must run in eager mode, got a compiled {whose}", "drop torch.compile")
     head.__class__ = DeferringLinear
     deferring = cast("DeferringLinear", head)
     deferring.when, deferring.budget = "never", budget

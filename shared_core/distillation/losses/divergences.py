@@ -311,7 +311,7 @@ def mean_teacher(
     """
     check_temperature("mean_teacher", temperature)
     if space not in ("probabilities", "logits"):
-        raise ConfigError(f"mean_teacher: space must be 'probabilities' or 'logits', got {space!r}")
+        raise ConfigError("mean_teacher", f"space must be 'probabilities' or 'logits', got {space!r}")
     if space == "logits":
         mean = mean_logits(logits_list, weights)
         scaled = mean.to(compute_dtype(mean.dtype, temperature)) / temperature
@@ -354,16 +354,17 @@ def _weighted(where: str, logits_list: Sequence[Tensor], weights: Sequence[float
     teachers = list(logits_list)
     given = [1.0] * len(teachers) if weights is None else [float(weight) for weight in weights]
     if not teachers:
-        raise ConfigError(f"{where}: logits_list must hold at least one teacher, got none")
+        raise ConfigError(where, "logits_list must hold at least one teacher, got none")
     if len(given) != len(teachers):
-        raise ConfigError(f"{where}: weights must be {len(teachers)}, one a teacher, got {len(given)}")
+        raise ConfigError(where, f"weights must be {len(teachers)}, one a teacher, got {len(given)}")
     if not all(0 <= weight < math.inf for weight in given) or not sum(given) > 0:
-        raise ConfigError(f"{where}: weights must be finite and at least 0, not all 0, got {given}")
+        raise ConfigError(where, f"weights must be finite and at least 0, not all 0, got {given}")
     for number, logits in enumerate(teachers):
         if not logits.is_floating_point() or logits.shape != teachers[0].shape or not logits.ndim:
             raise ConfigError(
-                f"{where}: logits_list must hold floating-point tensors (..., classes) of one shape, got "
-                f"{teachers[0].dtype} {tuple(teachers[0].shape)} and, at {number}, {logits.dtype} {tuple(logits.shape)}"
+                where,
+                f"logits_list must hold floating-point tensors (..., classes) of one shape, got {teachers[0].dtype} "
+                f"{tuple(teachers[0].shape)} and, at {number}, {logits.dtype} {tuple(logits.shape)}",
             )
     total = sum(given)
     return [(logits, weight / total) for logits, weight in zip(teachers, given, strict=True) if weight > 0]

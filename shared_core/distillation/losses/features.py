@@ -46,7 +46,7 @@ def gather_features(features: Tensor, *, group: Any = None) -> Tensor:
         [[1.0, 2.0]]
     """
     if not features.ndim:
-        raise ConfigError("gather_features: features must have the shape (rows, ...), got a scalar")
+        raise ConfigError("gather_features", "features must have the shape (rows, ...), got a scalar")
     if world_size() == 1 or dist.get_world_size(group) == 1:
         return features
     gathered: Tensor = _Gather.apply(features, group)  # type: ignore[no-untyped-call]
@@ -64,7 +64,7 @@ class _Gather(torch.autograd.Function):
         dist.all_gather(sizes, size, group=group)
         rows, widths = torch.stack(sizes).T.tolist()
         if len(set(widths)) > 1:
-            raise ConfigError(f"gather_features: features must be as wide on every rank, got {widths}")
+            raise ConfigError("gather_features", f"features must be as wide on every rank, got {widths}")
         padded = features.new_zeros(max(rows), *features.shape[1:])
         padded[: len(features)] = features.detach()
         parts = [torch.empty_like(padded) for _ in range(ranks)]
@@ -199,17 +199,19 @@ def _check_attentions(student: Tensor, teacher: Tensor, average_heads: bool) -> 
     ours, theirs = tuple(student.shape), tuple(teacher.shape)
     if len(ours) != 4 or len(theirs) != 4 or (ours[0], *ours[2:]) != (theirs[0], *theirs[2:]):
         raise ConfigError(
-            f"attention_kl: teacher_attentions must have the batch, queries and keys of student_attentions "
-            f"(B, H, Q, K), {ours}, got {theirs}"
+            "attention_kl",
+            f"teacher_attentions must have the batch, queries and keys of student_attentions (B, H, Q, K), {ours}, "
+            f"got {theirs}",
         )
     if ours[1] != theirs[1] and not average_heads:
         raise ConfigError(
-            f"attention_kl: teacher_attentions must have the student's {ours[1]} heads, got {theirs[1]}; "
-            "set average_heads to compare the means over heads"
+            "attention_kl",
+            f"teacher_attentions must have the student's {ours[1]} heads, got {theirs[1]}",
+            "set average_heads to compare the means over heads",
         )
     for name, value in (("student_attentions", student), ("teacher_attentions", teacher)):
         if not value.is_floating_point():
-            raise ConfigError(f"attention_kl: {name} must be floating point, got {value.dtype}")
+            raise ConfigError("attention_kl", f"{name} must be floating point, got {value.dtype}")
 
 
 class Relation(Protocol):
@@ -252,7 +254,7 @@ def rkd_loss(
     """
     for name, weight in (("distance_weight", distance_weight), ("angle_weight", angle_weight)):
         if isinstance(weight, bool) or not (0 <= weight < math.inf):
-            raise ConfigError(f"rkd_loss: {name} must be finite and at least 0, got {weight}")
+            raise ConfigError("rkd_loss", f"{name} must be finite and at least 0, got {weight}")
     student, teacher = _features("rkd_loss", student_features, teacher_features, mask)
     if not angle_weight:
         return distance_weight * rkd_distance(student, teacher)
@@ -410,7 +412,7 @@ def relation_sum(
         (0.8453, 3)
     """
     if relation not in RELATIONS:
-        raise ConfigError(f"relation: relation must be a known one, got {relation!r}{nearest(relation, RELATIONS)}")
+        raise ConfigError("relation", f"relation must be a known one, got {relation!r}{nearest(relation, RELATIONS)}")
     student, teacher = _features(relation, student_features, teacher_features, mask)
     rows = len(student)
     if gather:
@@ -425,11 +427,11 @@ def _features(where: str, student: Tensor, teacher: Tensor, mask: Tensor | None)
     for name, side in (("student_features", student), ("teacher_features", teacher)):
         if side.ndim < 2 or not side.is_floating_point():
             raise ConfigError(
-                f"{where}: {name} must be floating point of shape (examples, ...), got {side.dtype} {tuple(side.shape)}"
+                where, f"{name} must be floating point of shape (examples, ...), got {side.dtype} {tuple(side.shape)}"
             )
     if len(student) != len(teacher):
         raise ConfigError(
-            f"{where}: teacher_features must hold the student's {len(student)} examples, got {len(teacher)}"
+            where, f"teacher_features must hold the student's {len(student)} examples, got {len(teacher)}"
         )
     check_mask(where, mask, (len(student),))
     dtype = compute_dtype(student.dtype)

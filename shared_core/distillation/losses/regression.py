@@ -194,7 +194,7 @@ def huber_sum(
         (2.625, 2)
     """
     if isinstance(delta, bool) or not (0 < delta < math.inf):
-        raise ConfigError(f"huber: delta must be finite and above 0, got {delta}")
+        raise ConfigError("huber", f"delta must be finite and above 0, got {delta}")
     student, teacher, count = _outputs("huber", student_outputs, teacher_outputs, teacher_log_probs, mask)
     return F.huber_loss(student, teacher, reduction="none", delta=delta).mean(-1).sum(), count
 
@@ -229,7 +229,7 @@ def teacher_bounded_mse_sum(
     """
     where = "teacher_bounded_mse"
     if isinstance(margin, bool) or not (0 <= margin < math.inf):
-        raise ConfigError(f"{where}: margin must be finite and at least 0, got {margin}")
+        raise ConfigError(where, f"margin must be finite and at least 0, got {margin}")
     names = ("student_outputs", "targets")
     if targets is not None and not targets.is_floating_point():
         targets = targets.to(torch.float32)
@@ -261,7 +261,7 @@ def _outputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if log_probs is not None:
         raise ConfigError(
-            f"{where}: teacher_logits must be given, got teacher_log_probs; probabilities do not tell them"
+            where, "teacher_logits must be given, got teacher_log_probs", "probabilities do not tell them"
         )
     student, teacher, count = counted_rows(where, student, teacher, mask)
     dtype = compute_dtype(student.dtype)

@@ -51,13 +51,13 @@ def compute_dtype(dtype: torch.dtype, temperature: float = 1.0) -> torch.dtype:
 def check_temperature(where: str, temperature: float) -> None:
     """Raise `ConfigError` unless the temperature is finite and above 0."""
     if isinstance(temperature, bool) or not (0 < temperature < math.inf):
-        raise ConfigError(f"{where}: temperature must be finite and above 0, got {temperature}")
+        raise ConfigError(where, f"temperature must be finite and above 0, got {temperature}")
 
 
 def check_fraction(where: str, name: str, value: float) -> None:
     """Raise `ConfigError` unless the value is in [0, 1]."""
     if isinstance(value, bool) or not 0 <= value <= 1:
-        raise ConfigError(f"{where}: {name} must be in [0, 1], got {value}")
+        raise ConfigError(where, f"{name} must be in [0, 1], got {value}")
 
 
 def counted_rows(
@@ -74,15 +74,15 @@ def counted_rows(
         ConfigError: If a side is missing or not floating point, or shapes or the mask do not fit.
     """
     if teacher is None:
-        raise ConfigError(f"{where}: {names[1]} must be given, got None")
+        raise ConfigError(where, f"{names[1]} must be given, got None")
     shape = tuple(student.shape)
     if shape != tuple(teacher.shape) or not shape:
         raise ConfigError(
-            f"{where}: {names[1]} must have the shape (..., classes) of {names[0]}, {shape}, got {tuple(teacher.shape)}"
+            where, f"{names[1]} must have the shape (..., classes) of {names[0]}, {shape}, got {tuple(teacher.shape)}"
         )
     for name, side in zip(names, (student, teacher), strict=True):
         if not side.is_floating_point():
-            raise ConfigError(f"{where}: {name} must be floating point, got {side.dtype}")
+            raise ConfigError(where, f"{name} must be floating point, got {side.dtype}")
     check_mask(where, mask, shape[:-1])
     teacher = teacher.detach().to(student.device)
     if mask is not None:
@@ -96,7 +96,7 @@ def counted_rows(
 def check_mask(where: str, mask: Tensor | None, shape: tuple[int, ...]) -> None:
     """Raise `ConfigError` unless the mask is bool and of that shape."""
     if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != shape):
-        raise ConfigError(f"{where}: mask must be bool of shape {shape}, got {mask.dtype} of shape {tuple(mask.shape)}")
+        raise ConfigError(where, f"mask must be bool of shape {shape}, got {mask.dtype} of shape {tuple(mask.shape)}")
 
 
 def rows_of_either(
@@ -105,7 +105,7 @@ def rows_of_either(
     """Return `counted_rows` of the student and of the one of the teacher's two forms that is given."""
     if (teacher_logits is None) == (teacher_log_probs is None):
         got = "neither" if teacher_logits is None else "both"
-        raise ConfigError(f"{where}: one of teacher_logits and teacher_log_probs must be given, got {got}")
+        raise ConfigError(where, f"one of teacher_logits and teacher_log_probs must be given, got {got}")
     given, name = (
         (teacher_logits, "teacher_logits") if teacher_log_probs is None else (teacher_log_probs, "teacher_log_probs")
     )

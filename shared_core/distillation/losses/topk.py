@@ -61,7 +61,7 @@ def kd_topk_sum(
     check_temperature("kd_topk", temperature)
     if divergence not in get_args(Softened):
         near = nearest(divergence, get_args(Softened))
-        raise ConfigError(f"kd_topk: divergence must be one of them, got {divergence!r}{near}")
+        raise ConfigError("kd_topk", f"divergence must be one of them, got {divergence!r}{near}")
     _check(student_logits, topk_indices, topk_log_probs, tail_mass, mask)
     device = student_logits.device
     topk_indices, topk_log_probs = topk_indices.to(device), topk_log_probs.detach().to(device)
@@ -133,23 +133,25 @@ def _check(
     shape, known = tuple(student_logits.shape), tuple(topk_indices.shape)
     if not shape or known[:-1] != shape[:-1] or len(known) != len(shape) or not 1 <= known[-1] <= shape[-1]:
         raise ConfigError(
-            f"kd_topk: topk_indices must have the shape (..., k) with k at most the student's classes, student_logits "
-            f"{shape}, got {known}"
+            "kd_topk",
+            f"topk_indices must have the shape (..., k) with k at most the student's classes, student_logits {shape}, "
+            f"got {known}",
         )
     if tuple(topk_log_probs.shape) != known:
         raise ConfigError(
-            f"kd_topk: topk_log_probs must have the shape of topk_indices, {known}, got {tuple(topk_log_probs.shape)}"
+            "kd_topk", f"topk_log_probs must have the shape of topk_indices, {known}, got {tuple(topk_log_probs.shape)}"
         )
     for name, value in (("student_logits", student_logits), ("topk_log_probs", topk_log_probs)):
         if not value.is_floating_point():
-            raise ConfigError(f"kd_topk: {name} must be floating point, got {value.dtype}")
+            raise ConfigError("kd_topk", f"{name} must be floating point, got {value.dtype}")
     if topk_indices.is_floating_point() or topk_indices.dtype == torch.bool:
-        raise ConfigError(f"kd_topk: topk_indices must be integers, got {topk_indices.dtype}")
+        raise ConfigError("kd_topk", f"topk_indices must be integers, got {topk_indices.dtype}")
     if tail_mass is None and known[-1] < shape[-1] and topk_log_probs.dtype not in (torch.float32, torch.float64):
         raise ConfigError(
-            f"kd_topk: topk_log_probs must be float32 or float64 where tail_mass is not given, got "
-            f"{topk_log_probs.dtype}; what is left to 1 would be rounding: store the tail's mass"
+            "kd_topk",
+            f"topk_log_probs must be float32 or float64 where tail_mass is not given, got {topk_log_probs.dtype}",
+            "what is left to 1 would be rounding: store the tail's mass",
         )
     if tail_mass is not None and tuple(tail_mass.shape) != shape[:-1]:
-        raise ConfigError(f"kd_topk: tail_mass must have the shape {shape[:-1]}, got {tuple(tail_mass.shape)}")
+        raise ConfigError("kd_topk", f"tail_mass must have the shape {shape[:-1]}, got {tuple(tail_mass.shape)}")
     check_mask("kd_topk", mask, shape[:-1])

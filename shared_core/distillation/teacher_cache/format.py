@@ -95,8 +95,8 @@ class Manifest:
         path = folder / MANIFEST_FILE
         if not path.is_file():
             raise CheckpointError(
-                f"cached teacher: {folder} must be a folder that `eff cache-teacher` wrote, got no "
-                f"{MANIFEST_FILE} in it"
+                "cached teacher",
+                f"{folder} must be a folder that `eff cache-teacher` wrote, got no {MANIFEST_FILE} in it",
             )
         try:
             content = parse_json(path.read_text(encoding="utf-8"))
@@ -109,7 +109,7 @@ class Manifest:
             raise _damaged_manifest(path, f"format {version!r}")
         if version > FORMAT:
             raise CheckpointError(
-                f"cached teacher: {path} was written by a newer efftrain; update it to read this cache"
+                "cached teacher", f"{path} was written by a newer efftrain", "update it to read this cache"
             )
         examples = content.pop("examples", None)
         rules = _rules(content)
@@ -160,7 +160,7 @@ def _are_fingerprints(value: Any) -> bool:
 
 
 def _damaged_manifest(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"cached teacher: {path} must be a whole manifest, got {what}; write the cache again")
+    return CheckpointError("cached teacher", f"{path} must be a whole manifest, got {what}", "write the cache again")
 
 
 Array = npt.NDArray[Any]
@@ -364,7 +364,9 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
 def _mapped(path: Path, expected: Mapping[str, tuple[torch.dtype, tuple[int | None, ...]]]) -> dict[str, Array]:
     """Return the tensors of a file as arrays over its pages, their dtypes and inner sizes checked."""
     if not path.is_file():
-        raise CheckpointError(f"cached teacher: {path} must exist, got none; the cache is not whole, write it again")
+        raise CheckpointError(
+            "cached teacher", f"{path} must exist, got none", "the cache is not whole, write it again"
+        )
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             if set(file.keys()) != set(expected):
@@ -385,4 +387,4 @@ def _mapped(path: Path, expected: Mapping[str, tuple[torch.dtype, tuple[int | No
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"cached teacher: {path} must be a whole file of this cache, got {what}; write it again")
+    return CheckpointError("cached teacher", f"{path} must be a whole file of this cache, got {what}", "write it again")

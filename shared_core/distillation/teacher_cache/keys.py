@@ -85,8 +85,9 @@ def tensors_of(inputs: Any) -> dict[str, Tensor]:
     found = {str(name): value for name, value in named.items() if isinstance(value, Tensor) and value.ndim}
     if not found:
         raise ConfigError(
-            f"cached teacher: a batch must be a tensor, or a tuple or mapping of tensors, got {type(inputs).__name__} "
-            "without; let the collator return tensors"
+            "cached teacher",
+            f"a batch must be a tensor, or a tuple or mapping of tensors, got {type(inputs).__name__} without",
+            "let the collator return tensors",
         )
     return found
 
@@ -138,7 +139,8 @@ def example_rows(inputs: Any, fields: Sequence[str]) -> ExampleRows:
     for number, (name, tensor) in enumerate(chosen.items()):
         if tensor.shape[0] != count:
             raise ConfigError(
-                f"cached teacher: {name} must have the batch's {count} examples first, got shape {tuple(tensor.shape)}"
+                "cached teacher",
+                f"{name} must have the batch's {count} examples first, got shape {tuple(tensor.shape)}",
             )
         padding = _padding(tensor, tensors.get(mask_of(name)))
         if tensor.ndim > 1:
@@ -178,8 +180,9 @@ def _chosen(tensors: Mapping[str, Tensor], fields: Sequence[str], *, positional:
     lacking = [name for name in fields if name not in tensors]
     if lacking or not fields:
         raise CheckpointError(
-            f"cached teacher: a batch must hold {', '.join(fields) or 'a field to hash'}, got {', '.join(tensors)}; "
-            "give the model what the teacher was given, or write the cache again with the fields that both have"
+            "cached teacher",
+            f"a batch must hold {', '.join(fields) or 'a field to hash'}, got {', '.join(tensors)}",
+            "give the model what the teacher was given, or write the cache again with the fields that both have",
         )
     return {name: tensors[name] for name in fields}
 
@@ -226,8 +229,8 @@ def batches_of(data: Any, batch_size: int) -> Iterable[Any]:
         return DataLoader(data, batch_size=batch_size, collate_fn=collate)
     if not isinstance(data, Iterable) or isinstance(data, Tensor | Mapping | str):
         raise ConfigError(
-            f"cached teacher: data must be batches, a data set, or a pair of one and its collator, got "
-            f"{type(data).__name__}"
+            "cached teacher",
+            f"data must be batches, a data set, or a pair of one and its collator, got {type(data).__name__}",
         )
     return data
 
@@ -258,7 +261,7 @@ def pad_examples(examples: Sequence[Any]) -> Any:
     named = {name: [value for value in column if value is not None] for name, column in columns.items()}
     named = {name: column for name, column in named.items() if len(column) == len(examples)}
     if not named:
-        raise ConfigError(f"cached teacher: examples must hold numbers, got {', '.join(map(str, first))} without")
+        raise ConfigError("cached teacher", f"examples must hold numbers, got {', '.join(map(str, first))} without")
     batch = {name: _padded(column, IGNORED if name == "labels" else 0) for name, column in named.items()}
     for name in _IDS:
         if name in batch and batch[name].ndim == 2 and mask_of(name) not in batch:
@@ -333,7 +336,7 @@ def folder_fingerprint(folder: Path | str) -> str:
     folder = Path(folder)
     weights = sorted(file for file in folder.glob("*") if file.suffix in _WEIGHTS and file.is_file())
     if not weights:
-        raise CheckpointError(f"cached teacher: {folder} must hold the teacher's weights, got none; check the path")
+        raise CheckpointError("cached teacher", f"{folder} must hold the teacher's weights, got none", "check the path")
     digest = hashlib.blake2b(digest_size=_BYTES)
     config = _json(folder / "config.json")
     digest.update(_canonical({name: item for name, item in config.items() if name not in _NOT_THE_MODEL}))
@@ -422,7 +425,7 @@ def _vocabulary_in(folder: Path) -> dict[str, int] | None:
             return None
         return {**known, **{str(token["content"]): int(token["id"]) for token in added}}
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise CheckpointError(f"{folder / 'tokenizer.json'}: file must be a tokenizer's, got {error!r}") from error
+        raise CheckpointError(folder / "tokenizer.json", f"file must be a tokenizer's, got {error!r}") from error
 
 
 def _older_vocabulary_in(folder: Path) -> dict[str, int] | None:
@@ -440,5 +443,5 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: file must be JSON, got {error}; it is damaged") from error
+        raise CheckpointError(file, f"file must be JSON, got {error}", "it is damaged") from error
     return content if isinstance(content, dict) else {}

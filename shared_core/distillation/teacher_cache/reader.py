@@ -47,14 +47,16 @@ class TeacherCache:
         """What it holds."""
         if not self.manifest.complete:
             raise CheckpointError(
-                f"cached teacher: {self.path} must be complete, got one whose writing was interrupted; run the same "
-                "command again with --resume"
+                "cached teacher",
+                f"{self.path} must be complete, got one whose writing was interrupted",
+                "run the same command again with --resume",
             )
         self._index = Index(self.path / index_name(len(self.manifest.shards)))
         if len(self._index) != self.manifest.examples:
             raise CheckpointError(
-                f"cached teacher: {self.path} must have an index of its {self.manifest.examples} examples, got "
-                f"{len(self._index)}; write it again"
+                "cached teacher",
+                f"{self.path} must have an index of its {self.manifest.examples} examples, got {len(self._index)}",
+                "write it again",
             )
         # no lock of our own, which a fork could copy while it is held
         self._shard = functools.lru_cache(maxsize=_OPEN_SHARDS)(self._open_shard)
@@ -100,14 +102,16 @@ class TeacherCache:
         made = self.manifest
         if temperature is not None and temperature != made.temperature:
             raise CheckpointError(
-                f"cached teacher: temperature must be the {made.temperature:g} that {self.path} was written at, got "
-                f"{temperature:g}; log-probabilities of the top k at one T do not give those at another: set "
-                "distill.temperature, or write the cache again"
+                "cached teacher",
+                f"temperature must be the {made.temperature:g} that {self.path} was written at, got {temperature:g}",
+                "log-probabilities of the top k at one T do not give those at another: set distill.temperature, or "
+                "write the cache again",
             )
         if vocabulary is not None and vocabulary != made.vocabulary:
             raise CheckpointError(
-                f"cached teacher: the student must have the {made.vocabulary} classes of {self.path}, got {vocabulary}"
-                "; both must share labels or vocabulary; one that is only padded can be cut when the cache is written"
+                "cached teacher",
+                f"the student must have the {made.vocabulary} classes of {self.path}, got {vocabulary}",
+                "both must share labels or vocabulary; one that is only padded can be cut when the cache is written",
             )
         unknown = []
         for name, value in (
@@ -123,8 +127,10 @@ class TeacherCache:
                 unknown.append(name)
             elif value not in known:
                 raise CheckpointError(
-                    f"cached teacher: {name} must be the one that {self.path} was written with, got another "
-                    f"(fingerprint {value}, not {' or '.join(filter(None, known))}); write the cache again"
+                    "cached teacher",
+                    f"{name} must be the one that {self.path} was written with, got another (fingerprint {value}, not "
+                    f"{' or '.join(filter(None, known))})",
+                    "write the cache again",
                 )
         return tuple(unknown)
 
@@ -152,9 +158,11 @@ class TeacherCache:
         lacking = [number for number, place in enumerate(places) if place is None]
         if lacking:
             raise CheckpointError(
-                f"cached teacher: every example of a batch must be in {self.path}, {len(lacking)} of {len(places)} are "
-                f"not (the first is number {lacking[0]}); the data set, the tokenizer or the template changed, or "
-                "inputs are drawn at random: write the cache of what the model is given now"
+                "cached teacher",
+                f"every example of a batch must be in {self.path}, {len(lacking)} of {len(places)} are not (the first "
+                f"is number {lacking[0]})",
+                "the data set, the tokenizer or the template changed, or inputs are drawn at random: write the cache "
+                "of what the model is given now",
             )
         device = next(iter(tensors_of(inputs).values())).device
         return self._gather(rows, [place for place in places if place is not None], device)
@@ -192,27 +200,29 @@ class TeacherCache:
             padding = rows.paddings[field]
             if (padding.stops - padding.starts).tolist() != lengths:
                 raise CheckpointError(
-                    f"cached teacher: {self.path} must hold examples as long as its keys say; it is damaged"
+                    "cached teacher", f"{self.path} must hold examples as long as its keys say", "it is damaged"
                 )
             return padding.length, padding.starts
         if len(set(lengths)) > 1:
             raise CheckpointError(
-                f"cached teacher: examples of a batch must have outputs of one length, got {sorted(set(lengths))}; "
-                f"{self.path} was written from batches that were padded otherwise: batch alike"
+                "cached teacher",
+                f"examples of a batch must have outputs of one length, got {sorted(set(lengths))}",
+                f"{self.path} was written from batches that were padded otherwise: batch alike",
             )
         return lengths[0] if lengths else 0, np.zeros(len(lengths), dtype=np.int64)
 
     def _open_shard(self, number: int) -> Shard:
         made = self.manifest
         if not 0 <= number < len(made.shards):
-            raise CheckpointError(f"cached teacher: {self.path} must have shard {number}; its index is damaged")
+            raise CheckpointError("cached teacher", f"{self.path} must have shard {number}", "its index is damaged")
         shard = Shard(
             self.path / shard_name(number), vocabulary=made.vocabulary, top_k=made.top_k, dtype=made.torch_dtype
         )
         if len(shard) != made.shards[number]:
             raise CheckpointError(
-                f"cached teacher: {shard.path} must hold {made.shards[number]} examples, got {len(shard)}; write it "
-                "again"
+                "cached teacher",
+                f"{shard.path} must hold {made.shards[number]} examples, got {len(shard)}",
+                "write it again",
             )
         return shard
 

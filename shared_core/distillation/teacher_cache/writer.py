@@ -100,15 +100,17 @@ class CachedTargets(NamedTuple):
             return self.mask
         if mask.shape != self.mask.shape:
             raise TrainingError(
-                f"cached teacher: the student must have outputs of the teacher's shape {tuple(self.mask.shape)}, got "
-                f"{tuple(mask.shape)}"
+                "cached teacher",
+                f"the student must have outputs of the teacher's shape {tuple(self.mask.shape)}, got "
+                f"{tuple(mask.shape)}",
             )
         mask = mask.to(self.mask.device)
         lacking = int((mask & ~self.mask).sum())
         if lacking:
             raise TrainingError(
-                f"cached teacher: every position that counts must have a target, {lacking} of {int(mask.sum())} have "
-                "none; write the cache without --labelled, or with these labels"
+                "cached teacher",
+                f"every position that counts must have a target, {lacking} of {int(mask.sum())} have none",
+                "write the cache without --labelled, or with these labels",
             )
         return mask
 
@@ -146,11 +148,12 @@ def top_k_targets(logits: Tensor, *, temperature: float, top_k: int) -> TopK:
     check_temperature("cached teacher", temperature)
     if logits.ndim != 2 or not logits.is_floating_point():
         raise ConfigError(
-            f"cached teacher: logits must be floats of shape (rows, classes), got {logits.dtype} {tuple(logits.shape)}"
+            "cached teacher",
+            f"logits must be floats of shape (rows, classes), got {logits.dtype} {tuple(logits.shape)}",
         )
     rows, classes = logits.shape
     if not 1 <= top_k <= classes:
-        raise ConfigError(f"cached teacher: top_k must be between 1 and the {classes} classes, got {top_k}")
+        raise ConfigError("cached teacher", f"top_k must be between 1 and the {classes} classes, got {top_k}")
     chunk = max(1, _CHUNK_ELEMENTS // classes)  # copies of (rows, C) in float32 would outgrow the logits themselves
     parts = [_top_k(logits[at : at + chunk], temperature, top_k) for at in range(0, max(rows, 1), chunk)]
     return TopK(*(torch.cat(part) for part in zip(*parts, strict=True)))
@@ -160,8 +163,9 @@ def _top_k(logits: Tensor, temperature: float, top_k: int) -> TopK:
     log_probs = F.log_softmax(logits.to(compute_dtype(logits.dtype, temperature)) / temperature, dim=-1)
     if torch.isnan(log_probs).any():
         raise TrainingError(
-            "cached teacher: the teacher's logits must be finite or -inf, got NaN or +inf; run it in float32 or "
-            "bfloat16"
+            "cached teacher",
+            "the teacher's logits must be finite or -inf, got NaN or +inf",
+            "run it in float32 or bfloat16",
         )
     if top_k == logits.shape[-1]:
         indices = torch.arange(top_k, device=logits.device).expand(len(logits), -1)
@@ -234,7 +238,7 @@ class StoreWriter:
         if (folder / MANIFEST_FILE).exists():
             self._go_on(Manifest.read(folder))
         elif any(folder.iterdir()):
-            raise CheckpointError(f"cached teacher: {folder} must hold a cache or nothing, got something else")
+            raise CheckpointError("cached teacher", f"{folder} must hold a cache or nothing, got something else")
 
     def add(self, batch: Any, number: int) -> None:
         """Run the teacher on a batch with an example that is new, and keep what is new."""
@@ -256,7 +260,7 @@ class StoreWriter:
         self._flush()
         made = self._manifest
         if made is None or not self._shards:
-            raise ConfigError("cached teacher: batches must hold at least one example, got none; check the data")
+            raise ConfigError("cached teacher", "batches must hold at least one example, got none", "check the data")
         if made.complete and len(made.shards) == self._shards:
             return made
         shards = [self._open(made, number) for number in range(self._shards)]
@@ -298,8 +302,9 @@ class StoreWriter:
         for name, there, here in given:
             if there != here:
                 raise CheckpointError(
-                    f"cached teacher: {name} must be as {self._folder} was begun with, {there}, to go on in it, got "
-                    f"{here}; use the same, or write another folder"
+                    "cached teacher",
+                    f"{name} must be as {self._folder} was begun with, {there}, to go on in it, got {here}",
+                    "use the same, or write another folder",
                 )
         self._manifest = made
         while (self._folder / shard_name(self._shards)).exists():
@@ -309,7 +314,7 @@ class StoreWriter:
             self._shards += 1
         if made.complete and self._shards < len(made.shards):
             raise CheckpointError(
-                f"cached teacher: {self._folder} must hold {len(made.shards)} shards, got {self._shards}"
+                "cached teacher", f"{self._folder} must hold {len(made.shards)} shards, got {self._shards}"
             )
 
     def _fields(self, batch: Any) -> tuple[str, ...]:
@@ -337,8 +342,10 @@ class StoreWriter:
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if not isinstance(labels, Tensor) or labels.ndim != 2:
             raise ConfigError(
-                "cached teacher: batches must hold labels of shape (examples, positions) to store only positions that "
-                "have one, got none; let the collator add them"
+                "cached teacher",
+                "batches must hold labels of shape (examples, positions) to store only positions that have one, got "
+                "none",
+                "let the collator add them",
             )
         counted: Array = (labels != IGNORED).cpu().numpy()
         if self._settings.causal:
@@ -359,8 +366,10 @@ class StoreWriter:
                 fresh.append(row)
             elif self._known[key] != mark:
                 raise ConfigError(
-                    f"cached teacher: examples with the same inputs must have labels at the same positions, got number "
-                    f"{row} of batch {number} with others; store all positions (labelled=False)"
+                    "cached teacher",
+                    f"examples with the same inputs must have labels at the same positions, got number {row} of batch "
+                    f"{number} with others",
+                    "store all positions (labelled=False)",
                 )
         return fresh
 
@@ -369,13 +378,14 @@ class StoreWriter:
         asked, classes = self._settings, logits.shape[-1]
         if logits.ndim not in (2, 3) or classes < 2 or len(logits) != len(rows.keys):
             raise ConfigError(
-                f"cached teacher: logits must have shape ({len(rows.keys)}, classes) or ({len(rows.keys)}, positions, "
-                f"classes) with two classes at least, got {tuple(logits.shape)} in batch {number}"
+                "cached teacher",
+                f"logits must have shape ({len(rows.keys)}, classes) or ({len(rows.keys)}, positions, classes) with "
+                f"two classes at least, got {tuple(logits.shape)} in batch {number}",
             )
         vocabulary = classes if asked.vocabulary is None else asked.vocabulary
         if vocabulary > classes:
             raise ConfigError(
-                f"cached teacher: vocabulary must be at most the teacher's {classes} classes, got {vocabulary}"
+                "cached teacher", f"vocabulary must be at most the teacher's {classes} classes, got {vocabulary}"
             )
         per_example = logits.ndim == 2
         made = self._manifest
@@ -394,14 +404,16 @@ class StoreWriter:
             made.write(self._folder)
         if (made.vocabulary, made.per_example) != (vocabulary, per_example):
             raise ConfigError(
-                f"cached teacher: logits must have {made.vocabulary} classes and "
+                "cached teacher",
+                f"logits must have {made.vocabulary} classes and "
                 f"{'no positions' if made.per_example else 'positions'} as those before, got shape "
-                f"{tuple(logits.shape)} in batch {number}"
+                f"{tuple(logits.shape)} in batch {number}",
             )
         if made.positions is not None and rows.paddings[made.positions].length != logits.shape[1]:
             raise ConfigError(
-                f"cached teacher: logits must have a position for each of {made.positions}'s "
-                f"{rows.paddings[made.positions].length}, got shape {tuple(logits.shape)} in batch {number}"
+                "cached teacher",
+                f"logits must have a position for each of {made.positions}'s {rows.paddings[made.positions].length}, "
+                f"got shape {tuple(logits.shape)} in batch {number}",
             )
         return made
 
@@ -415,8 +427,8 @@ class StoreWriter:
             padding = rows.paddings.get(str(made.positions), whole)
             if counted is not None and counted.shape != padding.real.shape:
                 raise ConfigError(
-                    f"cached teacher: labels must have the shape of the teacher's positions, {padding.real.shape}, got "
-                    f"{counted.shape}"
+                    "cached teacher",
+                    f"labels must have the shape of the teacher's positions, {padding.real.shape}, got {counted.shape}",
                 )
             where = [_places(padding, counted, row) for row in fresh]
             lengths = [int(padding.stops[row] - padding.starts[row]) for row in fresh]
@@ -548,13 +560,14 @@ def write_teacher_cache(
     )
     if not resume and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(
-            f"cached teacher: {folder} must be a new or empty folder, got one that holds something; choose another "
-            "one, or go on in it with resume"
+            "cached teacher",
+            f"{folder} must be a new or empty folder, got one that holds something",
+            "choose another one, or go on in it with resume",
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"cached teacher: {folder} must be writable, got {error}") from error
+        raise CheckpointError("cached teacher", f"{folder} must be writable, got {error}") from error
     total = len(batches) if isinstance(batches, Sized) else None
     was_training = teacher.training
     try:
@@ -589,11 +602,11 @@ def _check(
     check_temperature("cached teacher", temperature)
     for name, value, low in (("top_k", top_k, 1), ("vocabulary", vocabulary, 2), ("shard_bytes", shard_bytes, 1)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-            raise ConfigError(f"cached teacher: {name} must be a whole number from {low}, got {value!r}")
+            raise ConfigError("cached teacher", f"{name} must be a whole number from {low}, got {value!r}")
     if dtype not in DTYPES:
-        raise ConfigError(f"cached teacher: dtype must be {' or '.join(DTYPES)}, got {dtype!r}")
+        raise ConfigError("cached teacher", f"dtype must be {' or '.join(DTYPES)}, got {dtype!r}")
     if fields is not None and (isinstance(fields, str) or not fields or len(set(fields)) != len(fields)):
-        raise ConfigError(f"cached teacher: fields must be a list of different names, got {fields!r}")
+        raise ConfigError("cached teacher", f"fields must be a list of different names, got {fields!r}")
     unknown = sorted(set(fingerprints or {}) - set(FINGERPRINTS))
     if unknown:
-        raise ConfigError(f"cached teacher: fingerprints must be of {', '.join(FINGERPRINTS)}, got {unknown[0]!r}")
+        raise ConfigError("cached teacher", f"fingerprints must be of {', '.join(FINGERPRINTS)}, got {unknown[0]!r}")

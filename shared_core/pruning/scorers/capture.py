@@ -122,8 +122,9 @@ class BackwardWatch:
                 return
             if not carriers:
                 raise TrainingError(
-                    f"{self._where}: a forward of {name} must have one backward, got a second; add the losses up, or "
-                    "use the criterion taylor"
+                    self._where,
+                    f"a forward of {name} must have one backward, got a second",
+                    "add the losses up, or use the criterion taylor",
                 )
             carrier = carriers.pop()  # torch 2.11 frees what a node saved with its tensor
             (kept,) = carrier.grad_fn.saved_tensors

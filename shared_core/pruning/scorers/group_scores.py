@@ -136,15 +136,15 @@ def group_scores(
     """
     if criterion not in GROUP_CRITERIA:
         raise ConfigError(
-            f"group_scores: criterion must be one that exists, got {criterion!r}{nearest(criterion, GROUP_CRITERIA)}"
+            "group_scores", f"criterion must be one that exists, got {criterion!r}{nearest(criterion, GROUP_CRITERIA)}"
         )
     if not weights or any(weight.dim() != 2 or len(weight) != len(weights[0]) for weight in weights):
         shapes = [tuple(weight.shape) for weight in weights]
-        raise ConfigError(f"group_scores: weights must be (units, k) with as many units each, got shapes {shapes}")
+        raise ConfigError("group_scores", f"weights must be (units, k) with as many units each, got shapes {shapes}")
     shapes = [tuple(weight.shape) for weight in weights]
     if criterion in _EXTRAS and [tuple(extra.shape) for extra in extras] != shapes:
         got = [tuple(extra.shape) for extra in extras]
-        raise ConfigError(f"group_scores: extras must be the {_EXTRAS[criterion]} in shapes {shapes}, got {got}")
+        raise ConfigError("group_scores", f"extras must be the {_EXTRAS[criterion]} in shapes {shapes}, got {got}")
     if criterion == "random":
         return torch.rand(len(weights[0]), generator=generator).to(weights[0].device)
     double = any(weight.dtype == torch.float64 for weight in weights)
@@ -153,8 +153,9 @@ def group_scores(
     if scores.isnan().any():
         unit = int(scores.isnan().nonzero()[0])
         raise TrainingError(
-            f"group_scores: {criterion} scores must be numbers, got NaN for unit {unit}; look for NaN in the batches; "
-            "if training has diverged, lower the learning rate or clip gradients"
+            "group_scores",
+            f"{criterion} scores must be numbers, got NaN for unit {unit}",
+            "look for NaN in the batches; if training has diverged, lower the learning rate or clip gradients",
         )
     return scores
 
@@ -222,7 +223,7 @@ class GroupTaylor:
         """
         if not self.num_observed:
             raise TrainingError(
-                "group taylor: a step must have been observed before units are scored, got none since the last update"
+                "group taylor", "a step must have been observed before units are scored, got none since the last update"
             )
         if group not in self._sums:
             return torch.zeros(len(self.groups[group][0].positions))
@@ -247,8 +248,9 @@ class GroupTaylor:
             units = len(self.groups[name][0].positions) if name in self.groups else 0
             if total.shape != (units,):
                 raise CheckpointError(
-                    f"group taylor: saved sum of {name} must be of {units} units, got {tuple(total.shape)}; resume "
-                    "with the model and recipe that wrote the checkpoint"
+                    "group taylor",
+                    f"saved sum of {name} must be of {units} units, got {tuple(total.shape)}",
+                    "resume with the model and recipe that wrote the checkpoint",
                 )
         self._sums, self.num_observed = (
             {name: total.clone() for name, total in sums.items()},

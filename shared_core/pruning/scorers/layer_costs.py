@@ -133,8 +133,9 @@ def observe_positions(model: nn.Module, modules: Mapping[str, nn.Module]) -> Ite
     missing = [name for name in modules if name not in uses.positions]
     if missing:
         raise TrainingError(
-            f"observe_positions: every layer must have been called, got no call of {', '.join(missing[:5])}; run the "
-            "model on a batch that reaches them"
+            "observe_positions",
+            f"every layer must have been called, got no call of {', '.join(missing[:5])}",
+            "run the model on a batch that reaches them",
         )
     found.update({name: uses.positions[name] / len(forwards) for name in modules})
 
@@ -168,13 +169,13 @@ def layer_costs(
     """
     kinds = ("flops", "bytes", "energy")
     if kind not in kinds:
-        raise ConfigError(f"layer_costs: kind must be one that exists, got {kind!r}{nearest(str(kind), kinds)}")
+        raise ConfigError("layer_costs", f"kind must be one that exists, got {kind!r}{nearest(str(kind), kinds)}")
     figures = {**HOROWITZ_45NM, **(table or {})}
 
     def figure(name: str) -> float:
         if not 0 < figures.get(name, 0.0) < float("inf"):
             raise ConfigError(
-                f"layer_costs: {name} must be a number of pJ above 0, got {figures.get(name)}; give a table"
+                "layer_costs", f"{name} must be a number of pJ above 0, got {figures.get(name)}", "give a table"
             )
         return figures[name]
 
@@ -187,7 +188,7 @@ def layer_costs(
         places = (positions or {}).get(name)
         if places is None or not 0 < places < float("inf"):
             raise ConfigError(
-                f"layer_costs: positions of {name} must be above 0, got {places!r}; see observe_positions"
+                "layer_costs", f"positions of {name} must be above 0, got {places!r}", "see observe_positions"
             )
         if kind == "flops":
             costs[name] = 2.0 * places

@@ -56,7 +56,7 @@ class Scorer:
         for name in self.modules if costs is not None else ():
             cost = (costs or {}).get(name)
             if cost is None or not 0 < cost < float("inf"):
-                raise ConfigError(f"prune {self.criterion}: cost of {name} must be a number above 0, got {cost!r}")
+                raise ConfigError(f"prune {self.criterion}", f"cost of {name} must be a number above 0, got {cost!r}")
         self.costs = None if costs is None else {name: float(costs[name]) for name in self.modules}
         self.num_observed = 0
         """Optimizer steps observed since the last `reset`."""
@@ -125,8 +125,9 @@ class Scorer:
         scores = self._divided(name, self._scores(name, weight.detach()))
         if scores.numel() and scores.max().isnan():
             raise TrainingError(
-                f"prune {self.criterion}: scores must be numbers, got NaN in {name}; look for NaN in the batches; if "
-                "training has diverged, lower the learning rate or clip gradients"
+                f"prune {self.criterion}",
+                f"scores must be numbers, got NaN in {name}",
+                "look for NaN in the batches; if training has diverged, lower the learning rate or clip gradients",
             )
         return scores
 
@@ -162,8 +163,9 @@ class Scorer:
         """
         if state.get("criterion") != self.criterion:
             raise CheckpointError(
-                f"prune: saved criterion must be {self.criterion!r}, got {state.get('criterion')!r}; resume with the "
-                "recipe that wrote the checkpoint"
+                "prune",
+                f"saved criterion must be {self.criterion!r}, got {state.get('criterion')!r}",
+                "resume with the recipe that wrote the checkpoint",
             )
         self.num_observed, self.num_left_out = int(state["num_observed"]), int(state["num_left_out"])
 
@@ -204,7 +206,7 @@ class Scorer:
         elif self.num_observed:
             reason = self._saw_nothing
         raise TrainingError(
-            f"prune {self.criterion}: a step must have been observed before weights are scored, {reason}"
+            f"prune {self.criterion}", f"a step must have been observed before weights are scored, {reason}"
         )
 
 
@@ -262,7 +264,7 @@ def make_scorer(
         tensor([2.0000, 0.5000])
     """
     if criterion not in SCORERS:
-        raise ConfigError(f"prune: criterion must be one that exists, got {criterion!r}{nearest(criterion, SCORERS)}")
+        raise ConfigError("prune", f"criterion must be one that exists, got {criterion!r}{nearest(criterion, SCORERS)}")
     return SCORERS[criterion](modules, generator=generator, **options)
 
 
@@ -293,8 +295,9 @@ def saved_tensors(state: Mapping[str, Any], key: str, like: Mapping[str, torch.S
         if name not in like or tensor.shape != like[name]:
             wanted = f"of shape {tuple(like[name])}" if name in like else "none: this run does not prune it"
             raise CheckpointError(
-                f"{where}: saved {key} of {name} must be {wanted}, got {tuple(tensor.shape)}; resume with the model "
-                "and recipe that wrote the checkpoint"
+                where,
+                f"saved {key} of {name} must be {wanted}, got {tuple(tensor.shape)}",
+                "resume with the model and recipe that wrote the checkpoint",
             )
     return {name: tensor.clone() for name, tensor in tensors.items()}
 

@@ -51,18 +51,18 @@ def shapley_values(
     """
     least = 4 if antithetic else 2
     if num_units < 1:
-        raise ConfigError(f"shapley_values: num_units must be at least 1, got {num_units!r}")
+        raise ConfigError("shapley_values", f"num_units must be at least 1, got {num_units!r}")
     if permutations < least or (antithetic and permutations % 2):
         rule = f"{'even and ' if antithetic else ''}at least {least}"
-        raise ConfigError(f"shapley_values: permutations must be {rule}, got {permutations!r}")
+        raise ConfigError("shapley_values", f"permutations must be {rule}, got {permutations!r}")
     if not 0 <= truncate < 1:
-        raise ConfigError(f"shapley_values: truncate must be in [0, 1), got {truncate!r}")
+        raise ConfigError("shapley_values", f"truncate must be in [0, 1), got {truncate!r}")
 
     def checked(kept: Tensor) -> float:
         result = float(value(kept.clone()))
         if not math.isfinite(result):
             raise TrainingError(
-                f"shapley_values: value must be finite, got {result} with {int(kept.sum())} of {num_units} units kept"
+                "shapley_values", f"value must be finite, got {result} with {int(kept.sum())} of {num_units} units kept"
             )
         return result
 

@@ -144,8 +144,9 @@ class Wanda(GatheringScorer):
             total = self._former[name].to(weight.device)
         if total is None:
             raise TrainingError(
-                f"prune wanda: {name} must have seen an input, got none; leave the layer out with skip, or calibrate "
-                "on batches that reach it"
+                "prune wanda",
+                f"{name} must have seen an input, got none",
+                "leave the layer out with skip, or calibrate on batches that reach it",
             )
         scores = wide(weight).abs()
         return scores.mul_(over_inputs(self.modules[name], total.sqrt().to(scores.dtype), weight.shape))

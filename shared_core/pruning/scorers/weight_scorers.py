@@ -34,7 +34,7 @@ def below_threshold_mask(weight: Tensor, eps: float) -> Tensor:
         tensor([ True, False,  True])
     """
     if not eps >= 0:
-        raise ConfigError(f"below_threshold_mask: eps must be at least 0, got {eps!r}")
+        raise ConfigError("below_threshold_mask", f"eps must be at least 0, got {eps!r}")
     scores = magnitude(weight)
     # in the type of the scores: a weight of float32 0.1 is not below 0.1
     return scores.lt(scores.new_tensor(eps)).logical_not_()
@@ -66,7 +66,7 @@ class Random(Scorer):
     def _set_up(self, generator: torch.Generator | None) -> None:
         super()._set_up(generator)
         if generator is None:
-            raise ConfigError("prune random: generator must be given, got None; seed one alike on every rank")
+            raise ConfigError("prune random", "generator must be given, got None", "seed one alike on every rank")
         self.seed = int(torch.randint(2**62, (), generator=generator))
         # by place: a trainer may put a prefix before every name, and draws must not depend on it
         self._places = {name: place for place, name in enumerate(self.modules)}

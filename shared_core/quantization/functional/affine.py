@@ -74,8 +74,10 @@ def fake_quantize(
     if axis is None:
         if scales.numel() != 1 or zeros.numel() != 1:
             raise ConfigError(
-                f"{where}: scale and zero_point must be one number each without an axis, got shapes "
-                f"{tuple(scales.shape)} and {tuple(zeros.shape)}; pass axis for one a channel"
+                where,
+                f"scale and zero_point must be one number each without an axis, got shapes {tuple(scales.shape)} and "
+                f"{tuple(zeros.shape)}",
+                "pass axis for one a channel",
             )
         scales, zeros = scales.reshape(()), zeros.reshape(())
     else:
@@ -83,8 +85,9 @@ def fake_quantize(
         channels = x.shape[axis]
         if scales.shape != (channels,) or zeros.shape not in ((channels,), ()):
             raise ConfigError(
-                f"{where}: scale and zero_point must have one value for each of the {channels} channels "
-                f"along axis {axis}, got shapes {tuple(scales.shape)} and {tuple(zeros.shape)}"
+                where,
+                f"scale and zero_point must have one value for each of the {channels} channels along axis {axis}, got "
+                f"shapes {tuple(scales.shape)} and {tuple(zeros.shape)}",
             )
         scales = kernels.along(scales, x.dim(), axis)
         zeros = kernels.along(zeros, x.dim(), axis) if zeros.dim() else zeros
@@ -118,12 +121,12 @@ def choose_qparams_symmetric(weight: Tensor, axis: int | None = 0, qmax: int = 1
     """
     where = "choose_qparams_symmetric"
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.numel() == 0:
-        raise ConfigError(f"{where}: weight must be a floating-point tensor with elements, got {weight!r:.80}")
+        raise ConfigError(where, f"weight must be a floating-point tensor with elements, got {weight!r:.80}")
     check_axis(where, weight, axis, "weight")
     check_codes(where, -qmax, qmax)
     scale = kernels.symmetric_scale(weight.detach(), axis, qmax)
     if not bool(torch.isfinite(scale).all()):
-        raise ConfigError(f"{where}: weight must be finite, got NaN or infinity; look for the step that diverged")
+        raise ConfigError(where, "weight must be finite, got NaN or infinity", "look for the step that diverged")
     return scale
 
 
@@ -160,10 +163,10 @@ def choose_qparams_affine(
         low = low.to(torch.float32)
     high = high.to(low)
     if low.shape != high.shape:
-        raise ConfigError(f"{where}: maximum must have the shape of minimum, got {high.shape} and {low.shape}")
+        raise ConfigError(where, f"maximum must have the shape of minimum, got {high.shape} and {low.shape}")
     if not bool((torch.isfinite(low) & torch.isfinite(high) & (low <= high)).all()):
         raise ConfigError(
-            f"{where}: minimum and maximum must be finite and in this order, got {minimum!r:.80} and {maximum!r:.80}"
+            where, f"minimum and maximum must be finite and in this order, got {minimum!r:.80} and {maximum!r:.80}"
         )
     return kernels.affine_qparams(low, high, qmin, qmax)
 
@@ -211,7 +214,7 @@ def choose_qparams_activation(
     low, high = torch.as_tensor(minimum), torch.as_tensor(maximum)
     if clip is not None:
         if not 0 < clip < math.inf:
-            raise ConfigError(f"{where}: clip must be positive and finite, got {clip}; GELU outputs take 10")
+            raise ConfigError(where, f"clip must be positive and finite, got {clip}", "GELU outputs take 10")
         # both: a range that lies beyond the clip as a whole would be turned round
         low, high = low.clamp(max=clip), high.clamp(max=clip)
     qmin, qmax = (0, 2**bits - 1) if bool((low >= 0).all()) else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
@@ -221,13 +224,13 @@ def choose_qparams_activation(
 def rounding_noise(where: str, x: Tensor, rounding: str, generator: torch.Generator | None) -> Tensor | None:
     """Return what stochastic rounding of `x` draws, or None for rounding to nearest."""
     if rounding not in ("nearest", "stochastic"):
-        raise ConfigError(f"{where}: rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+        raise ConfigError(where, f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
     if rounding == "nearest":
         if generator is not None:
-            raise ConfigError(f"{where}: generator must be None where rounding is 'nearest', which draws nothing")
+            raise ConfigError(where, "generator must be None where rounding is 'nearest', which draws nothing")
         return None
     if generator is not None and generator.device.type != x.device.type:
-        raise ConfigError(f"{where}: generator must be on the device of x, {x.device}, got {generator.device}")
+        raise ConfigError(where, f"generator must be on the device of x, {x.device}, got {generator.device}")
     return torch.rand(x.shape, dtype=kernels.compute_dtype(x.dtype), device=x.device, generator=generator)
 
 
@@ -235,42 +238,42 @@ def check_floats(where: str, x: Tensor, name: str = "x") -> None:
     """Refuse what is no floating-point tensor."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise ConfigError(f"{where}: {name} must be a floating-point tensor, got {got}; quantise values, not codes")
+        raise ConfigError(where, f"{name} must be a floating-point tensor, got {got}", "quantise values, not codes")
 
 
 def check_axis(where: str, x: Tensor, axis: int | None, name: str = "x") -> None:
     """Refuse an axis that the tensor does not have; None is none."""
     if axis is not None and not -x.dim() <= axis < x.dim():
-        raise ConfigError(f"{where}: axis must name one of the {x.dim()} axes of {name}, got {axis}")
+        raise ConfigError(where, f"axis must name one of the {x.dim()} axes of {name}, got {axis}")
 
 
 def check_gate(where: str, gate: str) -> None:
     """Refuse a gate that is not known."""
     if gate not in ("unrounded", "rounded"):
-        raise ConfigError(f"{where}: gate must be 'unrounded' or 'rounded', got {gate!r}")
+        raise ConfigError(where, f"gate must be 'unrounded' or 'rounded', got {gate!r}")
 
 
 def check_bits(where: str, bits: int) -> None:
     """Refuse a width that is no whole number from 2 to 8."""
     if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 8:
-        raise ConfigError(f"{where}: bits must be a whole number from 2 to 8, got {bits!r}")
+        raise ConfigError(where, f"bits must be a whole number from 2 to 8, got {bits!r}")
 
 
 def check_codes(where: str, qmin: int, qmax: int) -> None:
     """Refuse codes that are no whole numbers or the wrong way round."""
     for name, value in (("qmin", qmin), ("qmax", qmax)):
         if isinstance(value, bool) or not isinstance(value, int) or abs(value) > 2**16:
-            raise ConfigError(f"{where}: {name} must be a whole number of at most 16 bits, got {value!r}")
+            raise ConfigError(where, f"{name} must be a whole number of at most 16 bits, got {value!r}")
     if not qmin < qmax:
-        raise ConfigError(f"{where}: qmin must be below qmax, got {qmin} and {qmax}")
+        raise ConfigError(where, f"qmin must be below qmax, got {qmin} and {qmax}")
 
 
 def _check_values(where: str, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> None:
     if scale.numel() and not bool(((scale > 0) & (scale < math.inf)).all()):
-        raise ConfigError(f"{where}: scale must be positive and finite, got {scale.min().item()} as the smallest")
+        raise ConfigError(where, f"scale must be positive and finite, got {scale.min().item()} as the smallest")
     if not bool(((zero_point >= qmin) & (zero_point <= qmax) & (zero_point == zero_point.round())).all()):
         raise ConfigError(
-            f"{where}: zero_point must be a whole number in [{qmin}, {qmax}], got {zero_point.flatten()[:8].tolist()}"
+            where, f"zero_point must be a whole number in [{qmin}, {qmax}], got {zero_point.flatten()[:8].tolist()}"
         )
 
 
@@ -385,7 +388,7 @@ def quantize_groups(
     x = x.detach()
     scale, zero_point = grouped.group_qparams(x, group_size, bits, symmetric)
     if not bool(torch.isfinite(scale).all()):
-        raise ConfigError(f"{where}: x must be finite, got NaN or infinity; an integer code cannot stand for either")
+        raise ConfigError(where, "x must be finite, got NaN or infinity", "an integer code cannot stand for either")
     codes = grouped.group_codes(x, scale, None if symmetric else zero_point, group_size, bits)
     return codes.flatten(-2).to(torch.int8), scale, zero_point.to(torch.int8)
 
@@ -409,8 +412,9 @@ def dequantize_groups(codes: Tensor, scale: Tensor, zero_point: Tensor, dtype: t
     fits = codes.dim() > 0 and codes.shape[:-1] == scale.shape[:-1] and scale.shape == zero_point.shape
     if not fits or scale.shape[-1] == 0 or codes.shape[-1] % scale.shape[-1]:
         raise ConfigError(
-            "dequantize_groups: scale and zero_point must have one value for each group along the last axis, got "
-            f"shapes {tuple(scale.shape)} and {tuple(zero_point.shape)} for codes of {tuple(codes.shape)}"
+            "dequantize_groups",
+            "scale and zero_point must have one value for each group along the last axis, got shapes "
+            f"{tuple(scale.shape)} and {tuple(zero_point.shape)} for codes of {tuple(codes.shape)}",
         )
     groups = codes.reshape(*scale.shape, codes.shape[-1] // scale.shape[-1]).to(scale.dtype)
     return ((groups - zero_point.unsqueeze(-1)) * scale.unsqueeze(-1)).flatten(-2).to(dtype)
@@ -445,7 +449,7 @@ def fake_quantize_weight(weight: Tensor, bits: int = 8, *, transposed: bool = Fa
     check_floats(where, weight, "weight")
     check_bits(where, bits)
     if weight.dim() < 2 or weight.numel() == 0:
-        raise ConfigError(f"{where}: weight must have at least two axes and an element, got {tuple(weight.shape)}")
+        raise ConfigError(where, f"weight must have at least two axes and an element, got {tuple(weight.shape)}")
     qmax = 2 ** (bits - 1) - 1
     if not transposed:
         return kernels.fake_quantize_symmetric(weight, 0, qmax)
@@ -457,9 +461,10 @@ def _check_groups(where: str, x: Tensor, group_size: int, bits: int) -> None:
     check_floats(where, x)
     check_bits(where, bits)
     if x.dim() == 0 or x.shape[-1] == 0:
-        raise ConfigError(f"{where}: x must have values along its last axis, got shape {tuple(x.shape)}")
+        raise ConfigError(where, f"x must have values along its last axis, got shape {tuple(x.shape)}")
     if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1 or x.shape[-1] % group_size:
         raise ConfigError(
-            f"{where}: group_size must be a whole number that divides the last axis, {x.shape[-1]}, got "
-            f"{group_size!r}; take a divisor, or quantise per channel"
+            where,
+            f"group_size must be a whole number that divides the last axis, {x.shape[-1]}, got {group_size!r}",
+            "take a divisor, or quantise per channel",
         )

@@ -79,12 +79,12 @@ def lsq_fake_quantize(
     check_floats(where, x)
     check_codes(where, qmin, qmax)
     if qmax < 1:
-        raise ConfigError(f"{where}: qmax must be at least 1, got {qmax}; LSQ scales its gradient by 1/√qmax")
+        raise ConfigError(where, f"qmax must be at least 1, got {qmax}", "LSQ scales its gradient by 1/√qmax")
     check_gate(where, gate)
     if grad_scale is None:
         grad_scale = lsq_grad_scale(x.shape, qmax, axis)
     elif not 0 <= grad_scale < math.inf:
-        raise ConfigError(f"{where}: grad_scale must be 0 or more and finite, got {grad_scale}")
+        raise ConfigError(where, f"grad_scale must be 0 or more and finite, got {grad_scale}")
     scales = _learned(where, "scale", scale, x, axis)
     zeros = None if zero_point is None else _learned(where, "zero_point", zero_point, x, axis)
     return learned.lsq_fake_quantize(x, scales, zeros, qmin, qmax, float(grad_scale), gate == "rounded")
@@ -113,13 +113,13 @@ def lsq_grad_scale(shape: Sequence[int], qmax: int, axis: int | None = None, *, 
     """
     where, dims = "lsq_grad_scale", len(shape)
     if isinstance(qmax, bool) or not isinstance(qmax, int) or qmax < 1:
-        raise ConfigError(f"{where}: qmax must be a whole number of at least 1, got {qmax!r}")
+        raise ConfigError(where, f"qmax must be a whole number of at least 1, got {qmax!r}")
     if axis is not None and not -dims <= axis < dims:
-        raise ConfigError(f"{where}: axis must name one of the {dims} axes of the shape, got {axis}")
+        raise ConfigError(where, f"axis must name one of the {dims} axes of the shape, got {axis}")
     shared = set(range(dims)) - (set() if axis is None else {axis % dims})
     if activation:
         if dims == 0 or (axis is not None and axis % dims == 0):
-            raise ConfigError(f"{where}: axis 0 of an activation must hold its examples, got shape {tuple(shape)}")
+            raise ConfigError(where, f"axis 0 of an activation must hold its examples, got shape {tuple(shape)}")
         shared -= {0}
     # an empty tensor has an empty gradient; any factor will do
     # a list: torch.compile takes no generator (torch 2.13)
@@ -152,16 +152,16 @@ def lsq_init_scale(x: Tensor, qmax: int, axis: int | None = None) -> Tensor:
     check_floats(where, x)
     check_axis(where, x, axis)
     if x.numel() == 0:
-        raise ConfigError(f"{where}: x must have elements, got shape {tuple(x.shape)}")
+        raise ConfigError(where, f"x must have elements, got shape {tuple(x.shape)}")
     if isinstance(qmax, bool) or not isinstance(qmax, int) or qmax < 1:
-        raise ConfigError(f"{where}: qmax must be a whole number of at least 1, got {qmax!r}")
+        raise ConfigError(where, f"qmax must be a whole number of at least 1, got {qmax!r}")
     magnitude = x.detach().to(kernels.compute_dtype(x.dtype)).abs()
     dims = [dim for dim in range(x.dim()) if axis is None or dim != axis % x.dim()]
     # a mean over no axes would be one over all
     mean = magnitude.mean(dims) if dims else magnitude
     scale = 2 * mean / math.sqrt(qmax)
     if not bool(torch.isfinite(scale).all()):
-        raise ConfigError(f"{where}: x must be finite, got NaN or infinity; look for the step that diverged")
+        raise ConfigError(where, "x must be finite, got NaN or infinity", "look for the step that diverged")
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
@@ -254,14 +254,16 @@ def _learned(where: str, name: str, values: Tensor, x: Tensor, axis: int | None)
     if axis is None:
         if values.numel() != 1:
             raise ConfigError(
-                f"{where}: {name} must be one number without an axis, got shape {tuple(values.shape)}; pass axis for "
-                "one a channel"
+                where,
+                f"{name} must be one number without an axis, got shape {tuple(values.shape)}",
+                "pass axis for one a channel",
             )
         values = values.reshape(())
     elif values.shape != (x.shape[axis],):
         raise ConfigError(
-            f"{where}: {name} must have one value for each of the {x.shape[axis]} channels along axis {axis}, got "
-            f"shape {tuple(values.shape)}"
+            where,
+            f"{name} must have one value for each of the {x.shape[axis]} channels along axis {axis}, got shape "
+            f"{tuple(values.shape)}",
         )
     else:
         values = kernels.along(values, x.dim(), axis)

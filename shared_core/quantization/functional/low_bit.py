@@ -87,10 +87,10 @@ def fp8_fake_quantize(
     check_floats(where, x)
     check_axis(where, x, axis)
     if x.numel() == 0:
-        raise ConfigError(f"{where}: x must have elements, got shape {tuple(x.shape)}")
+        raise ConfigError(where, f"x must have elements, got shape {tuple(x.shape)}")
     if format not in _DTYPES:
         raise ConfigError(
-            f"{where}: format must be one of {sorted(_DTYPES)}, got {format!r}{did_you_mean(format, _DTYPES)}"
+            where, f"format must be one of {sorted(_DTYPES)}, got {format!r}{did_you_mean(format, _DTYPES)}"
         )
     return group_kernels.fake_quantize_fp8(x, _DTYPES[format], axis)
 
@@ -122,7 +122,7 @@ def ternarize(weight: Tensor, axis: int | None = 0, *, threshold: float = 0.7) -
     """
     _check("ternarize", weight, axis)
     if not 0 <= threshold < 1:
-        raise ConfigError(f"ternarize: threshold must be in [0, 1), got {threshold}; from 1 on nothing may survive")
+        raise ConfigError("ternarize", f"threshold must be in [0, 1), got {threshold}", "from 1 on nothing may survive")
     return low_bit_kernels.ternarize(weight, axis, float(threshold))
 
 
@@ -180,4 +180,4 @@ def _check(where: str, weight: Tensor, axis: int | None) -> None:
     check_floats(where, weight, "weight")
     check_axis(where, weight, axis, "weight")
     if weight.numel() == 0:
-        raise ConfigError(f"{where}: weight must have elements, got shape {tuple(weight.shape)}")
+        raise ConfigError(where, f"weight must have elements, got shape {tuple(weight.shape)}")

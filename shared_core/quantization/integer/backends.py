@@ -32,7 +32,7 @@ def wants_kernels(backend: str) -> bool:
         MissingExtraError: If torchao is asked for and not installed.
     """
     if backend not in _BACKENDS:
-        raise ConfigError(f"convert: backend must be one that exists, got {backend!r}{nearest(backend, _BACKENDS)}")
+        raise ConfigError("convert", f"backend must be one that exists, got {backend!r}{nearest(backend, _BACKENDS)}")
     if backend == "torchao" and not _has_torchao():
         raise MissingExtraError(WHERE, "torchao", "torchao")
     return backend != "reference"

@@ -102,8 +102,9 @@ def _carried(model: nn.Module) -> dict[str, Mapping[str, Any]]:
             restore(module)
     if not found:
         raise MatchError(
-            "convert: model must have layers with activation ranges, found none; train it with qat "
-            "for at least one step, or pass ranges="
+            "convert",
+            "model must have layers with activation ranges, found none",
+            "train it with qat for at least one step, or pass ranges=",
         )
     return found
 

@@ -41,7 +41,7 @@ def channel_codes(weight: Tensor, scheme: LayerScheme, learned: Mapping[str, Any
     if "weight_scale" in learned:
         scale = torch.tensor(learned["weight_scale"], dtype=scale.dtype, device=scale.device).view_as(scale)
     if not bool(torch.isfinite(scale).all()):
-        raise CompatibilityError("convert: weights must be finite, got NaN or infinity; look for the diverged step")
+        raise CompatibilityError("convert", "weights must be finite, got NaN or infinity", "look for the diverged step")
     codes = (weight.to(scale.dtype) / kernels.along(scale, weight.dim(), 0)).round()
     return codes.clamp_(weight_qmin(scheme, learned), scheme.weight_qmax).to(torch.int8), scale
 
@@ -99,8 +99,9 @@ class IntegerLayer(CodeModule):
         terms = weight[0].numel()
         if terms * -weight_qmin(scheme, learned) * (self.qmax - self.qmin) >= 2**31:
             raise CompatibilityError(
-                f"convert: a layer must sum fewer products than overflow 32 bits, got {terms} per "
-                "output; skip it in qat"
+                "convert",
+                f"a layer must sum fewer products than overflow 32 bits, got {terms} per output",
+                "skip it in qat",
             )
         minimum, maximum = torch.tensor(bounds, dtype=torch.float32, device=weight.device)
         input_scale, zero_point = kernels.affine_qparams(minimum, maximum, self.qmin, self.qmax)
@@ -228,7 +229,9 @@ class IntEmbedding(CodeModule):
         if "weight_scale" in learned:
             scale = torch.tensor(learned["weight_scale"], dtype=scale.dtype, device=scale.device)
         if not bool(torch.isfinite(scale).all()):
-            raise CompatibilityError("convert: weights must be finite, got NaN or infinity; look for the diverged step")
+            raise CompatibilityError(
+                "convert", "weights must be finite, got NaN or infinity", "look for the diverged step"
+            )
         self.num_embeddings, self.embedding_dim, self.dtype = stock.num_embeddings, stock.embedding_dim, weight.dtype
         self.register_buffer("weight_codes", (weight.to(scale.dtype) / scale[:, None]).round().to(torch.int8))
         self.register_buffer("weight_scale", scale)

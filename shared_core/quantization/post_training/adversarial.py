@@ -115,9 +115,9 @@ def pgd(
     where = "pgd"
     _check(where, x, y, low, high, eps=eps)
     if not _all(step, lambda value: (value > 0) & torch.isfinite(value)):
-        raise ConfigError(f"{where}: step must be above 0 and finite, got {step}")
+        raise ConfigError(where, f"step must be above 0 and finite, got {step}")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ConfigError(f"{where}: steps must be a whole number of at least 1, got {steps!r}")
+        raise ConfigError(where, f"steps must be a whole number of at least 1, got {steps!r}")
     with _attacking(model):
         moved = x.detach().clone()
         if random_start:
@@ -194,7 +194,7 @@ def adversarial_accuracy(
     """
     where = "adversarial_accuracy"
     if attack not in ("fgsm", "pgd"):
-        raise ConfigError(f"{where}: attack must be 'fgsm' or 'pgd', got {attack!r}")
+        raise ConfigError(where, f"attack must be 'fgsm' or 'pgd', got {attack!r}")
     attacked = model if source is None else source
     generator = torch.Generator().manual_seed(seed)
     examples = clean = held = without_gradient = 0
@@ -214,11 +214,12 @@ def adversarial_accuracy(
             still = _ascent(where, attacked, x, y, _cross_entropy).flatten(1).any(1).logical_not()
         without_gradient += int(still.sum())
     if not examples:
-        raise ConfigError(f"{where}: batches must hold at least one example, got none")
+        raise ConfigError(where, "batches must hold at least one example, got none")
     if without_gradient == examples:
         raise CompatibilityError(
-            f"{where}: the model must have a gradient for its input, got zero for all {examples} examples; "
-            "make the attack on its float model (source=)"
+            where,
+            f"the model must have a gradient for its input, got zero for all {examples} examples",
+            "make the attack on its float model (source=)",
         )
     return AdversarialAccuracy(examples, clean / examples, held / examples, source is not None, without_gradient)
 
@@ -230,20 +231,20 @@ def _ascent(where: str, model: nn.Module, x: Tensor, y: Tensor, loss: Loss) -> T
     leaf = x.detach().clone().requires_grad_()
     value = loss(output_tensor(model(leaf)), y.clone())  # a clone: autograd cannot keep an inference tensor
     if value.numel() != 1:
-        raise ConfigError(f"{where}: loss must return a scalar, got shape {tuple(value.shape)}")
+        raise ConfigError(where, f"loss must return a scalar, got shape {tuple(value.shape)}")
     gradient = None
     if value.requires_grad:
         (gradient,) = torch.autograd.grad(value.reshape(()), leaf, allow_unused=True)
     if gradient is None:
         raise _no_gradient(where, "its output does not depend on it differentiably")
     if not bool(torch.isfinite(gradient).all()):
-        raise TrainingError(f"{where}: gradient must be finite, got NaN or infinity; look for NaN in weights or inputs")
+        raise TrainingError(where, "gradient must be finite, got NaN or infinity", "look for NaN in weights or inputs")
     return gradient.sign()
 
 
 def _no_gradient(where: str, why: str) -> CompatibilityError:
     return CompatibilityError(
-        f"{where}: the model must have a gradient for its input, but {why}; make the attack on its float model"
+        where, f"the model must have a gradient for its input, but {why}", "make the attack on its float model"
     )
 
 
@@ -277,29 +278,30 @@ def _right(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         logits = output_tensor(model(x))
     if logits.dim() != 2:
         raise ConfigError(
-            f"adversarial_accuracy: logits must be of shape (examples, classes), got {tuple(logits.shape)}"
+            "adversarial_accuracy", f"logits must be of shape (examples, classes), got {tuple(logits.shape)}"
         )
     return logits.argmax(1) == y
 
 
 def _check(where: str, x: Tensor, y: Tensor, low: Bound | None, high: Bound | None, *, eps: Bound) -> None:
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
-        raise ConfigError(f"{where}: x and y must be tensors, got {type(x).__name__} and {type(y).__name__}")
+        raise ConfigError(where, f"x and y must be tensors, got {type(x).__name__} and {type(y).__name__}")
     if not x.is_floating_point():
-        raise ConfigError(f"{where}: x must be floating point, got {x.dtype}; an index cannot be moved a little")
+        raise ConfigError(where, f"x must be floating point, got {x.dtype}", "an index cannot be moved a little")
     if x.dim() == 0 or len(x) != len(y):
-        raise ConfigError(f"{where}: x and y must have as many examples, got {tuple(x.shape)} and {tuple(y.shape)}")
+        raise ConfigError(where, f"x and y must have as many examples, got {tuple(x.shape)} and {tuple(y.shape)}")
     if not bool(torch.isfinite(x).all()):
-        raise ConfigError(f"{where}: x must be finite, got NaN or infinity")
+        raise ConfigError(where, "x must be finite, got NaN or infinity")
     if not _all(eps, lambda value: (value >= 0) & torch.isfinite(value)):
-        raise ConfigError(f"{where}: eps must be at least 0 and finite, got {eps}")
+        raise ConfigError(where, f"eps must be at least 0 and finite, got {eps}")
     least = -math.inf if low is None else _like(low, x)
     most = math.inf if high is None else _like(high, x)
     slack = 4 * torch.finfo(x.dtype).eps * (1 + x.abs())
     if not bool(((x >= least - slack) & (x <= most + slack)).all()):
         raise ConfigError(
-            f"{where}: x must lie between low and high, got {x.min().item():.4g} to {x.max().item():.4g}; give the "
-            "range that the model's own inputs have (normalised ones have other bounds, one a channel)"
+            where,
+            f"x must lie between low and high, got {x.min().item():.4g} to {x.max().item():.4g}",
+            "give the range that the model's own inputs have (normalised ones have other bounds, one a channel)",
         )
 
 

@@ -49,13 +49,13 @@ class BitPlan:
 
     def __post_init__(self) -> None:
         if not self.bits:
-            raise ConfigError("bit_plan: layers must name at least one layer, got none")
+            raise ConfigError("bit_plan", "layers must name at least one layer, got none")
         if self.bits.keys() != self.sizes.keys():
-            raise ConfigError("bit_plan: sizes must hold the layers of bits, no more and no fewer")
+            raise ConfigError("bit_plan", "sizes must hold the layers of bits, no more and no fewer")
         for name, width in self.bits.items():
             if isinstance(width, bool) or not isinstance(width, int) or not (2 <= width <= 8 or width in (16, 32, 64)):
                 raise ConfigError(
-                    f"bit_plan: bits of {name!r} must be 2 to 8, or 16, 32 or 64 for float, got {width!r}"
+                    "bit_plan", f"bits of {name!r} must be 2 to 8, or 16, 32 or 64 for float, got {width!r}"
                 )
             _check_size(name, self.sizes[name], "bit_plan")
 
@@ -127,7 +127,7 @@ class BitPlan:
             isinstance(name, str) and isinstance(entry, dict) and {"bits", "weights"} <= entry.keys()
             for name, entry in layers.items()
         ):
-            raise ConfigError(f"{where}: layers must map names to bits and weights, got {layers!r:.80}")
+            raise ConfigError(where, f"layers must map names to bits and weights, got {layers!r:.80}")
         cost = content.get("cost")
         return cls(
             {name: entry["bits"] for name, entry in layers.items()},
@@ -157,9 +157,9 @@ def _read(source: str | Path) -> tuple[str, dict[str, Any]]:
         text = str(source) if "\n" in str(source) else Path(source).read_text(encoding="utf-8")
         content = parse_yaml(text)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{where}: must be a YAML file with a plan, got {error}") from error
+        raise ConfigError(where, f"must be a YAML file with a plan, got {error}") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ConfigError(f"{where}: format must be {_FORMAT!r}; write the file with BitPlan.to_yaml")
+        raise ConfigError(where, f"format must be {_FORMAT!r}", "write the file with BitPlan.to_yaml")
     return where, content
 
 
@@ -202,7 +202,7 @@ def plan_bits(
     names = [*sensitivities, *(name for name in fixed if name not in sensitivities)]
     for name in names:
         if name not in sizes:
-            raise MatchError(f"{where}: sizes must hold {name!r}{nearest(name, sizes)}")
+            raise MatchError(where, f"sizes must hold {name!r}{nearest(name, sizes)}")
         _check_size(name, sizes[name], where)
     widths = _widths(sensitivities, candidates, floor, where)
     options: list[list[tuple[int, int, float]]] = []  # of each layer: (width, size in bits, cost)
@@ -211,17 +211,18 @@ def plan_bits(
         costs = sensitivities.get(name, {})
         for width in chosen:
             if name not in fixed and not math.isfinite(costs.get(width, math.nan)):
-                raise MatchError(f"{where}: {name!r} must have a finite cost at {width} bits, got {dict(costs)}")
+                raise MatchError(where, f"{name!r} must have a finite cost at {width} bits, got {dict(costs)}")
         options.append([(width, width * sizes[name], costs.get(width, 0.0)) for width in chosen])
     total = sum(sizes[name] for name in names)
     if not (isinstance(budget, (int, float)) and 0 < budget < math.inf):
-        raise ConfigError(f"{where}: budget must be a finite average of bits above 0, got {budget!r}")
+        raise ConfigError(where, f"budget must be a finite average of bits above 0, got {budget!r}")
     capacity = math.floor(budget * total * (1 + 1e-12))
     least = sum(min(size for _, size, _ in choices) for choices in options)
     if least > capacity:
         raise ConfigError(
-            f"{where}: budget must be at least {least / total:.4g} bits a weight, got {budget}; raise it, or "
-            f"lower floor = {floor}, or add smaller candidates than {widths}"
+            where,
+            f"budget must be at least {least / total:.4g} bits a weight, got {budget}",
+            f"raise it, or lower floor = {floor}, or add smaller candidates than {widths}",
         )
     chosen_widths, cost = _cheapest(options, capacity)
     return BitPlan(dict(zip(names, chosen_widths, strict=True)), {name: sizes[name] for name in names}, cost)
@@ -235,7 +236,7 @@ def _widths(
         candidates = sorted(set.intersection(*shared)) if shared else []
     widths = sorted(width for width in set(candidates) if width >= floor)
     if not widths and sensitivities:
-        raise ConfigError(f"{where}: candidates must hold widths of at least floor = {floor}, got {list(candidates)}")
+        raise ConfigError(where, f"candidates must hold widths of at least floor = {floor}, got {list(candidates)}")
     return widths
 
 
@@ -289,7 +290,7 @@ def _lagrangian(options: list[list[tuple[int, int, float]]], capacity: int) -> t
 
 def _check_size(name: str, size: Any, where: str) -> None:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ConfigError(f"{where}: size of {name!r} must be a whole number of at least 1, got {size!r}")
+        raise ConfigError(where, f"size of {name!r} must be a whole number of at least 1, got {size!r}")
 
 
 Apply = Callable[[nn.Module, Mapping[str, int]], nn.Module]
@@ -393,9 +394,9 @@ def _with_costs(
     able = [name for name in sensitivities if name not in keep]
     for name in able:
         if not math.isfinite(sensitivities[name].get(bits, math.nan)):
-            raise ConfigError(f"{where}: bits must be a width at which {name!r} has a finite cost, got {bits}")
+            raise ConfigError(where, f"bits must be a width at which {name!r} has a finite cost, got {bits}")
     if not able:
-        raise ConfigError(f"{where}: sensitivities must name a layer that keep does not, got {list(sensitivities)}")
+        raise ConfigError(where, f"sensitivities must name a layer that keep does not, got {list(sensitivities)}")
     return able
 
 
@@ -440,9 +441,9 @@ def plan_by_quality(
     """
     where = "plan_by_quality"
     if not (isinstance(largest_loss, (int, float)) and 0 <= largest_loss < math.inf):
-        raise ConfigError(f"{where}: largest_loss must be at least 0 and finite, got {largest_loss!r}")
+        raise ConfigError(where, f"largest_loss must be at least 0 and finite, got {largest_loss!r}")
     if start not in ("quantized", "float"):
-        raise ConfigError(f"{where}: start must be 'quantized' or 'float', got {start!r}")
+        raise ConfigError(where, f"start must be 'quantized' or 'float', got {start!r}")
     modules = weighted_layers(model, [*sensitivities, *keep], where)
     able = _with_costs(sensitivities, keep, bits, where)
     order = sorted(able, key=lambda name: sensitivities[name][bits])  # a stable sort: ties in order of execution
@@ -459,7 +460,7 @@ def plan_by_quality(
             candidate = apply(model, dict.fromkeys(order[:count], bits)) if count else model
             quality = float(evaluate(candidate))
             if math.isnan(quality):
-                raise TrainingError(f"{where}: evaluate must return a number, got NaN with {count} layers quantised")
+                raise TrainingError(where, f"evaluate must return a number, got NaN with {count} layers quantised")
             measured[count] = CurvePoint(count, quality, plan(count).average_bits)
         return measured[count]
 

@@ -88,7 +88,7 @@ def correct_bias(
     """
     where = "correct_bias"
     if isinstance(batches, Iterator):
-        raise ConfigError(f"{where}: batches must be readable several times, got an iterator; pass a list")
+        raise ConfigError(where, "batches must be readable several times, got an iterator", "pass a list")
     reference_layers, quantized_layers = _pair(reference, quantized, layers)
     means = _means(reference, reference_layers, batches)
     without = [name for name in means if getattr(quantized_layers[name], "bias", None) is None]
@@ -100,7 +100,7 @@ def correct_bias(
             continue
         found = _means(quantized, {name: module}, batches, like=reference_layers)
         if name not in found:
-            raise MatchError(f"{where}: {name!r} must be reached in the quantised model too; correct the other layers")
+            raise MatchError(where, f"{name!r} must be reached in the quantised model too", "correct the other layers")
         correction = mean - found[name].to(mean)
         _add(module, correction)
         corrected[name] = correction.square().mean().sqrt().item()
@@ -119,11 +119,11 @@ def _pair(
     for name in layers or ():
         if name not in able:
             raise MatchError(
-                f"correct_bias: {name!r} must be a Linear or Conv layer of both models{nearest(name, able)}"
+                "correct_bias", f"{name!r} must be a Linear or Conv layer of both models{nearest(name, able)}"
             )
     chosen = able if layers is None else {name: able[name] for name in layers}
     if not chosen:
-        raise MatchError("correct_bias: must match at least one Linear or Conv layer that both models have, got none")
+        raise MatchError("correct_bias", "must match at least one Linear or Conv layer that both models have, got none")
     return chosen, {name: there[name] for name in chosen}
 
 
@@ -147,12 +147,14 @@ def _means(
                 calls[name] = calls.get(name, 0) + 1
             outputs.clear()
     if not num_batches:
-        raise ConfigError("correct_bias: batches must hold at least one batch, got none")
+        raise ConfigError("correct_bias", "batches must hold at least one batch, got none")
     for name, total in sums.items():
         if calls[name] > num_batches:
-            raise CompatibilityError(f"correct_bias: {name!r} must be called once in a forward; leave it out of layers")
+            raise CompatibilityError(
+                "correct_bias", f"{name!r} must be called once in a forward", "leave it out of layers"
+            )
         if not bool(torch.isfinite(total).all()):
-            raise TrainingError(f"correct_bias: outputs of {name!r} must be finite, got NaN or infinity in a batch")
+            raise TrainingError("correct_bias", f"outputs of {name!r} must be finite, got NaN or infinity in a batch")
     return {name: total / max(counts[name], 1) for name, total in sums.items()}
 
 
@@ -345,7 +347,7 @@ class _Weights:
         self.divisors: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             if not bool(torch.isfinite(weight).all()):
-                raise CompatibilityError(f"equalize: weights of {name!r} must be finite, got NaN or infinity")
+                raise CompatibilityError("equalize", f"weights of {name!r} must be finite, got NaN or infinity")
 
     def divide(self, link: Link, scale: Tensor) -> None:
         """Divide outputs of the first layer, multiply inputs of the second."""
@@ -368,7 +370,9 @@ class _Weights:
                 new.append((module.bias, module.bias.double() / self.divisors[name]))  # type: ignore[arg-type, operator]
         for old, value in new:
             if not bool(torch.isfinite(value.to(old.dtype)).all()):
-                raise CompatibilityError(f"equalize: equalised values must fit into {old.dtype}; equalise in float32")
+                raise CompatibilityError(
+                    "equalize", f"equalised values must fit into {old.dtype}", "equalise in float32"
+                )
         before = [(old, old.clone()) for old, _ in new]
         for old, value in new:
             old.copy_(value)
@@ -420,15 +424,15 @@ def equalize(
         (4.0, 4.0)
     """
     if isinstance(max_iterations, bool) or not isinstance(max_iterations, int) or max_iterations < 1:
-        raise ConfigError(f"equalize: max_iterations must be a whole number of at least 1, got {max_iterations!r}")
+        raise ConfigError("equalize", f"max_iterations must be a whole number of at least 1, got {max_iterations!r}")
     if not 0 < tolerance < math.inf:
-        raise ConfigError(f"equalize: tolerance must be above 0 and finite, got {tolerance!r}")
+        raise ConfigError("equalize", f"tolerance must be above 0 and finite, got {tolerance!r}")
     links, refused = find_links(model, example_inputs)
     if pairs is not None:
         links = {first: _asked_for(first, second, links, refused) for first, second in pairs}
     if not links:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(refused.items())[:3])
-        raise MatchError(f"equalize: must match at least two layers, one behind the other; {reasons or 'none found'}")
+        raise MatchError("equalize", "must match at least two layers, one behind the other", reasons or "none found")
     modules = dict(model.named_modules())
     weights = _Weights(modules, list(links.values()))
     chains = _chains(links, modules)
@@ -463,7 +467,7 @@ def _asked_for(first: str, second: str, links: dict[str, Link], refused: dict[st
             f"{link.second!r} follows it" if link is not None else "no such layer was reached"
         )
         raise CompatibilityError(
-            f"equalize: pairs must be neighbours that can be equalised, got {first!r}, {second!r}: {reason}"
+            "equalize", f"pairs must be neighbours that can be equalised, got {first!r}, {second!r}: {reason}"
         )
     return link
 

@@ -71,8 +71,10 @@ def output_noise(
             rounded = output_tensor(call_model(quantized, batch, where))
             if exact.shape != rounded.shape:
                 raise ConfigError(
-                    f"{where}: outputs must have one shape in float and quantised, got {tuple(exact.shape)} and "
-                    f"{tuple(rounded.shape)}; give inputs whose outputs do not depend on small changes"
+                    where,
+                    f"outputs must have one shape in float and quantised, got {tuple(exact.shape)} and "
+                    f"{tuple(rounded.shape)}",
+                    "give inputs whose outputs do not depend on small changes",
                 )
             _add(whole, exact, rounded)
             if progress is not None:

@@ -52,7 +52,7 @@ def thresholds(accept: str | float) -> tuple[float, float]:
     except ValueError:
         bound = math.nan
     if not 0 <= bound <= 1:
-        raise ConfigError(f"verdict: accept must be {', '.join(RULES)} or a share from 0 to 1, got {accept!r}")
+        raise ConfigError("verdict", f"accept must be {', '.join(RULES)} or a share from 0 to 1, got {accept!r}")
     return bound, bound
 
 
@@ -78,7 +78,7 @@ def judge_loss(
         ('acceptable', 'unacceptable')
     """
     if mode not in ("max", "min"):
-        raise ConfigError(f"verdict: mode must be max or min, got {mode!r}")
+        raise ConfigError("verdict", f"mode must be max or min, got {mode!r}")
     good, bad = thresholds(accept)
     rule = f"acceptable up to {good:.4%}, unacceptable above {bad:.4%} of the float quality"
     change = before - after if mode == "max" else after - before

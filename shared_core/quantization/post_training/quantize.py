@@ -135,14 +135,14 @@ def quantize_with_report(
     # a kept quantiser would not be baked; `apply_ranges` makes the layers anew
     config = dataclasses.replace(as_config(config), keep=False)
     if config.learns_ranges:
-        raise ConfigError(f"{WHERE}: range must be observed, got {config.range!r}, which training learns; use mse")
+        raise ConfigError(WHERE, f"range must be observed, got {config.range!r}, which training learns", "use mse")
     if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 1:
-        raise ConfigError(f"{WHERE}: num_batches must be a whole number of at least 1, got {num_batches!r}")
+        raise ConfigError(WHERE, f"num_batches must be a whole number of at least 1, got {num_batches!r}")
     batches = None if calibration is None else list(itertools.islice(calibration, num_batches))
     if batches is not None and not batches:
-        raise ConfigError(f"{WHERE}: calibration must hold batches, got none")
+        raise ConfigError(WHERE, "calibration must hold batches, got none")
     if correct_bias and batches is None:
-        raise ConfigError(f"{WHERE}: calibration must be given for correct_bias, got none")
+        raise ConfigError(WHERE, "calibration must be given for correct_bias, got none")
     quantized, notes = copy.deepcopy(model).eval(), list[str]()
     example = batches[0] if batches else None
     if equalize or correct_bias if fuse is None else fuse:
@@ -212,7 +212,7 @@ def _check_finite(technique: QuantizationAwareTraining) -> None:
     for name, layer in technique.layers.items():
         if not all(bool(torch.isfinite(weight).all()) for weight in weights_of(layer).values()):
             raise CompatibilityError(
-                f"{WHERE}: weights of {name} must be finite, got NaN or infinity; look for the diverged step"
+                WHERE, f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
             )
 
 
@@ -228,8 +228,9 @@ def _calibrate(
         return 0
     if batches is None:
         raise ConfigError(
-            f"{WHERE}: calibration must be given for ranges of activations, got none; pass some batches of inputs, or "
-            "choose a scheme without ranges, such as int8_weight or int8_dynamic"
+            WHERE,
+            "calibration must be given for ranges of activations, got none",
+            "pass some batches of inputs, or choose a scheme without ranges, such as int8_weight or int8_dynamic",
         )
     bank.move_(next(model.parameters()).device)
     # histograms of all batches fit into one window, and ranges are derived from it once
@@ -249,8 +250,9 @@ def _calibrate(
     missing = [name for name, known in zip(technique.policy.static, bank.known.tolist(), strict=True) if not known]
     if missing:
         raise TrainingError(
-            f"{WHERE}: calibration must reach every quantised layer with finite inputs, but {', '.join(missing[:5])} "
-            "saw none; skip them, or look for NaN"
+            WHERE,
+            f"calibration must reach every quantised layer with finite inputs, but {', '.join(missing[:5])} saw none",
+            "skip them, or look for NaN",
         )
     odd = [name for name, count in zip(technique.policy.static, bank.non_finite.tolist(), strict=True) if count]
     if odd:

@@ -99,7 +99,7 @@ def hessian_trace(
     """
     where = "hessian_trace"
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 2:
-        raise ConfigError(f"{where}: probes must be a whole number of at least 2, for an error bar, got {probes!r}")
+        raise ConfigError(where, f"probes must be a whole number of at least 2, for an error bar, got {probes!r}")
     held = _held(batches, where)
     modules = weighted_layers(model, layers, where)
     weights: list[Tensor] = [module.weight for module in modules.values()]  # type: ignore[misc]
@@ -112,7 +112,7 @@ def hessian_trace(
                 samples[probe] += _curvatures(loss(model, batch), weights, signs, where) / len(held)
     if not bool(torch.isfinite(samples).all()):
         worst = next(name for name, column in zip(modules, samples.T, strict=True) if not torch.isfinite(column).all())
-        raise TrainingError(f"{where}: curvature of {worst!r} must be finite, got NaN or infinity; use float32 weights")
+        raise TrainingError(where, f"curvature of {worst!r} must be finite, got NaN or infinity", "use float32 weights")
     error = samples.std(0) / math.sqrt(probes)
     return {
         name: TraceEstimate(samples[:, index].mean().item(), error[index].item(), probes, weights[index].numel())
@@ -123,7 +123,7 @@ def hessian_trace(
 def _curvatures(value: Tensor, weights: list[Tensor], signs: list[Tensor], where: str) -> Tensor:
     """Return ``vᵀHv`` of every layer; zero where the loss does not depend on it, or only linearly."""
     if value.numel() != 1 or not value.requires_grad:
-        raise ConfigError(f"{where}: loss must return a scalar that depends on the weights, got {tuple(value.shape)}")
+        raise ConfigError(where, f"loss must return a scalar that depends on the weights, got {tuple(value.shape)}")
     zeros = torch.zeros(len(weights), dtype=torch.float64)
     gradients = torch.autograd.grad(value.reshape(()), weights, create_graph=True, allow_unused=True)
     pairs = [(gradient, sign) for gradient, sign in zip(gradients, signs, strict=True) if gradient is not None]
@@ -209,19 +209,19 @@ def layer_sensitivity(
     """
     where = "layer_sensitivity"
     if metric not in ("hessian", "kl", "rmse"):
-        raise ConfigError(f"{where}: metric must be 'hessian', 'kl' or 'rmse', got {metric!r}")
+        raise ConfigError(where, f"metric must be 'hessian', 'kl' or 'rmse', got {metric!r}")
     if not bits or any(isinstance(width, bool) or not isinstance(width, int) or not 2 <= width <= 8 for width in bits):
-        raise ConfigError(f"{where}: bits must be whole numbers from 2 to 8, got {list(bits)}")
+        raise ConfigError(where, f"bits must be whole numbers from 2 to 8, got {list(bits)}")
     held = _held(batches, where)
     modules = weighted_layers(model, layers, where)
     if metric == "hessian":
         if traces is None:
             if loss is None:
-                raise ConfigError(f"{where}: loss must be given for metric='hessian'; or pass traces")
+                raise ConfigError(where, "loss must be given for metric='hessian'", "or pass traces")
             traces = hessian_trace(model, loss, held, layers=list(modules), probes=probes, seed=seed)
         missing = [name for name in modules if name not in traces]
         if missing:
-            raise MatchError(f"{where}: traces must hold every layer, got none for {missing[0]!r}; pass layers too")
+            raise MatchError(where, f"traces must hold every layer, got none for {missing[0]!r}", "pass layers too")
         costs = {
             name: {width: max(traces[name].average, 0.0) * _noise(module, quantize, width) for width in bits}
             for name, module in modules.items()
@@ -231,7 +231,7 @@ def layer_sensitivity(
     for name, entry in costs.items():
         if not all(math.isfinite(cost) for cost in entry.values()):
             raise TrainingError(
-                f"{where}: costs of {name!r} must be finite, got {entry}; look for NaN in weights or data"
+                where, f"costs of {name!r} must be finite, got {entry}", "look for NaN in weights or data"
             )
     return costs
 
@@ -299,10 +299,10 @@ def weighted_layers(model: nn.Module, layers: Sequence[str] | None, where: str) 
             able[name] = module
     for name in layers or ():
         if name not in able:
-            raise MatchError(f"{where}: {name!r} must be a Linear, Conv or Embedding layer{nearest(name, able)}")
+            raise MatchError(where, f"{name!r} must be a Linear, Conv or Embedding layer{nearest(name, able)}")
     chosen = able if layers is None else {name: able[name] for name in layers}
     if not chosen:
-        raise MatchError(f"{where}: must match at least one Linear, Conv or Embedding layer, got none")
+        raise MatchError(where, "must match at least one Linear, Conv or Embedding layer, got none")
     return chosen
 
 
@@ -310,5 +310,5 @@ def _held(batches: Iterable[Any], where: str) -> list[Any]:
     """Return the batches as a list: a shuffling loader would give every probe and layer others."""
     held = list(batches)
     if not held:
-        raise ConfigError(f"{where}: batches must hold at least one batch, got none")
+        raise ConfigError(where, "batches must hold at least one batch, got none")
     return held

@@ -124,9 +124,10 @@ def check_runs(config: TorchaoMethodConfig, device: torch.device, dtype: torch.d
         }
         runs = ", ".join(f"{method} ({', '.join(schemes)})" for method, schemes in able.items() if schemes)
         raise CompatibilityError(
-            f"{WHERE}: method must run on {device.type} in {dtype}, got {config.method} with {config.scheme}, of which "
-            f"torchao {importlib.import_module('torchao').__version__} says: {_told(error)}; "
-            f"what runs here: {runs or 'none of them'}"
+            WHERE,
+            f"method must run on {device.type} in {dtype}, got {config.method} with {config.scheme}, of which torchao "
+            f"{importlib.import_module('torchao').__version__} says: {_told(error)}",
+            f"what runs here: {runs or 'none of them'}",
         ) from error
 
 
@@ -189,8 +190,9 @@ def _torchao(module: str, name: str) -> Any:
         return getattr(importlib.import_module(f"torchao.{module}"), name)
     except (ImportError, AttributeError) as error:
         raise CompatibilityError(
-            f"{WHERE}: torchao must have {module}.{name}, which {torchao.__version__} has not; install another version "
-            "of the extra: pip install 'efftrain[torchao]'"
+            WHERE,
+            f"torchao must have {module}.{name}, which {torchao.__version__} has not",
+            "install another version of the extra: pip install 'efftrain[torchao]'",
         ) from error
 
 
@@ -259,7 +261,7 @@ def to_plain_weights(model: nn.Module) -> nn.Module:
     """
     found = [module for module in model.modules() if isinstance(module, nn.Linear) and _is_torchao(module.weight)]
     if not found:
-        raise MatchError(f"{WHERE}: model must have weights of torchao's, found none; quantise it first")
+        raise MatchError(WHERE, "model must have weights of torchao's, found none", "quantise it first")
     for module in found:
         module.weight = nn.Parameter(to_dense(module.weight).to(module.weight.dtype))
     return model
@@ -380,14 +382,14 @@ def quantize_with_torchao(
     """
     config = TorchaoMethodConfig.from_dict({"method": method, **options})
     if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 1:
-        raise ConfigError(f"{WHERE}: num_batches must be a whole number of at least 1, got {num_batches!r}")
+        raise ConfigError(WHERE, f"num_batches must be a whole number of at least 1, got {num_batches!r}")
     quantized = copy.deepcopy(model).eval()
     layers, left_out = _select(quantized, config)
     for device, dtype in dict.fromkeys((layer.weight.device, layer.weight.dtype) for layer in layers.values()):
         check_runs(config, device, dtype)
     batches = list(itertools.islice(calibration, num_batches))
     if not batches:
-        raise ConfigError(f"{WHERE}: calibration must hold batches, got none")
+        raise ConfigError(WHERE, "calibration must hold batches, got none")
     tell = progress or (lambda done, total: None)
     observed = {name: ObservedLayer(layer, config) for name, layer in layers.items()}
     _observe(quantized, observed, batches, tell)
@@ -427,11 +429,11 @@ def _select(model: nn.Module, config: TorchaoMethodConfig) -> tuple[dict[str, nn
             layers[found.name] = found.module
     if not layers:
         told = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
-        raise MatchError(f"{WHERE}: must match at least one layer that can be quantised; {told}")
+        raise MatchError(WHERE, "must match at least one layer that can be quantised", told)
     for name, layer in layers.items():
         if not bool(torch.isfinite(layer.weight).all()):
             raise CompatibilityError(
-                f"{WHERE}: weights of {name} must be finite, got NaN or infinity; look for the diverged step"
+                WHERE, f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
             )
     return layers, left_out
 
@@ -462,7 +464,7 @@ def _converted(name: str, observed: ObservedLayer) -> Tensor:
         return observed.convert()
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise TrainingError(
-            f"{WHERE}: Hessian of {name} must be positive definite, got one that is not; raise damping"
+            WHERE, f"Hessian of {name} must be positive definite, got one that is not", "raise damping"
         ) from error
 
 
@@ -501,7 +503,7 @@ def _observe(model: nn.Module, observed: dict[str, ObservedLayer], batches: list
     ):
         if wrong:
             raise TrainingError(
-                f"{WHERE}: calibration must reach every layer with finite inputs, but {', '.join(wrong[:5])} {what}"
+                WHERE, f"calibration must reach every layer with finite inputs, but {', '.join(wrong[:5])} {what}"
             )
 
 

@@ -51,7 +51,7 @@ class GeluInputs:
     def __init__(self, quantizers: Mapping[str, ClippedQuantizer], clip: float) -> None:
         if not quantizers:
             raise MatchError(
-                "qat: clip_gelu must find layers whose inputs have a range, found none; leave clip_gelu out"
+                "qat", "clip_gelu must find layers whose inputs have a range, found none", "leave clip_gelu out"
             )
         self.quantizers, self._clip = dict(quantizers), clip
         self._bank = next(iter(self.quantizers.values())).bank
@@ -140,8 +140,10 @@ class GeluInputs:
             self.close()
         if self._judged and not self.found:
             raise MatchError(
-                f"qat: clip_gelu must find a layer with a range that reads the output of a GELU, found none among "
-                f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''}; leave clip_gelu out"
+                "qat",
+                "clip_gelu must find a layer with a range that reads the output of a GELU, found none among "
+                f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''}",
+                "leave clip_gelu out",
             )
         return bool(late)
 

@@ -49,7 +49,7 @@ class Histogram:
 
     def __init__(self, rows: int = 1, bins: int = 2048, device: torch.device | str = "cpu") -> None:
         if isinstance(bins, bool) or not isinstance(bins, int) or not 4 <= bins <= 2**20 or bins & (bins - 1):
-            raise ConfigError(f"histogram: bins must be a power of two from 4 to 2^20, got {bins!r}; 2048 is usual")
+            raise ConfigError("histogram", f"bins must be a power of two from 4 to 2^20, got {bins!r}", "2048 is usual")
         self.data = torch.empty(rows, bins + 4, dtype=torch.float64, device=device)
         self.clear_()
 
@@ -136,8 +136,9 @@ class Histogram:
         """
         if other.data.shape != self.data.shape:
             raise ConfigError(
-                f"histogram: other must have the {self.data.shape[0]} rows and {self.bins} bins of this one, got "
-                f"{other.data.shape[0]} and {other.bins}"
+                "histogram",
+                f"other must have the {self.data.shape[0]} rows and {self.bins} bins of this one, got "
+                f"{other.data.shape[0]} and {other.bins}",
             )
         extrema, counts = other.extrema.to(self.data.device), other.counts.to(self.data.device)
         wider = torch.minimum(self.extrema, extrema)

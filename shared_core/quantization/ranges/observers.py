@@ -213,14 +213,16 @@ class EstimatorBank(RangeBank):
     ) -> None:
         super().__init__(codes, ema_constant=None, rounded_gate=rounded_gate)
         if kind not in _KINDS:
-            raise ConfigError(f"estimator bank: kind must be one that exists, got {kind!r}{nearest(str(kind), _KINDS)}")
+            raise ConfigError(
+                "estimator bank", f"kind must be one that exists, got {kind!r}{nearest(str(kind), _KINDS)}"
+            )
         if not 50 < percentile <= 100:
-            raise ConfigError(f"estimator bank: percentile must be above 50 and at most 100, got {percentile!r}")
+            raise ConfigError("estimator bank", f"percentile must be above 50 and at most 100, got {percentile!r}")
         if isinstance(refresh_every, bool) or not isinstance(refresh_every, int) or refresh_every < 1:
-            raise ConfigError(f"estimator bank: refresh_every must be a whole number from 1, got {refresh_every!r}")
+            raise ConfigError("estimator bank", f"refresh_every must be a whole number from 1, got {refresh_every!r}")
         levels = max((qmax - qmin + 1 for qmin, qmax in codes), default=0)
         if kind == "kl" and bins < 2 * levels:
-            raise ConfigError(f"estimator bank: bins must be at least twice the {levels} codes, got {bins!r}")
+            raise ConfigError("estimator bank", f"bins must be at least twice the {levels} codes, got {bins!r}")
         self.kind, self.percentile, self.refresh_every = kind, percentile, refresh_every
         self.window = Histogram(len(codes), bins).data
         self.history = self.window.clone()

@@ -125,8 +125,9 @@ class ObservedRanges:
             bank.commit(bank.take_window())
             if not bool(bank.known[before["known"]].all()):
                 raise TrainingError(
-                    "qat: calibration batches must reach every quantised layer with finite inputs; "
-                    "raise qat.calibration_batches, or look for NaN"
+                    "qat",
+                    "calibration batches must reach every quantised layer with finite inputs",
+                    "raise qat.calibration_batches, or look for NaN",
                 )
             bank.refresh()
         except BaseException:
@@ -183,8 +184,9 @@ class ObservedRanges:
         if set(names) != set(self.static):
             odd = ", ".join(sorted(set(names) ^ set(self.static))[:5])
             raise CheckpointError(
-                f"qat: saved ranges must be of the layers that are quantised now, but differ in {odd}; "
-                "resume with the include and skip of the saved run"
+                "qat",
+                f"saved ranges must be of the layers that are quantised now, but differ in {odd}",
+                "resume with the include and skip of the saved run",
             )
         rows = torch.tensor([names.index(name) for name in self.static], dtype=torch.int64)
         self.bank.load_state_dict(state, rows)
@@ -317,9 +319,10 @@ class LearnedRanges(ObservedRanges):
         kind = self.config.range
         if any(map(is_sharded, (weight for layer in layers.values() for weight in weights_of(layer).values()))):
             raise CompatibilityError(
-                f"qat: range must be an observed one, such as ema, for a model that is sharded already, got "
-                f"{kind}: FSDP2 takes in no parameters afterwards, and learned scales are such; observe "
-                "ranges, or use strategy eff_fsdp or the Hugging Face Trainer, which shard later, or DDP"
+                "qat",
+                f"range must be an observed one, such as ema, for a model that is sharded already, got {kind}: FSDP2 "
+                "takes in no parameters afterwards, and learned scales are such",
+                "observe ranges, or use strategy eff_fsdp or the Hugging Face Trainer, which shard later, or DDP",
             )
         rounded = self.config.gate == "rounded"
         owners = Counter(id(weight) for layer in layers.values() for weight in weights_of(layer).values())
@@ -460,9 +463,10 @@ def _refuse_other_dtypes(name: str, layer: nn.Module) -> None:
     other = {weight.dtype for weight in weights_of(layer).values() if weight.requires_grad} - learned
     if learned and other:
         raise CompatibilityError(
-            f"qat: range must be an observed one, such as ema, for 16-bit weights under FSDP2, got {name} in "
-            f"{other.pop()} with learned scales in {learned.pop()}: FSDP2 takes parameters of one dtype "
-            "together; observe ranges, or load the model in float32 and let FSDP2 compute in 16 bits"
+            "qat",
+            f"range must be an observed one, such as ema, for 16-bit weights under FSDP2, got {name} in {other.pop()} "
+            f"with learned scales in {learned.pop()}: FSDP2 takes parameters of one dtype together",
+            "observe ranges, or load the model in float32 and let FSDP2 compute in 16 bits",
         )
 
 

@@ -91,12 +91,10 @@ def find_layers(model: nn.Module, names: Iterable[str], where: str) -> dict[str,
     layers: dict[str, nn.Module] = {}
     for name in names:
         if name not in able:
-            raise MatchError(
-                f"{where}: {name!r} must be a layer of the model that can be quantised{nearest(name, able)}"
-            )
+            raise MatchError(where, f"{name!r} must be a layer of the model that can be quantised{nearest(name, able)}")
         layers[name] = known[name]
     if not layers:
-        raise MatchError(f"{where}: ranges must name at least one layer, got none; train with qat first")
+        raise MatchError(where, "ranges must name at least one layer, got none", "train with qat first")
     return layers
 
 
@@ -107,20 +105,18 @@ def saved_scheme(entry: Mapping[str, Any], where: str) -> LayerScheme:
         ConfigError: If a value is none that `LayerScheme` has.
     """
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{where}: range must be a mapping, got {entry!r}")
+        raise ConfigError(where, f"range must be a mapping, got {entry!r}")
     fields = {field.name: entry[field.name] for field in dataclasses.fields(LayerScheme) if field.name in entry}
     for name, kinds in (("weight", get_args(Weight)), ("input", get_args(Input))):
         if fields.get(name, kinds[0]) not in kinds:
-            raise ConfigError(f"{where}: {name} must be one of {', '.join(kinds)}, got {fields[name]!r}")
+            raise ConfigError(where, f"{name} must be one of {', '.join(kinds)}, got {fields[name]!r}")
     for name, low in (("weight_bits", 1), ("activation_bits", 0), ("group_size", 0)):
         value = fields.get(name, 8)
         if isinstance(value, bool) or not isinstance(value, int) or value < low or ("bits" in name and value > 8):
-            raise ConfigError(f"{where}: {name} must be a whole number from {low} to 8, got {value!r}")
+            raise ConfigError(where, f"{name} must be a whole number from {low} to 8, got {value!r}")
     scheme = LayerScheme(**fields)
     if scheme.input == "static" and scheme.activation_bits < 2:
-        raise ConfigError(
-            f"{where}: activation_bits must be a whole number from 2 to 8, got {scheme.activation_bits!r}"
-        )
+        raise ConfigError(where, f"activation_bits must be a whole number from 2 to 8, got {scheme.activation_bits!r}")
     return scheme
 
 
@@ -133,9 +129,9 @@ def check_range(entry: Mapping[str, Any], where: str) -> tuple[float, float]:
     try:
         minimum, maximum = float(entry["min"]), float(entry["max"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: range must have a min and a max, got {entry!r}") from error
+        raise ConfigError(where, f"range must have a min and a max, got {entry!r}") from error
     if not (math.isfinite(minimum) and math.isfinite(maximum) and minimum <= maximum):
-        raise ConfigError(f"{where}: min and max must be finite and in this order, got {minimum} and {maximum}")
+        raise ConfigError(where, f"min and max must be finite and in this order, got {minimum} and {maximum}")
     return minimum, maximum
 
 

@@ -76,7 +76,7 @@ class Decoder:
         self._library = _constriction()
         if len(data) % 4 or data[-4:] == b"\0\0\0\0":
             raise CheckpointError(
-                f"decompress: coded symbols must be whole words, the last not 0, got {len(data)} bytes"
+                "decompress", f"coded symbols must be whole words, the last not 0, got {len(data)} bytes"
             )
         words = np.frombuffer(data, dtype="<u4").astype(np.uint32)
         self._coder = self._library.stream.stack.AnsCoder(words)
@@ -103,7 +103,9 @@ def _model(library: Any, table: bytes) -> Any:
         return None
     weights = [_EIGHTHS[(byte - 1) % 8] * 2.0 ** ((byte - 1) // 8) if byte else 0.0 for byte in table]
     if not any(weights):
-        raise CheckpointError("decompress: table of symbols must hold one that occurs, got none; the file is damaged")
+        raise CheckpointError(
+            "decompress", "table of symbols must hold one that occurs, got none", "the file is damaged"
+        )
     # perfect=False is the library's stable way of rounding: sums and products of float64, the same on every machine
     return library.stream.model.Categorical(np.array(weights), perfect=False)
 

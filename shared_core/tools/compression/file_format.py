@@ -131,7 +131,7 @@ def read_index(file: BinaryIO, path: Path, max_bytes: int | None = None) -> Inde
     _, version, size, offset, packed, crc = HEADER.unpack(head)
     if version != VERSION:
         raise CheckpointError(
-            f"decompress: {path} must have format {VERSION}, got {version}; update efftrain to read this file"
+            "decompress", f"{path} must have format {VERSION}, got {version}", "update efftrain to read this file"
         )
     if offset < HEADER.size or offset + packed != length or not 0 < size <= LARGEST_INDEX:
         raise damaged(path, "must hold its index at its end", f"{packed} bytes at {offset} of {length}")
@@ -153,15 +153,18 @@ def read_index(file: BinaryIO, path: Path, max_bytes: int | None = None) -> Inde
     limit = FREE_BYTES + FREE_RATIO * length if max_bytes is None else max_bytes
     if total > limit:
         raise CheckpointError(
-            f"decompress: {path} must restore to at most {limit} bytes, got {total} declared by a file of {length}; "
-            "if you trust it, pass max_bytes (eff decompress: --max-bytes)"
+            "decompress",
+            f"{path} must restore to at most {limit} bytes, got {total} declared by a file of {length}",
+            "if you trust it, pass max_bytes (eff decompress: --max-bytes)",
         )
     return index
 
 
 def damaged(path: Path, rule: str, got: str) -> CheckpointError:
     """Return the error for a file that breaks a rule of the format."""
-    return CheckpointError(f"decompress: {path} {rule}, got {got}; the file is damaged or was not written by efftrain")
+    return CheckpointError(
+        "decompress", f"{path} {rule}, got {got}", "the file is damaged or was not written by efftrain"
+    )
 
 
 def inflate(data: bytes, size: int) -> bytes:

@@ -73,7 +73,7 @@ class CompressedFile:
         try:
             return self.path.open("rb")
         except OSError as error:
-            raise CheckpointError(f"decompress: {self.path} must be a readable file, got {error}") from error
+            raise CheckpointError("decompress", f"{self.path} must be a readable file, got {error}") from error
 
     def _tensor(self, file: BinaryIO, offset: int, entry: TensorEntry) -> Tensor:
         file.seek(offset)

@@ -123,16 +123,20 @@ def compress(
     started = time.perf_counter()
     check_bits(bits, "compress")
     if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
-        raise ConfigError(f"compress: min_size must be a whole number >= 0, got {min_size!r}")
+        raise ConfigError("compress", f"min_size must be a whole number >= 0, got {min_size!r}")
     if not isinstance(state_dict, Mapping):
         raise ConfigError(
-            f"compress: state_dict must be tensors by name, got {type(state_dict).__name__}; pass model.state_dict()"
+            "compress",
+            f"state_dict must be tensors by name, got {type(state_dict).__name__}",
+            "pass model.state_dict()",
         )
     tensors, ties = _checked(state_dict)
     widths = _widths(tensors, ties, bits, dict(bits_of or {}), min_size)
     for name, content in (files or {}).items():
         if not is_plain_name(name) or not isinstance(content, bytes):
-            raise ConfigError(f"compress: files must be bytes by plain name, got {type(content).__name__} as {name!r}")
+            raise ConfigError(
+                "compress", f"files must be bytes by plain name, got {type(content).__name__} as {name!r}"
+            )
     entries, told, other = [], [], []
     with atomic_write(path) as temporary, temporary.open("wb") as file:
         file.write(bytes(HEADER.size))
@@ -149,7 +153,9 @@ def compress(
         offset = file.tell()
         packed, size = Index(tuple(entries), ties, tuple(other)).pack()
         if size > LARGEST_INDEX:
-            raise CheckpointError(f"compress: index must be at most {LARGEST_INDEX} bytes, got {size}; shorten names")
+            raise CheckpointError(
+                "compress", f"index must be at most {LARGEST_INDEX} bytes, got {size}", "shorten names"
+            )
         file.write(packed)
         file_bytes = file.tell()
         file.seek(0)
@@ -170,18 +176,20 @@ def _checked(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
     # all held at once, because the addresses by which ties are found are those of living tensors
     given = dict(state_dict)
     if not given:
-        raise CheckpointError("compress: state dict must hold at least one tensor, got none; check the path")
+        raise CheckpointError("compress", "state dict must hold at least one tensor, got none", "check the path")
     owners: dict[Any, str] = {}
     tensors, ties = {}, {}
     for name, tensor in given.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise CheckpointError(
-                f"compress: {name!r} must be a tensor, got {type(tensor).__name__}; leave out what is none"
+                "compress", f"{name!r} must be a tensor, got {type(tensor).__name__}", "leave out what is none"
             )
         dtype = str(tensor.dtype).removeprefix("torch.")
         if hasattr(tensor, "to_local") or tensor.is_meta or tensor.layout != torch.strided or dtype not in DTYPES:
             kind = "sharded" if hasattr(tensor, "to_local") else f"{tensor.layout}, {tensor.dtype} on {tensor.device}"
-            raise CheckpointError(f"compress: {name} must be a plain dense tensor, got {kind}; gather or convert it")
+            raise CheckpointError(
+                "compress", f"{name} must be a plain dense tensor, got {kind}", "gather or convert it"
+            )
         key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), dtype) if tensor.numel() else name
         owner = owners.setdefault(key, name)
         if owner == name:
@@ -203,7 +211,7 @@ def _widths(
         if width is not None:
             check_bits(width, f"compress: bits_of {pattern!r}")
         if not any(_matches(name, pattern) for name in (*tensors, *ties)):
-            raise ConfigError(f"compress: bits_of pattern {pattern!r} matches no tensor{nearest(pattern, tensors)}")
+            raise ConfigError("compress", f"bits_of pattern {pattern!r} matches no tensor{nearest(pattern, tensors)}")
     widths: dict[str, int | None] = {}
     for name, tensor in tensors.items():
         is_matrix = tensor.ndim > 1 and tensor.numel() >= min_size

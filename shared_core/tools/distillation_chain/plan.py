@@ -42,7 +42,7 @@ def find_model(folder: Path, pattern: str | None = None) -> Path:
     if pattern is not None:
         found = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
         if not found:
-            raise CheckpointError(f"chain: {folder} must hold a model under {pattern!r}, got nothing there")
+            raise CheckpointError("chain", f"{folder} must hold a model under {pattern!r}, got nothing there")
         return found[-1]
     if any(any(folder.glob(f"{stem}*")) for stem in ("model.safetensors", "pytorch_model.bin")):
         return folder
@@ -56,8 +56,9 @@ def find_model(folder: Path, pattern: str | None = None) -> Path:
         best = Path(str(_monitor(files[newest]).get("best_model_path")))
         return next((file for file in files if file.resolve() == best.resolve()), newest)
     raise CheckpointError(
-        f"chain: {folder} must hold the trained model, a Transformers folder, checkpoint-* or .ckpt, got none; the "
-        "script must save it there (save_model, ModelCheckpoint), or say where under {out} it lies (--model)"
+        "chain",
+        f"{folder} must hold the trained model, a Transformers folder, checkpoint-* or .ckpt, got none",
+        "the script must save it there (save_model, ModelCheckpoint), or say where under {out} it lies (--model)",
     )
 
 
@@ -217,12 +218,12 @@ def plan_stages(
         [None, 'stage-1', 'stage-2']
     """
     if (generations is None) == (not students):
-        raise ConfigError("chain: one of students and generations must be given; students a b, or generations 3")
+        raise ConfigError("chain", "one of students and generations must be given", "students a b, or generations 3")
     if generations is not None and (isinstance(generations, bool) or generations < 1):
-        raise ConfigError(f"chain: generations must be at least 1, got {generations!r}")
+        raise ConfigError("chain", f"generations must be at least 1, got {generations!r}")
     names: list[str | None] = list(students) or [None] * (generations or 0)
     if teacher is None and len(names) == 1:
-        raise ConfigError("chain: one stage must have a teacher, got none; give it, or another stage")
+        raise ConfigError("chain", "one stage must have a teacher, got none", "give it, or another stage")
     _check_signs(command, names, teacher)
     teacher = None if teacher is None else _checked_teacher(teacher)
     by_stage = _by_stage(command, options or {}, len(names) - (teacher is None))
@@ -234,7 +235,9 @@ def plan_stages(
     ]
     for stage in stages:  # every recipe is built once now, so that a wrong option does not cost a training
         if "distill" in stage.recipe(None):
-            raise ConfigError("chain: eff_recipe must have no distill section; give its options as flags, --distill_…")
+            raise ConfigError(
+                "chain", "eff_recipe must have no distill section", "give its options as flags, --distill_…"
+            )
         stage.recipe(stage.teacher)
     return stages
 
@@ -242,18 +245,22 @@ def plan_stages(
 def _check_signs(command: TrainingCommand, names: Sequence[str | None], teacher: str | None) -> None:
     if not command.uses("{out}"):
         raise ConfigError(
-            "chain: command must contain {out}, the stage's folder, got none; write it where the script takes its "
-            "output folder: --output_dir {out}"
+            "chain",
+            "command must contain {out}, the stage's folder, got none",
+            "write it where the script takes its output folder: --output_dir {out}",
         )
     if len(set(names)) > 1 and not command.uses("{student}"):
         raise ConfigError(
-            "chain: command must contain {student}, else every stage trains the same one; write it where the script "
-            "takes the model: --model_name_or_path {student}"
+            "chain",
+            "command must contain {student}, else every stage trains the same one",
+            "write it where the script takes the model: --model_name_or_path {student}",
         )
     if names[0] is None and command.uses("{student}"):
-        raise ConfigError("chain: command must not contain {student} with generations; name students instead")
+        raise ConfigError("chain", "command must not contain {student} with generations", "name students instead")
     if teacher is None and command.uses("{teacher}"):
-        raise ConfigError("chain: command must not contain {teacher} where the first stage has none; give the teacher")
+        raise ConfigError(
+            "chain", "command must not contain {teacher} where the first stage has none", "give the teacher"
+        )
 
 
 def _checked_teacher(name: str) -> str:
@@ -261,14 +268,14 @@ def _checked_teacher(name: str) -> str:
     found = []
     for part in (part.strip() for part in name.split(",")):
         if part == EMA:
-            raise ConfigError("chain: teacher must be a model that is there, got ema; the first may go without one")
+            raise ConfigError("chain", "teacher must be a model that is there, got ema", "the first may go without one")
         prefix = CACHE if part.startswith(CACHE) else ""
         path = Path(part.removeprefix(prefix)).expanduser()
         if prefix and not path.is_dir():
-            raise CheckpointError(f"chain: teacher must be a cached one that exists, got {part!r}")
+            raise CheckpointError("chain", f"teacher must be a cached one that exists, got {part!r}")
         if not path.exists():
             if _looks_like_path(part):
-                raise CheckpointError(f"chain: teacher must be an existing model or a Hub name, got {part!r}")
+                raise CheckpointError("chain", f"teacher must be an existing model or a Hub name, got {part!r}")
             found.append(part)
             continue
         if not prefix:
@@ -290,14 +297,15 @@ def _looks_like_path(name: str) -> bool:
 def _by_stage(command: TrainingCommand, options: Mapping[str, Sequence[Any]], taught: int) -> list[dict[str, Any]]:
     """Return the options of distillation of each stage that has a teacher."""
     if f"{_DISTILL}teacher" in {*command.flags, *(f"{_DISTILL}{name}" for name in options)}:
-        raise ConfigError("chain: distill_teacher must not be given, every stage has its own; give teacher")
+        raise ConfigError("chain", "distill_teacher must not be given, every stage has its own", "give teacher")
     for name, values in options.items():
         if f"{_DISTILL}{name}" in command.flags:
-            raise ConfigError(f"chain: distill_{name} must be given once, got it before and after --")
+            raise ConfigError("chain", f"distill_{name} must be given once, got it before and after --")
         if len(values) not in (1, taught):
             raise ConfigError(
-                f"chain: distill_{name} must have one value, or one for each of the {taught} stages with a teacher, "
-                f"got {len(values)}"
+                "chain",
+                f"distill_{name} must have one value, or one for each of the {taught} stages with a teacher, got "
+                f"{len(values)}",
             )
     return [
         {f"{_DISTILL}{name}": values[index if len(values) > 1 else 0] for name, values in options.items()}

@@ -121,6 +121,7 @@ class StageError(TrainingError):
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
+        self.args = (message, exit_code)  # what unpickling calls it with
         self.exit_code = exit_code
 
 
@@ -167,7 +168,9 @@ class TeacherChain:
             self._command, teacher=first, students=students, generations=generations, options=options
         )
         if "," in str(self.folder.resolve()):
-            raise ConfigError(f"chain: out must have no comma in its path, which separates teachers, got {self.folder}")
+            raise ConfigError(
+                "chain", f"out must have no comma in its path, which separates teachers, got {self.folder}"
+            )
         self._plan = {"format": _FORMAT, "command": without_secrets(command)}
         self._model, self.metric = model, metric
         self._trained: dict[str, Any] = {}
@@ -293,9 +296,11 @@ class TeacherChain:
         if not told.get("batches"):
             found = "its receipt tells of no batch" if told else "no receipt of distillation was written"
             raise TrainingError(
-                f"chain: {stage.name} must learn from its teacher, but {found}; the command must train to its end with "
-                "the Hugging Face Trainer or Lightning, and take its recipe: `python my_train.py` does, any other "
-                "command must take it from the file that EFF_RECIPE and {recipe} name"
+                "chain",
+                f"{stage.name} must learn from its teacher, but {found}",
+                "the command must train to its end with the Hugging Face Trainer or Lightning, and take its recipe: "
+                "`python my_train.py` does, any other command must take it from the file that EFF_RECIPE and "
+                "{recipe} name",
             )
         return told
 
@@ -303,12 +308,13 @@ class TeacherChain:
         file = self.folder / JOURNAL_FILE
         if not file.exists():
             if self.folder.exists() and not self.folder.is_dir():
-                raise CheckpointError(f"chain: out must be a folder, got the file {self.folder}")
+                raise CheckpointError("chain", f"out must be a folder, got the file {self.folder}")
             odd = sorted(path.name for path in self.folder.glob("[!.]*"))
             if odd:
                 raise CheckpointError(
-                    f"chain: out must be new, empty or hold a chain, got {self.folder} with {odd[0]!r} and no "
-                    f"{JOURNAL_FILE}; give another folder"
+                    "chain",
+                    f"out must be new, empty or hold a chain, got {self.folder} with {odd[0]!r} and no {JOURNAL_FILE}",
+                    "give another folder",
                 )
             return []
         known = read_object(file)
@@ -316,20 +322,22 @@ class TeacherChain:
         check_same(file, known, self._plan, "chain")
         names = [field.name for field in fields(ChainRow)]
         if not isinstance(stages, list) or any(not isinstance(row, dict) or set(row) != set(names) for row in stages):
-            raise CheckpointError(f"{file}: file must hold the stages of a chain; it is damaged, remove it")
+            raise CheckpointError(file, "file must hold the stages of a chain", "it is damaged, remove it")
         rows = [ChainRow(**{**row, "warnings": tuple(row["warnings"])}) for row in stages]
         for row, values, stage in zip(rows, stages, self.stages, strict=False):
             plan = stage.plan()
             check_same(file, {name: values[name] for name in plan}, plan, "chain")
             if not (self.folder / row.model).exists():
                 raise CheckpointError(
-                    f"{file}: the model of {stage.name} must be there, got none at {self.folder / row.model}; put it "
-                    "back, or give another folder"
+                    file,
+                    f"the model of {stage.name} must be there, got none at {self.folder / row.model}",
+                    "put it back, or give another folder",
                 )
         if len(rows) > len(self.stages):
             raise CheckpointError(
-                f"{file}: chain must have at least the {len(rows)} stages that are finished, got {len(self.stages)}; "
-                "give the same ones or more, or another folder"
+                file,
+                f"chain must have at least the {len(rows)} stages that are finished, got {len(self.stages)}",
+                "give the same ones or more, or another folder",
             )
         return rows
 

@@ -307,8 +307,9 @@ def _lowered(exported: nn.Module, inputs: Any, layers: dict[str, Any]) -> tuple[
         edge = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
     except Exception as error:  # torch.export raises whatever the model makes it
         raise CompatibilityError(
-            f"export_executorch: model must be one that torch.export can trace, got {type(error).__name__}: "
-            f"{str(error)[:500]}; simplify its forward"
+            "export_executorch",
+            f"model must be one that torch.export can trace, got {type(error).__name__}: {str(error)[:500]}",
+            "simplify its forward",
         ) from error
     lowered = edge.exported_program()
     buffers = lowered.graph_signature.inputs_to_buffers
@@ -343,13 +344,14 @@ def _compare(file: Path, reference: nn.Module, inputs: Any) -> float:
         found = [output for output in method.execute(tensors) if isinstance(output, Tensor)]
     except RuntimeError as error:
         raise CompatibilityError(
-            f"export_executorch: program must run in ExecuTorch's runtime, got {error}; nothing was written; look for "
-            "an operator that it has no kernel for, such as a 3-d convolution"
+            "export_executorch",
+            f"program must run in ExecuTorch's runtime, got {error}",
+            "nothing was written; look for an operator that it has no kernel for, such as a 3-d convolution",
         ) from error
     with torch.no_grad():
         expected = [leaf for leaf in tree_leaves(plain(call_model(reference, inputs))) if isinstance(leaf, Tensor)]
     if len(found) != len(expected):
-        raise CompatibilityError(f"export_executorch: program must have {len(expected)} outputs, got {len(found)}")
+        raise CompatibilityError("export_executorch", f"program must have {len(expected)} outputs, got {len(found)}")
     changes = [
         float((mine.double() - theirs.double()).abs().max() / (theirs.double().abs().max().clamp_min(1e-12)))
         for mine, theirs in zip(found, expected, strict=True)
@@ -358,7 +360,8 @@ def _compare(file: Path, reference: nn.Module, inputs: Any) -> float:
     change = max(changes, default=0.0)
     if not change <= _LARGEST_CHANGE:
         raise CompatibilityError(
-            f"export_executorch: outputs of the program must equal the model's to {_LARGEST_CHANGE:.0%}, got a change "
-            f"of {change:.3g}; nothing was written; give calibration with more batches, or leave it out"
+            "export_executorch",
+            f"outputs of the program must equal the model's to {_LARGEST_CHANGE:.0%}, got a change of {change:.3g}",
+            "nothing was written; give calibration with more batches, or leave it out",
         )
     return change

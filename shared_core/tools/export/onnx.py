@@ -102,18 +102,19 @@ def _observed(file: Path, names: tuple[str, ...], calibration: Iterable[Any]) ->
                 found = session.run(names, feeds(session, batch)) if names else ()
             except Exception as error:  # onnxruntime's errors share no public base
                 raise ConfigError(
-                    f"export_onnx: calibration must hold what the model takes, got {type(batch).__name__} "
-                    f"({str(error)[:300]}); pass batches like example_inputs, without labels"
+                    "export_onnx",
+                    f"calibration must hold what the model takes, got {type(batch).__name__} ({str(error)[:300]})",
+                    "pass batches like example_inputs, without labels",
                 ) from error
             for row, value in enumerate(found):
                 bank.observe(row, torch.from_numpy(value))
     if not batches:
-        raise ConfigError("export_onnx: calibration must hold batches, got none")
+        raise ConfigError("export_onnx", "calibration must hold batches, got none")
     bank.commit(bank.window)  # one process exports, whatever others there are
     missing = [name for name, known in zip(names, bank.known.tolist(), strict=True) if not known]
     if missing:
         raise TrainingError(
-            f"export_onnx: calibration must give finite values, but {', '.join(missing[:5])} had none; look for NaN"
+            "export_onnx", f"calibration must give finite values, but {', '.join(missing[:5])} had none", "look for NaN"
         )
     return bank
 
@@ -232,8 +233,10 @@ def check_length(inputs: Any) -> None:
     shape = tuple(next(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)).shape)
     if len(shape) < 2 or shape[1] < _SHORTEST:
         raise ConfigError(
-            "export_onnx: dynamic_length must come with example_inputs of shape (batch, length, ...) and a length of "
-            f"{_SHORTEST} at least, got {shape}; give longer ones or leave it out"
+            "export_onnx",
+            f"dynamic_length must come with example_inputs of shape (batch, length, ...) and a length of {_SHORTEST} "
+            f"at least, got {shape}",
+            "give longer ones or leave it out",
         )
 
 
@@ -314,8 +317,8 @@ def wants_unsigned(weight_codes: str) -> bool:
     if weight_codes not in get_args(WeightCodes):
         known = get_args(WeightCodes)
         raise ConfigError(
-            f"export_onnx: weight_codes must be one of {', '.join(known)}, got {weight_codes!r}"
-            f"{nearest(str(weight_codes), known)}"
+            "export_onnx",
+            f"weight_codes must be one of {', '.join(known)}, got {weight_codes!r}{nearest(str(weight_codes), known)}",
         )
     return weight_codes == "unsigned" or (weight_codes == "auto" and not onnxruntime_sums_exactly())
 
@@ -488,8 +491,9 @@ def export_onnx(
     reference, names = quantized_reference(model, "export_onnx")
     if calibration is not None and not names:
         raise MatchError(
-            "export_onnx: with calibration model must have quantised layers, found none; train it with qat, or call "
-            "apply_ranges on a model with baked weights"
+            "export_onnx",
+            "with calibration model must have quantised layers, found none",
+            "train it with qat, or call apply_ranges on a model with baked weights",
         )
     runs = importlib.util.find_spec("onnxruntime") is not None
     activations: tuple[str, ...] = ()
@@ -528,7 +532,7 @@ def _check_arguments(example_inputs: Any, opset: int, calibrates: bool) -> None:
         if importlib.util.find_spec(library) is None:
             raise MissingExtraError("export_onnx", library, "onnx")
     if isinstance(opset, bool) or opset not in _OPSETS:
-        raise ConfigError(f"export_onnx: opset must be {_OPSETS[0]} to {_OPSETS[-1]}, got {opset!r}")
+        raise ConfigError("export_onnx", f"opset must be {_OPSETS[0]} to {_OPSETS[-1]}, got {opset!r}")
     check_inputs(example_inputs, "export_onnx")
 
 
@@ -558,7 +562,7 @@ def _export(
     graph = program.model.graph
     size = sum(value.const_value.nbytes for value in graph.initializers.values())
     if size > _LARGEST_FILE:
-        raise CompatibilityError(f"export_onnx: model must be smaller than 2 GiB to be one file, got {size} bytes")
+        raise CompatibilityError("export_onnx", f"model must be smaller than 2 GiB to be one file, got {size} bytes")
     DeduplicateInitializersPass(size_limit=_LARGEST_FILE)(program.model)  # tied weights
     for node in graph:
         node.metadata_props.clear()  # stack traces of this machine
@@ -572,8 +576,9 @@ def _export(
         stays = any(isinstance(size, str) for shape in taken.values() for size in shape[place : place + 1])
         if axis in asked and not stays:
             raise CompatibilityError(
-                f"export_onnx: model must take any {axis} to leave it open, and its forward fixes it; make it depend "
-                f"on the inputs' shapes{hint}"
+                "export_onnx",
+                f"model must take any {axis} to leave it open, and its forward fixes it",
+                f"make it depend on the inputs' shapes{hint}",
             )
     program.save(file)
     return taken
@@ -604,8 +609,9 @@ def _program(exported: nn.Module, inputs: Any, shapes: Any, opset: int, hint: st
             while cause.__cause__ is not None:
                 cause = cause.__cause__
             raise CompatibilityError(
-                f"export_onnx: model must be one that torch.onnx can export, got {type(cause).__name__}: "
-                f"{str(cause)[:500]}; simplify its forward{hint}"
+                "export_onnx",
+                f"model must be one that torch.onnx can export, got {type(cause).__name__}: {str(cause)[:500]}",
+                f"simplify its forward{hint}",
             ) from error
 
 
@@ -614,7 +620,8 @@ def _check_shorter(file: Path, reference: nn.Module, inputs: Any) -> float:
         return check_file(file, reference, one_shorter(plain(inputs)))[0]
     except Exception as error:  # the model's own, or onnxruntime's many
         raise CompatibilityError(
-            "export_onnx: file must compute what the model does at every length, and with example_inputs that are "
-            f"shorter by one it did not: {str(error)[:500]}; pass dynamic_length=False (eff export: --length for a "
-            "folder, no --dynamic-length for a function)"
+            "export_onnx",
+            "file must compute what the model does at every length, and with example_inputs that are shorter by one "
+            f"it did not: {str(error)[:500]}",
+            "pass dynamic_length=False (eff export: --length for a folder, no --dynamic-length for a function)",
         ) from error

@@ -118,7 +118,7 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
     """
     if not bool(torch.isfinite(values).all()):
         raise CompatibilityError(
-            f"export_onnx: weights of {name} must be finite, got NaN or infinity; look for the diverged step"
+            "export_onnx", f"weights of {name} must be finite, got NaN or infinity", "look for the diverged step"
         )
     rows = as_rows(module, values).contiguous()
     bits = max(scheme.weight_bits, 2)
@@ -132,8 +132,10 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
     found = grid_of(rows.view(-1, block) if block else rows, qmax, limit)
     if found is None:
         raise CompatibilityError(
-            f"export_onnx: {name} must have weights on a grid of int8 codes, got {scheme.weight} of {bits} bits "
-            f"{'with zero points ' if scheme.affine else ''}that are not; bake them, or take fewer bits"
+            "export_onnx",
+            f"{name} must have weights on a grid of int8 codes, got {scheme.weight} of {bits} bits "
+            f"{'with zero points ' if scheme.affine else ''}that are not",
+            "bake them, or take fewer bits",
         )
     codes, scale = found
     if not block and bits < 7:
@@ -146,8 +148,9 @@ def weight_grid(name: str, module: Any, values: Tensor, scheme: LayerScheme) -> 
         if module.__class__ is nn.Embedding or isinstance(module, nn.Linear):
             return Quantized(codes, scale.view(len(rows), -1), 1, block)
         raise CompatibilityError(
-            f"export_onnx: {name} must have a scale for each channel to be exported as a convolution, got groups; "
-            "skip it in qat, or override its scheme with int8_weight"
+            "export_onnx",
+            f"{name} must have a scale for each channel to be exported as a convolution, got groups",
+            "skip it in qat, or override its scheme with int8_weight",
         )
     if not isinstance(module, TRANSPOSED):
         return Quantized(codes.view(values.shape), scale, 0, 0)
@@ -390,7 +393,7 @@ def check_begun(name: str, module: Any, where: str = "export_onnx") -> None:
     """
     if not module.quantizer.bank.quantizing:
         raise CompatibilityError(
-            f"{where}: {name} must be quantised, got a layer before qat's begin; train past it, or let qat finish"
+            where, f"{name} must be quantised, got a layer before qat's begin", "train past it, or let qat finish"
         )
 
 
@@ -403,19 +406,22 @@ def check_exportable(name: str, module: Any, where: str = "export_onnx") -> None
     scheme: LayerScheme = module.quantizer.scheme
     if STOCK[type(module)] not in EXPORTED:
         raise CompatibilityError(
-            f"{where}: {name} must be one of {', '.join(kind.__name__ for kind in EXPORTED)}, got "
-            f"{STOCK[type(module)].__name__}, whose ONNX operator has no quantised form; skip it in qat"
+            where,
+            f"{name} must be one of {', '.join(kind.__name__ for kind in EXPORTED)}, got "
+            f"{STOCK[type(module)].__name__}, whose ONNX operator has no quantised form",
+            "skip it in qat",
         )
     if scheme.weight not in INTEGER_WEIGHTS or scheme.input not in ("none", "static", "token"):
         raise CompatibilityError(
-            f"{where}: {name} must have integer codes, got weight {scheme.weight} and input {scheme.input}; "
-            "train with scheme int8, int8_weight, int8_dynamic, int4_weight or ternary"
+            where,
+            f"{name} must have integer codes, got weight {scheme.weight} and input {scheme.input}",
+            "train with scheme int8, int8_weight, int8_dynamic, int4_weight or ternary",
         )
     if getattr(module, "max_norm", None) is not None:
-        raise CompatibilityError(f"{where}: {name} must have no max_norm, which rescales rows; skip it in qat")
+        raise CompatibilityError(where, f"{name} must have no max_norm, which rescales rows", "skip it in qat")
     weight: Tensor = module.weight
     if weight.dtype != torch.float32:
-        raise CompatibilityError(f"{where}: {name} must be float32, got {weight.dtype}; call model.float() first")
+        raise CompatibilityError(where, f"{name} must be float32, got {weight.dtype}", "call model.float() first")
 
 
 @torch.no_grad()
@@ -440,8 +446,9 @@ def to_export(
     grid = shared_grid(name, module, scheme, shared)
     if scheme.input != "none" and not isinstance(module, TRANSPOSED) and grid.codes[0].numel() * 128 * 255 >= 2**31:
         raise CompatibilityError(
-            f"export_onnx: {name} must sum fewer products than overflow 32 bits, got {grid.codes[0].numel()} per "
-            "output; skip it in qat"
+            "export_onnx",
+            f"{name} must sum fewer products than overflow 32 bits, got {grid.codes[0].numel()} per output",
+            "skip it in qat",
         )
     # onnxruntime has integer kernels for weights with a zero point alone
     weight_zeros = torch.zeros(grid.scale.shape, dtype=torch.int8)

@@ -44,8 +44,9 @@ def check_inputs(inputs: Any, where: str) -> None:
     """
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(plain(inputs))):
         raise ConfigError(
-            f"{where}: example_inputs must hold a tensor, got {type(inputs).__name__}; pass what the model is "
-            "called with"
+            where,
+            f"example_inputs must hold a tensor, got {type(inputs).__name__}",
+            "pass what the model is called with",
         )
 
 
@@ -80,7 +81,7 @@ def quantized_reference(model: nn.Module, where: str) -> tuple[nn.Module, tuple[
     odd = next((name for name, value in reference.named_parameters() if value.dtype in half), None)
     if odd is not None:
         raise CompatibilityError(
-            f"{where}: model must be float32, got {reference.get_parameter(odd).dtype} for {odd}; call model.float()"
+            where, f"model must be float32, got {reference.get_parameter(odd).dtype} for {odd}", "call model.float()"
         )
     return reference, names
 

@@ -48,15 +48,17 @@ def check_file(file: Path, reference: nn.Module, inputs: Any) -> tuple[float, fl
     with torch.no_grad():
         expected = [leaf for leaf in tree_leaves(_mapping(call_model(reference, inputs))) if isinstance(leaf, Tensor)]
     if len(expected) != len(outputs):
-        raise CompatibilityError(f"export_onnx: file must have {len(expected)} outputs, got {len(outputs)}")
+        raise CompatibilityError("export_onnx", f"file must have {len(expected)} outputs, got {len(outputs)}")
     largest = 0.0
     for number, (mine, theirs) in enumerate(zip(expected, outputs, strict=True)):
         exact = mine.double().numpy()
         difference = float(np.abs(exact - theirs).max(initial=0.0))
         if not difference <= tolerance * max(least, float(np.abs(exact).max(initial=0.0))):
             raise CompatibilityError(
-                f"export_onnx: output {number} of the file must equal the model's to {tolerance:g}, got a difference "
-                f"of {difference:.3g}; nothing was written; find the layer by exporting parts of the model"
+                "export_onnx",
+                f"output {number} of the file must equal the model's to {tolerance:g}, got a difference of "
+                f"{difference:.3g}",
+                "nothing was written; find the layer by exporting parts of the model",
             )
         largest = max(largest, difference)
     return largest, forced.moved / max(forced.total, 1)
@@ -188,7 +190,7 @@ def relative_change(file: Path, other: Path, inputs: Any) -> float:
     ]
     if not np.isfinite(changes).all():
         raise CompatibilityError(
-            f"export_onnx: outputs on example_inputs must be finite, got a change of {max(changes)}; look for NaN"
+            "export_onnx", f"outputs on example_inputs must be finite, got a change of {max(changes)}", "look for NaN"
         )
     return max(changes, default=0.0)
 

@@ -167,7 +167,7 @@ def plan(shape: ModelShape, run: PlannedRun, recipe: Mapping[str, TechniqueConfi
         (12.2, 156, 412)
     """
     if run.attention == "eager" and not shape.heads:
-        raise ConfigError("plan: heads must be given with eager attention, got 0; say how many ModelShape has")
+        raise ConfigError("plan", "heads must be given with eager attention, got 0", "say how many ModelShape has")
     recipe = recipe or {}
     shape = shaped(recipe, shape)
     own = [cost for config in recipe.values() for cost in config.memory_costs(shape, run)]

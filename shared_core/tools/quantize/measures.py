@@ -70,11 +70,12 @@ def check_plannable(config: QatConfig, largest_loss: float) -> None:
         ConfigError: Naming the option.
     """
     if not 0 <= largest_loss < math.inf:
-        raise ConfigError(f"{WHERE}: largest_loss must be at least 0 and finite, got {largest_loss}")
+        raise ConfigError(WHERE, f"largest_loss must be at least 0 and finite, got {largest_loss}")
     if not config.scheme.startswith("int") or config.overrides:
         raise ConfigError(
-            f"{WHERE}: largest_loss must come with an int scheme without overrides, whose layers share one width, "
-            f"got scheme={config.scheme} and overrides={list(config.overrides)}"
+            WHERE,
+            "largest_loss must come with an int scheme without overrides, whose layers share one width, got "
+            f"scheme={config.scheme} and overrides={list(config.overrides)}",
         )
 
 
@@ -106,8 +107,10 @@ def selective_plan(
 
     if costs.keys() <= keep.keys():
         raise ConfigError(
-            f"{WHERE}: largest_loss must have layers to choose from, but all {len(costs)} are of those kept in "
-            "float (first, last, after GELU, …); set all_layers"
+            WHERE,
+            f"largest_loss must have layers to choose from, but all {len(costs)} are of those kept in float (first, "
+            "last, after GELU, …)",
+            "set all_layers",
         )
     sign = 1.0 if mode == "max" else -1.0
 
@@ -128,7 +131,7 @@ def selective_plan(
     )
     if not found.plan.quantized:
         raise TrainingError(
-            f"{WHERE}: largest_loss {largest_loss} must leave a layer to quantise, but each one loses more; raise it"
+            WHERE, f"largest_loss {largest_loss} must leave a layer to quantise, but each one loses more", "raise it"
         )
     chosen = set(found.plan.quantized)
     return without(name for name in costs if name not in chosen), found

@@ -114,10 +114,10 @@ class QuantizationStudy:
             CompatibilityError: If torchao's method cannot run here.
         """
         if self.mode not in ("max", "min"):
-            raise ConfigError(f"quantize: mode must be max or min, got {self.mode!r}")
+            raise ConfigError("quantize", f"mode must be max or min, got {self.mode!r}")
         thresholds(self.accept)
         if self.sensitivity not in (None, "kl", "rmse"):
-            raise ConfigError(f"quantize: sensitivity must be kl or rmse, got {self.sensitivity!r}")
+            raise ConfigError("quantize", f"sensitivity must be kl or rmse, got {self.sensitivity!r}")
         if self.largest_loss is not None:
             measures.check_plannable(self.config, self.largest_loss)
         if self.method is not None:
@@ -205,7 +205,7 @@ class QuantizationStudy:
     def _planned(self, costs: dict[str, dict[int, float]]) -> tuple[QatConfig, SelectivePlan, dict[str, str]]:
         """Return (config without the layers that stay in float, the plan, layers kept by rules of thumb)."""
         if self.data is None or self.judge is None or self.largest_loss is None:
-            raise ConfigError("quantize: largest_loss must come with judge and data, got it without; add them")
+            raise ConfigError("quantize", "largest_loss must come with judge and data, got it without", "add them")
         keep = {} if self.all_layers else measures.kept_in_float(self.network, costs, self.data[0])
         with self.progress("plan"):
             config, plan = measures.selective_plan(

@@ -108,15 +108,15 @@ def masked_state(model: nn.Module, groups: Mapping[str, ChannelGroup], keep: Map
     changed: dict[str, Tensor] = {}
     for name, mask in keep.items():
         if name not in groups:
-            raise ConfigError(f"shrink: keep must name groups of the model, got {name!r}{nearest(name, groups)}")
+            raise ConfigError("shrink", f"keep must name groups of the model, got {name!r}{nearest(name, groups)}")
         group = groups[name]
         mask = torch.as_tensor(mask)
         if mask.dtype != torch.bool or mask.shape != (group.units,):
             raise ConfigError(
-                f"shrink: keep[{name!r}] must be bool of shape ({group.units},), got {mask.dtype} {tuple(mask.shape)}"
+                "shrink", f"keep[{name!r}] must be bool of shape ({group.units},), got {mask.dtype} {tuple(mask.shape)}"
             )
         if not bool(mask.any()):
-            raise ConfigError(f"shrink: keep[{name!r}] must keep at least one unit, got none")
+            raise ConfigError("shrink", f"keep[{name!r}] must keep at least one unit, got none")
         gone = ~mask.cpu().numpy()
         for part in group.slices:
             if part.role in ("out", "norm"):

@@ -287,8 +287,9 @@ def changes(work: Work) -> list[Change]:
     search = KnobSearch(work.model, groups, work.ties)
     if not search.describes_itself():
         raise CompatibilityError(
-            f"shrink: {type(work.model).__name__} must have the shapes that its config describes, but has others; "
-            "from_config=False cuts it as it is"
+            "shrink",
+            f"{type(work.model).__name__} must have the shapes that its config describes, but has others",
+            "from_config=False cuts it as it is",
         )
     found: list[Change] = []
     handled: set[str] = set()

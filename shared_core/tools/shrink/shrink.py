@@ -111,24 +111,25 @@ def shrink(
     """
     check_model(model, "shrink")
     if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
-        raise ConfigError(f"shrink: multiple_of must be a whole number >= 1, got {multiple_of!r}")
+        raise ConfigError("shrink", f"multiple_of must be a whole number >= 1, got {multiple_of!r}")
     if not isinstance(latency_repeats, int) or latency_repeats < 0:
-        raise ConfigError(f"shrink: latency_repeats must be a whole number >= 0, got {latency_repeats!r}")
+        raise ConfigError("shrink", f"latency_repeats must be a whole number >= 0, got {latency_repeats!r}")
     if callable(example_inputs):
-        raise ConfigError("shrink: example_inputs must be a tensor, a tuple or a mapping, got a function")
+        raise ConfigError("shrink", "example_inputs must be a tensor, a tuple or a mapping, got a function")
     model = getattr(model, "_orig_mod", model)  # of a compiled one
     try:
         measuring.outputs(model, example_inputs)
     except (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         told = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"shrink: example_inputs must be what the model takes, got {type(example_inputs).__name__} ({told}); give "
-            "a tensor, a tuple of arguments or a mapping of keyword arguments"
+            "shrink",
+            f"example_inputs must be what the model takes, got {type(example_inputs).__name__} ({told})",
+            "give a tensor, a tuple of arguments or a mapping of keyword arguments",
         ) from error
     described = is_configured(model) if from_config is None else from_config
     if described and not is_configured(model):
         raise CompatibilityError(
-            f"shrink: from_config needs a model built from its config, got {type(model).__name__}; leave it out"
+            "shrink", f"from_config needs a model built from its config, got {type(model).__name__}", "leave it out"
         )
     if keep is not None:
         groups = {group.name: group for group in trace(model, example_inputs, constants=False).groups}

@@ -127,8 +127,9 @@ def check_eps(old: nn.Module, new: nn.Module, found: list[Rescale]) -> None:
             expected = wanted.get(name, getattr(old.get_submodule(name), attribute, None))
             if isinstance(value, float) and isinstance(expected, float) and not math.isclose(value, expected):
                 raise CompatibilityError(
-                    f"shrink: {name}.{attribute} must be {expected:.3g}, got {value:.3g}: the configuration has one "
-                    "epsilon for norms of different widths, or none"
+                    "shrink",
+                    f"{name}.{attribute} must be {expected:.3g}, got {value:.3g}: the configuration has one epsilon "
+                    "for norms of different widths, or none",
                 )
 
 

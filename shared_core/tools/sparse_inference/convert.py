@@ -103,11 +103,11 @@ def measure_sparse_speed(
         ConfigError: If `batch` is less than 1, or a block does not divide the shape.
     """
     if batch < 1:
-        raise ConfigError(f"sparse_layers: batch must be at least 1, got {batch!r}")
+        raise ConfigError("sparse_layers", f"batch must be at least 1, got {batch!r}")
     if layout not in ("csr", "bsr"):
-        raise ConfigError(f"sparse_layers: layout must be csr or bsr, got {layout!r}")
+        raise ConfigError("sparse_layers", f"layout must be csr or bsr, got {layout!r}")
     if layout == "bsr" and (block is None or block < 1 or num_outputs % block or num_inputs % block):
-        raise ConfigError(f"sparse_layers: block must divide {num_outputs} and {num_inputs}, got {block}")
+        raise ConfigError("sparse_layers", f"block must divide {num_outputs} and {num_inputs}, got {block}")
     return _measured(
         num_outputs, num_inputs, batch, layout, block, dtype, tuple(densities), clock, torch.get_num_threads()
     )
@@ -225,19 +225,20 @@ def sparse_layers(
         [('csr', ''), ('dense', 'density 1 is not below 0.1')]
     """
     if layout not in ("auto", "csr", "bsr"):
-        raise ConfigError(f"sparse_layers: layout must be auto, csr or bsr, got {layout!r}")
+        raise ConfigError("sparse_layers", f"layout must be auto, csr or bsr, got {layout!r}")
     if batch < 1:
-        raise ConfigError(f"sparse_layers: batch must be at least 1, got {batch!r}")
+        raise ConfigError("sparse_layers", f"batch must be at least 1, got {batch!r}")
     if max_density is not None and not 0 < max_density <= 1:
-        raise ConfigError(f"sparse_layers: max_density must be in (0, 1], got {max_density!r}")
+        raise ConfigError("sparse_layers", f"max_density must be in (0, 1], got {max_density!r}")
     if block is not None and block < 1:
-        raise ConfigError(f"sparse_layers: block must be at least 1, got {block!r}")
+        raise ConfigError("sparse_layers", f"block must be at least 1, got {block!r}")
     found = list(_linears(model, "sparse_layers", include, skip))
     for name, module, _ in found:
         if module.weight.device.type != "cpu":
             raise CompatibilityError(
-                f"sparse_layers: model must be on the CPU, got {name} on {module.weight.device}; move it with "
-                "model.cpu(), or prune 2:4 and take to_semi_structured on an NVIDIA GPU"
+                "sparse_layers",
+                f"model must be on the CPU, got {name} on {module.weight.device}",
+                "move it with model.cpu(), or prune 2:4 and take to_semi_structured on an NVIDIA GPU",
             )
     choices: list[LayerChoice] = []
     made: dict[nn.Module, nn.Module] = {}
@@ -328,8 +329,10 @@ def to_semi_structured(model: nn.Module, *, include: Iterable[str] = (), skip: I
     for name, module, _ in found:
         if not has_two_four_kernels(module.weight.device):
             raise CompatibilityError(
-                f"to_semi_structured: model must be on an NVIDIA GPU of compute capability 8.0 or newer, got {name} on "
-                f"{module.weight.device}; torch has no 2:4 product there"
+                "to_semi_structured",
+                f"model must be on an NVIDIA GPU of compute capability 8.0 or newer, got {name} on "
+                f"{module.weight.device}",
+                "torch has no 2:4 product there",
             )
     choices: list[LayerChoice] = []
     made: dict[nn.Module, nn.Module] = {}
@@ -374,7 +377,7 @@ def _linears(
 ) -> Iterator[tuple[str, nn.Linear, str]]:
     """Yield name, layer, and why it must stay as it is."""
     if isinstance(model, nn.Linear):
-        raise ConfigError(f"{where}: model must hold its layers, got a linear layer itself; wrap it in nn.Sequential")
+        raise ConfigError(where, "model must hold its layers, got a linear layer itself", "wrap it in nn.Sequential")
     holders: dict[Tensor, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():

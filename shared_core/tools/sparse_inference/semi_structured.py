@@ -56,9 +56,11 @@ def pack_two_four(weight: Tensor) -> tuple[Tensor, Tensor]:
         ([[5.0, 7.0, 5.0, 7.0, 5.0, 7.0, 5.0, 7.0]], '0b1101')
     """
     if weight.ndim != 2 or weight.shape[1] % 16:
-        raise ConfigError(f"pack_two_four: weight must have inputs in sixteens, got shape {tuple(weight.shape)}")
+        raise ConfigError("pack_two_four", f"weight must have inputs in sixteens, got shape {tuple(weight.shape)}")
     if not is_two_four(weight):
-        raise ConfigError("pack_two_four: of four neighbours at most two must not be zero; prune with nm_mask first")
+        raise ConfigError(
+            "pack_two_four", "of four neighbours at most two must not be zero", "prune with nm_mask first"
+        )
     groups = weight.reshape(-1, 4)
     order = torch.tensor([_FILL.index(place) + 1 for place in range(4)], device=weight.device)
     places = groups.eq(0).long().mul_(order).argsort(dim=1, stable=True)[:, :2].sort(dim=1).values
@@ -87,8 +89,9 @@ def unpack_two_four(values: Tensor, metadata: Tensor) -> Tensor:
     """
     if values.ndim != 2 or metadata.shape != (values.shape[0], values.shape[1] // 8) or values.shape[1] % 8:
         raise ConfigError(
-            f"unpack_two_four: metadata must be (outputs, inputs/16) beside values (outputs, inputs/2), got "
-            f"{tuple(metadata.shape)} and {tuple(values.shape)}"
+            "unpack_two_four",
+            f"metadata must be (outputs, inputs/16) beside values (outputs, inputs/2), got {tuple(metadata.shape)} "
+            f"and {tuple(values.shape)}",
         )
     shifts = torch.arange(0, 16, 2, device=values.device)
     places = (metadata.long().unsqueeze(2) >> shifts & 0b11).view(-1, 2)
