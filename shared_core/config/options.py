@@ -129,8 +129,8 @@ class TechniqueConfig:
                 if getattr(self, field.name) != field.default and (found := getattr(self, other)) not in allowed:
                     raise ConfigError(
                         self.key,
-                        f"{field.name} must come with {other}={' or '.join(allowed)}, without which it does nothing, got "
-                        f"{getattr(self, field.name)!r} and {other}={found}",
+                        f"{field.name} must come with {other}={' or '.join(allowed)}, without which it does nothing, "
+                        f"got {getattr(self, field.name)!r} and {other}={found}",
                         "leave it out",
                     )
         self.validate()
