@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-import html
+import functools
 import io
 import math
 import re
@@ -43,7 +43,15 @@ class Section:
 
 
 _MARKED, _LONGEST = 40, 60  # points of a curve with a mark on each, characters of a name in a plot
-_STYLE = """
+_PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>{{ title }}</title>
+<style>
 :root { color-scheme: light dark }
 body { font: 15px/1.5 system-ui, sans-serif; overflow-wrap: break-word }
 body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
@@ -53,7 +61,40 @@ th, td { padding: .2rem .7rem; border-bottom: 1px solid #8884; text-align: left 
 th { border-bottom: 2px solid #888 } .n { text-align: right; font-variant-numeric: tabular-nums }
 figure { margin: 1rem 0 } img { max-width: 100% } figcaption { opacity: .75 }
 @media (prefers-color-scheme: dark) { img { filter: invert(.9) hue-rotate(180deg) } }
-""".strip()
+</style>
+</head>
+<body>
+<h1>{{ title }}</h1>
+{% for section in sections %}
+<h2>{{ section.title }}</h2>
+{% for block in section.blocks %}
+{% if block is string %}
+<p>{{ block }}</p>
+{% elif block.headings %}
+{% set numbers, number = numeric(block), ' class="n"'|safe %}
+<table>
+<thead><tr>
+{%- for cell in block.headings %}<th{{ number if numbers[loop.index0] }}>{{ text(cell) }}</th>{% endfor %}</tr></thead>
+<tbody>
+{% for row in block.rows %}
+<tr>
+{%- for cell in row %}<td{{ number if numbers[loop.index0] }}>{{ text(cell) }}</td>{% endfor %}</tr>
+{% endfor %}
+</tbody>
+</table>
+{% elif block.svg %}
+<figure>
+<img alt="{{ block.caption }}" src="data:image/svg+xml;base64,{{ base64(block.svg) }}">
+<figcaption>{{ block.caption }}</figcaption>
+</figure>
+{% else %}
+<p>Plot, not drawn: {{ block.caption }}</p>
+{% endif %}
+{% endfor %}
+{% endfor %}
+</body>
+</html>
+"""
 
 
 def build_page(title: str, sections: Iterable[Section]) -> tuple[str, str]:
@@ -78,20 +119,22 @@ def build_page(title: str, sections: Iterable[Section]) -> tuple[str, str]:
         <BLANKLINE>
     """
     sections = list(sections)
-    shown = [f"<h1>{html.escape(title)}</h1>"]
-    written = [f"# {_plain(title)}"]
-    for section in sections:
-        shown += [f"<h2>{html.escape(section.title)}</h2>", *map(_html, section.blocks)]
-        written.append(markdown(section))
-    head = (
-        '<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
-        "style-src 'unsafe-inline'\">\n"
-        f"<title>{html.escape(title)}</title>\n<style>\n{_STYLE}\n</style>"
-    )
-    body = "\n".join(shown)
-    page = f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
+    page = _template().render(title=title, sections=sections)
+    written = [f"# {_plain(title)}", *map(markdown, sections)]
     return page, "\n\n".join(written) + "\n"
+
+
+@functools.cache
+def _template() -> Any:
+    import jinja2
+
+    pages = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    pages.globals |= {
+        "text": _text,
+        "numeric": _numeric,
+        "base64": lambda svg: base64.b64encode(svg).decode("ascii"),
+    }
+    return pages.from_string(_PAGE)
 
 
 def markdown(section: Section) -> str:
@@ -261,27 +304,6 @@ def _numeric(table: Table) -> list[bool]:
         and all(cell is None or isinstance(cell, (int, float)) for cell in column)
         for column in columns
     ]
-
-
-def _html(block: str | Table | Plot) -> str:
-    if isinstance(block, str):
-        return f"<p>{html.escape(block)}</p>"
-    if isinstance(block, Plot):
-        data, caption = base64.b64encode(block.svg).decode("ascii"), html.escape(block.caption)
-        if not block.svg:
-            return f"<p>Plot, not drawn: {caption}</p>"
-        image = f'<img alt="{caption}" src="data:image/svg+xml;base64,{data}">'
-        return f"<figure>\n{image}\n<figcaption>{caption}</figcaption>\n</figure>"
-    marks = [' class="n"' if numeric else "" for numeric in _numeric(block)]
-
-    def row(tag: str, cells: Sequence[Cell]) -> str:
-        inner = "".join(
-            f"<{tag}{mark}>{html.escape(_text(cell))}</{tag}>" for cell, mark in zip(cells, marks, strict=True)
-        )
-        return f"<tr>{inner}</tr>"
-
-    rows = "\n".join(row("td", cells) for cells in block.rows)
-    return f"<table>\n<thead>{row('th', block.headings)}</thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
 
 
 def _markdown(block: str | Table | Plot) -> str:
