@@ -85,9 +85,9 @@ def parse_position(value: Position, where: str = "position") -> ParsedPosition:
     """
     rule = "must be a step (500), a fraction of the run in [0, 1] (0.3) or epochs ('2ep')"
     hint = as_share(value) if isinstance(value, float) or "%" in str(value) else ""
-    told = ConfigError(where, f"{where.rsplit('.', 1)[-1]} {rule}, got {value!r}{hint}")
+    told = where, f"{where.rsplit('.', 1)[-1]} {rule}, got {value!r}{hint}"
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise told
+        raise ConfigError(*told)
     try:
         if isinstance(value, str):
             text = value.strip().lower()
@@ -103,7 +103,7 @@ def parse_position(value: Position, where: str = "position") -> ParsedPosition:
             parsed = ParsedPosition(value, "fraction")
         finite = math.isfinite(parsed.value)
     except (ValueError, OverflowError):  # the latter of whole numbers beyond every float
-        raise told from None
+        raise ConfigError(*told) from None
     if not (finite and parsed.value >= 0) or (parsed.unit == "fraction" and parsed.value > 1):
-        raise told
+        raise ConfigError(*told)
     return parsed
