@@ -121,8 +121,7 @@ def _count(tensors: Sequence[Tensor], bound: int) -> tuple[Tensor, Tensor]:
         for piece in torch.split(tensor.detach().reshape(-1), size):
             if piece.numel():
                 # Widening to float32 is exact, so that all dtypes share one layout: 8 bits of exponent, and integers
-                # in the order
-                # of magnitudes.
+                # in the order of magnitudes.
                 count(piece.float().view(torch.int32) & MAGNITUDE, bound, histogram[index], rest[index])
     return histogram, rest
 

@@ -51,8 +51,7 @@ def contraction(first: Tensor, second: Tensor, contract: Callable[[Tensor, Tenso
         tensor([[2., nan]])
     """
     # Sums with the unknown as 0. How many terms are unknown times nonzero: (nonzero · nonzero) - (known · known),
-    # both
-    # counted by the same contraction; where that is above 0 the sum is unknown.
+    # both counted by the same contraction; where that is above 0 the sum is unknown.
     value = contract(first.nan_to_num(0.0), second.nan_to_num(0.0))
     # Counts up to 2^24 are exact in float32, not in half precision.
     precise = torch.promote_types(value.dtype, torch.float32)
@@ -252,8 +251,8 @@ class Positions:
         first = np.concatenate([pair[0] for pair in self._pairs])
         second = np.concatenate([pair[1] for pair in self._pairs])
         # Connected components by hooking and pointer jumping: every pair hooks the larger root onto the smaller one,
-        # then
-        # paths are halved until each id points at its root. A few rounds, each a pass in numpy, for millions of ids.
+        # then paths are halved until each id points at its root. A few rounds, each a pass in numpy, for millions of
+        # ids.
         while True:
             low, high = np.minimum(parent[first], parent[second]), np.maximum(parent[first], parent[second])
             open_pairs = low != high
@@ -364,8 +363,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if found is None:
             return None
         # The version counter tells an in-place write that came through a view, by which no rule noticed it: labels
-        # say
-        # which positions there are and stay true, constants do not.
+        # say which positions there are and stay true, constants do not.
         tracked, version = found
         return tracked if version == tensor._version else Tracked(tracked.labels, None, False)
 

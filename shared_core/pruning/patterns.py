@@ -53,8 +53,7 @@ def erdos_renyi_sparsities(
     fixed: dict[int, float] = {}  # densities
     kept = (1 - sparsity) * sum(numels)
     # Density ε · share, clipped to [1 - most, 1]. Clipped tensors are fixed and ε is found again for the others,
-    # until
-    # none is clipped: at most one round for each tensor.
+    # until none is clipped: at most one round for each tensor.
     while True:
         open_ = [i for i in range(len(numels)) if i not in fixed]
         weight = sum(shares[i] * numels[i] for i in open_)

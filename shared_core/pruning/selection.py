@@ -89,8 +89,7 @@ def prune_masks(scores: Sequence[Tensor], sparsity: float, most: Sequence[int] |
     left = min(round(_checked(sparsity) * sum(sizes)), sum(limits))
     masks: dict[int, Tensor] = {}
     # Water-filling: rank all; fix those over their limit at it; let the others compete for the rest. Each round fixes
-    # one
-    # tensor at least.
+    # one tensor at least.
     competing = list(range(len(sizes)))
     while competing:
         masks |= zip(competing, _masks(some(scores, competing), left), strict=True)

@@ -31,8 +31,7 @@ def _stepped(x: tl.tensor, random: tl.tensor, mantissa: tl.constexpr, bias: tl.c
     kept = significand >> near
     rest = (significand - (kept << near)).to(tl.int64)
     # The lost part as a fraction of 2^62, so that comparing it with 62 random bits rounds up with that probability.
-    # Of
-    # numbers far below the last bit the fraction is shifted down further, not cut to 0.
+    # Of numbers far below the last bit the fraction is shifted down further, not cut to 0.
     fraction = (rest << (62 - near).to(tl.int64)) >> tl.minimum(lost - near, 62).to(tl.int64)
     up = (random < fraction).to(tl.int32)
     # As in `nearest`: a carry goes into the exponent.

@@ -503,8 +503,7 @@ def fits_fused_sum(divergence: str, student: Tensor, teacher: Tensor) -> bool:
         and student.numel() >= SMALLEST
         and torch.is_grad_enabled()
         # Each condition is one under which backward is not the plain one that the fused gradient serves: subclasses,
-        # compiled
-        # graphs and functorch need autograd's own operations.
+        # compiled graphs and functorch need autograd's own operations.
         and student.requires_grad
         and is_plain(student)
         and is_plain(teacher)
