@@ -273,8 +273,8 @@ class Positions:
 
 
 def flat_ids(label: Tensor) -> Ids:
-    # Pins and marks repeat over batch and tokens; the core has each id once.
     """Return the different ids of a label."""
+    # Pins and marks repeat over batch and tokens; the core has each id once.
     found: Ids = np.unique(core(label).reshape(-1).cpu().numpy())
     return found
 

@@ -77,8 +77,8 @@ def outputs_of(output: Any, name: str = "") -> list[tuple[str, Tensor]]:
 
 @contextmanager
 def decomposed() -> Iterator[None]:
-    # Fused attention and the encoder fast path are single operators, in which no channel can be followed.
     """Have attention and compiled modules run as the operators they are made of."""
+    # Fused attention and the encoder fast path are single operators, in which no channel can be followed.
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -61,12 +61,12 @@ class WatchedPairs:
                 hook.active, hook.latest = active, None
 
     def outputs(self) -> Iterator[tuple[tuple[str, str], Any, Any]]:
-        # Taken, not read: a module that one forward skips (layer drop) must not answer with what the last one left.
         """Yield each pair's names and what its modules returned in the latest forward, once.
 
         Raises:
             TrainingError: If a module did not run.
         """
+        # Taken, not read: a module that one forward skips (layer drop) must not answer with what the last one left.
         for names, (ours, theirs) in zip(self.pairs, self._hooks, strict=True):
             found, target = ours.take(), theirs.take()
             if found is None or target is None:

@@ -190,9 +190,10 @@ class Peers(Teachers):
             for gradient, mean in zip(alike, torch.split(flat, [each.numel() for each in alike]), strict=True):
                 gradient.copy_(mean.view_as(gradient))
 
-    # `clip` is the trainer's own and computes the norm of all parameters of the optimizer: others are hidden from it.
     def one_by_one(self, clip: Callable[[], Any]) -> None:
         """Call `clip` once for each student, while no other has gradients: its norm is that of one model."""
+        # `clip` is the trainer's own and computes the norm of all parameters of the optimizer: others are hidden from
+        # it.
         groups = [group for optimizer in {*self._optimizer_of.values()} for group in optimizer.param_groups]
         everyone = [parameter for group in groups for parameter in group["params"]]
         gradients = {parameter: parameter.grad for parameter in everyone}
@@ -332,7 +333,6 @@ def redrawn(model: nn.Module, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         for parameter in other.parameters():
             if parameter.requires_grad:
-                # NaN marks every trained weight, so that one without an initialiser is found.
                 parameter.fill_(torch.nan)  # what is still there afterwards, nothing drew
         # Children first: a parent's initialiser (transformers' `_init_weights`) overrides its children's defaults.
         for module in _children_first(other):

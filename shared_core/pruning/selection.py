@@ -152,7 +152,6 @@ def _refuse_nan(scores: Tensor, index: int) -> None:
     flat = scores.reshape(-1)
     if not flat.numel():
         return
-    # argmax finds NaN as the largest, in one pass without a bool tensor of the scores' size.
     peak = int(flat.numpy().argmax()) if flat.is_cpu else int(flat.argmax())  # a NaN counts as largest
     if flat[peak].isnan():
         raise ConfigError("prune_mask", f"scores must not be NaN, got one in tensor {index} at flat index {peak}")
@@ -335,7 +334,6 @@ class RankedScores(Sequence[Tensor]):
         self._weights, self._masks, self._scorer = weights, masks, scorer
         sharded = any(hasattr(weight, "device_mesh") for weight in self.tensors)
         # others compute the whole tensor for every slice, and a sharded one is gathered whole
-        # A slice must cost only a slice: wanda ranks rows, and a sharded tensor is gathered by a collective.
         streams = scorer.criterion in ("magnitude", "random", "taylor", "fisher", "movement") and not sharded
         self.part: Callable[[int, slice], Tensor] | None = self._part if streams else None
         self.floor: float | None = 0.0 if masks and scorer.zero_is_lowest else None

@@ -71,8 +71,6 @@ def _layer_group(name: str, module: nn.Module, kind: Kind, *, whole_layer: bool)
     bias = module._parameters.get("bias")
     if bias is not None:
         # a grouped transposed convolution holds outputs of one group in the weight and all of them in the bias
-        # Transposed convolutions hold (in, out / groups, ...): row j of `of_bias` has the biases of output j of every
-        # group.
         of_bias = np.arange(bias.numel()).reshape(-1, len(outputs)).T if bias.numel() != len(outputs) else outputs
         tensors.append((f"{name.removesuffix('weight')}bias", 0, of_bias))
     slices = tuple(

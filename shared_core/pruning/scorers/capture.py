@@ -24,8 +24,6 @@ class _Carry(torch.autograd.Function):
     """Saves a tensor the way layers do, so that activation checkpointing drops and recomputes it; computes nothing."""
 
     @staticmethod
-    # Saved by autograd, not held in a closure: under activation checkpointing it is dropped and made again in
-    # backward.
     def forward(ctx: Any, anchor: Tensor, kept: Tensor) -> Tensor:
         ctx.save_for_backward(kept)
         # An empty tensor with a grad_fn, and no part of the loss: its only use is that it holds what was saved.
@@ -110,7 +108,6 @@ class BackwardWatch:
         return hook  # type: ignore[no-any-return]
 
     def _seen(self, name: str, x: Tensor, output: Tensor) -> None:
-        # -1 means no backward is under way. A forward inside one is a recomputation of checkpointing.
         if torch._C._current_graph_task_id() == -1:  # else backward recomputes a forward that was counted
             if self._arrived.get(name):
                 self._flush(name)

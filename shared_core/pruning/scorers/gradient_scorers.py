@@ -83,7 +83,6 @@ def _squared(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Return the sum over examples of ``(Σ over calls of A Bᵀ)²``; A and B are (examples, groups, rows, places)."""
     first, second = pairs[0]
     if len(pairs) == 1 and first.shape[-1] == 1:
-        # Σ_n (a_i b_j)² = Σ_n a_i² b_j²: (A∘A)ᵀ (B∘B), without forming a gradient for each example.
         # one place: the square of a product is the product of squares, and the sum a single matrix product
         return torch.einsum("nga,ngb->gab", first[..., 0].square(), second[..., 0].square())
     # (examples, groups, outputs, inputs): the sum over places must be squared, so it must exist for each example.

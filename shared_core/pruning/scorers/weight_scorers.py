@@ -83,8 +83,8 @@ class Random(Scorer):
             scores[start:stop] = self._draw(name, torch.arange(start, stop, device=weight.device))
         return scores.view(weight.shape)
 
-    # Each draw depends on the seed, the tensor and its own index alone: slices agree with the whole.
     def _part(self, name: str, weight: Tensor, where: slice) -> Tensor:
+        # Each draw depends on the seed, the tensor and its own index alone: slices agree with the whole.
         index = torch.arange(*where.indices(weight.numel()), device=weight.device)
         return self._draw(name, index).to(_score_dtype(weight))
 
